@@ -1,0 +1,82 @@
+"""Weight-space symmetries in Bayesian deep learning: find them, verify them, remove them, measure what is left.
+
+The package is lazy: ``import tu_symmetry`` loads nothing heavy, a name loads its module on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {
+    "NormalizationGroup": "symmetry.graph",
+    "PermutationGroup": "symmetry.graph",
+    "ScaleGroup": "symmetry.graph",
+    "SymmetryError": "symmetry.graph",
+    "SymmetryGraph": "symmetry.graph",
+    "apply_permutation": "symmetry.action",
+    "apply_scale": "symmetry.action",
+    "move_optimizer_state": "symmetry.action",
+    "compose": "symmetry.elements",
+    "identity_permutation": "symmetry.elements",
+    "invert": "symmetry.elements",
+    "random_permutation": "symmetry.elements",
+    "random_scale": "symmetry.elements",
+    "transposition_count": "symmetry.elements",
+    "discover_symmetries": "symmetry.discovery",
+    "register_rule": "symmetry.rules",
+    "verify_symmetries": "symmetry.verification",
+    "Alignment": "alignment.align",
+    "Matching": "alignment.matching",
+    "activation_matching": "alignment.activations",
+    "align": "alignment.align",
+    "weight_matching": "alignment.matching",
+    "loss_barrier": "alignment.barrier",
+    "CanonicalForm": "scaling.canonical",
+    "canonicalize": "scaling.canonical",
+    "mass_profile": "scaling.profiles",
+    "remove_symmetries": "scaling.removal",
+    "representation_cost": "scaling.canonical",
+    "LinearizedLaplace": "laplace.model",
+    "CompactPosterior": "posterior.compact",
+    "SampleStore": "posterior.samples",
+    "FitLaplace": "callbacks",
+    "PosteriorSnapshots": "callbacks",
+    "Rebasin": "callbacks",
+    "ScaleCanonicalization": "callbacks",
+    "MarginalHomogeneity": "metrics",
+    "MaximumMeanDiscrepancy": "metrics",
+    "PairwiseMutualInformation": "metrics",
+    "PredictiveAgreement": "metrics",
+    "PredictiveTotalVariation": "metrics",
+    "RepresentationCost": "metrics",
+    "TranspositionCount": "metrics",
+}
+
+__all__ = [*sorted(_EXPORTS), "__version__"]
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.action import apply_permutation, apply_scale, move_optimizer_state
+    from tu_symmetry.symmetry.elements import (
+        compose,
+        identity_permutation,
+        invert,
+        random_permutation,
+        random_scale,
+        transposition_count,
+    )
+    from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryError, SymmetryGraph
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(f"tu_symmetry.{_EXPORTS[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tu_symmetry' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""Symmetries of a module: found by tracing, verified numerically, and applied to weights."""

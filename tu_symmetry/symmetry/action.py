@@ -1,0 +1,226 @@
+"""How group elements act on weights, and on everything that is shaped like weights (optimizer state, averages).
+
+All functions are pure: they take a state dict (or a stack of states with leading sample axes) and return a new one.
+
+Laws (tests/test_symmetry_laws.py, float64): the function of the network is unchanged; actions compose and invert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.symmetry.elements import LogScale, check_permutation
+from tu_symmetry.symmetry.graph import PermutationMember, SymmetryError, SymmetryGraph
+
+
+def apply_permutation(
+    graph: SymmetryGraph, permutation: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Permute the hidden units of a network: ``new[j] = old[p[j]]`` on every axis that a group moves.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        permutation: group name to LongTensor ``[*blocks, size]``; groups that are left out stay as they are.
+        state: state dict, or a stack of states with leading sample axes; every sample is permuted alike.
+
+    Returns:
+        A new state dict that computes the same function. Tensors that no group moves are shared with the input.
+
+    Raises:
+        SymmetryError: unknown groups, wrong shapes, no permutation, or a state of another architecture.
+    """
+    graph.require_verified()
+    graph.check_state(state, finite=False)
+    return permute_tensors(graph, permutation, state)
+
+
+def permute_tensors(
+    graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """As :func:`apply_permutation`, for any subset of the tensors and without checks of their names.
+
+    This is what moves gradients, momenta, second moments and averages of weights along with the weights.
+    """
+    known = {g.name: g for g in graph.permutations}
+    for name, p in permutation.items():
+        if name not in known:
+            raise SymmetryError(f"no permutation group {name!r} in this graph; it has {sorted(known)}")
+        if tuple(p.shape) != known[name].shape:
+            raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
+    check_permutation(permutation)
+    moved = dict(tensors)
+    # Nested groups first: an element names the units of a block by the block's old content, then blocks move whole.
+    for group in reversed(graph.permutations):
+        if group.name not in permutation:
+            continue
+        p = permutation[group.name]
+        if group.parent is not None and group.parent in permutation:
+            p = _by_old_block(p, group.parent, permutation)
+        for member in group.members:
+            for alias in graph.aliases[member.parameter]:
+                if alias in moved:
+                    moved[alias] = _permute_axis(moved[alias], member, p, len(graph.shapes[member.parameter]))
+    return moved
+
+
+def _by_old_block(p: Tensor, parent: str, permutation: Mapping[str, Tensor]) -> Tensor:
+    """Re-index a nested element from the block where units arrive to the block they come from."""
+    from tu_symmetry.symmetry.elements import _origin
+
+    origin = (*(o.squeeze(-1) for o in _origin(parent, permutation)), permutation[parent])
+    origin = tuple(torch.broadcast_to(o, permutation[parent].shape) for o in origin)
+    by_old = torch.empty_like(p)
+    by_old[origin] = p
+    return by_old
+
+
+def _permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int) -> Tensor:
+    axis = tensor.ndim - ndim + member.axis
+    index = member.index.to(tensor.device)
+    p = p.to(tensor.device)
+    size, copies = index.shape[-2:]
+    moved = torch.gather(index, -2, p.unsqueeze(-1).expand(index.shape))
+    if member.within_axis is None:
+        source = torch.arange(tensor.shape[axis], device=tensor.device)
+        source[index.reshape(-1)] = moved.reshape(-1)
+        return tensor.index_select(axis, source)
+    assert member.within is not None
+    rows_axis = tensor.ndim - ndim + member.within_axis
+    rows = member.within.to(tensor.device)
+    blocks = rows.reshape(-1, rows.shape[-1])
+    targets = index.reshape(len(blocks), size * copies) if member.index.ndim > 2 else index.reshape(1, -1)
+    sources = moved.reshape(targets.shape)
+    grid = torch.arange(tensor.shape[axis], device=tensor.device).repeat(tensor.shape[rows_axis], 1)
+    for block_rows, target, source in zip(blocks, targets, sources, strict=True):
+        grid[block_rows.unsqueeze(-1), target] = source
+    shape = [1] * tensor.ndim
+    shape[rows_axis], shape[axis] = grid.shape
+    grid = (grid if rows_axis < axis else grid.T).reshape(shape)
+    return torch.take_along_dim(tensor, grid, dim=axis)
+
+
+def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Tensor:
+    """All log-factors in the order of ``ScaleTerm.index``, float64, with a zero at the end for index -1."""
+    groups = (*graph.scales, *graph.normalizations)
+    unknown = sorted(log_scale.keys() - {g.name for g in groups})
+    if unknown:
+        raise SymmetryError(f"no scale group {unknown} in this graph; it has {[g.name for g in groups]}")
+    parts = []
+    for group in groups:
+        value = log_scale.get(group.name)
+        if value is None:
+            value = torch.zeros(group.size, dtype=torch.float64)
+        if tuple(value.shape) != (group.size,):
+            raise SymmetryError(f"log_scale[{group.name!r}] has shape {tuple(value.shape)}, expected ({group.size},)")
+        if not torch.isfinite(value).all():
+            raise SymmetryError(f"log_scale[{group.name!r}] holds NaN or infinite values")
+        parts.append(value.detach().to(torch.float64).cpu())
+    return torch.cat([*parts, torch.zeros(1, dtype=torch.float64)])
+
+
+def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Multiply weights by positive factors that leave the function unchanged.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; groups that are
+            left out keep factor one.
+        state: state dict, or a stack of states with leading sample axes; every sample is scaled alike.
+
+    Returns:
+        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not
+        exact). Factors are computed in float64 and rounded once.
+
+    Raises:
+        SymmetryError: unknown groups, wrong shapes, NaN, or a state of another architecture.
+    """
+    graph.require_verified()
+    graph.check_state(state, finite=False)
+    return scale_tensors(graph, log_scale, state)
+
+
+def scale_tensors(
+    graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
+) -> dict[str, Tensor]:
+    """As :func:`apply_scale`, for any subset of the tensors; factors are raised to ``power``.
+
+    ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
+    """
+    flat = flat_log_scale(graph, log_scale)
+    scaled = dict(tensors)
+    for parameter, terms in graph.scale_terms.items():
+        total: Tensor | None = None
+        for exponent, index in terms:
+            part = exponent * flat[index]
+            total = part if total is None else total + part
+        if total is None or not total.any():
+            continue
+        factor = torch.exp(power * total)
+        for alias in graph.aliases[parameter]:
+            if alias in scaled:
+                tensor = scaled[alias]
+                scaled[alias] = (tensor * factor.to(tensor.device, torch.promote_types(tensor.dtype, torch.float32))).to(
+                    tensor.dtype
+                )
+    return scaled
+
+
+def move_optimizer_state(
+    graph: SymmetryGraph,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    *,
+    permutation: Mapping[str, Tensor] | None = None,
+    log_scale: LogScale | None = None,
+) -> None:
+    """Move an optimizer's per-parameter state along with weights that were permuted or rescaled (in place).
+
+    After a permutation the next training step is exactly the permuted step, for every optimizer whose state is
+    elementwise (SGD with momentum, Adam and its kin). After a rescaling by factors ``c`` gradients and momenta scale
+    by ``1 / c``; second moments (state entries named ``*_sq``, ``*_avg_sq``, ``square_avg``, ``sum``) by ``1 / c**2``.
+    Plain SGD and Adam are *not* equivariant under rescaling (their step would have to scale by ``c``), so only the
+    stored statistics agree with the new coordinates, not the trajectory.
+
+    Args:
+        graph: the symmetry graph.
+        optimizer: its ``state`` is changed in place.
+        names: ``id(parameter)`` to the parameter's name in the graph.
+        permutation: the element that was applied to the weights.
+        log_scale: the log-factors that were applied to the weights (after the permutation).
+
+    Raises:
+        SymmetryError: a state tensor of a known parameter that is neither a scalar nor of the parameter's shape
+            (factored statistics, as in Adafactor, cannot be moved).
+    """
+    for parameter, state in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None:
+            continue
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 1 != parameter.numel():
+                continue
+            if value.shape != parameter.shape:
+                raise SymmetryError(
+                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
+                    f"{tuple(parameter.shape)}: factored or flattened statistics cannot follow a symmetry"
+                )
+            moved: dict[str, Tensor] = {name: value}
+            if permutation is not None:
+                moved = permute_tensors(graph, permutation, moved)
+            if log_scale is not None:
+                moved = scale_tensors(graph, log_scale, moved, power=-2.0 if _is_second_moment(key) else -1.0)
+            value.copy_(moved[name])
+
+
+def _is_second_moment(key: Any) -> bool:
+    return isinstance(key, str) and (key.endswith("_sq") or key in {"square_avg", "sum", "max_exp_avg_sq"})
+
+
+def log10_volume(graph: SymmetryGraph) -> float:
+    """log10 of the number of equivalent weight vectors under permutations."""
+    return sum(math.prod(g.blocks) * math.lgamma(g.size + 1) for g in graph.permutations) / math.log(10)

@@ -1,0 +1,274 @@
+"""What discovery returns: the symmetry graph of an architecture, and its groups.
+
+Three kinds of group act on the weights of a network without changing its function:
+
+* :class:`PermutationGroup`: interchangeable hidden units. A group may be nested in another one (the units of one
+  attention head in the heads): the parent moves whole blocks, the nested group moves units inside each block.
+* :class:`ScaleGroup`: positive factors that move between the producers and the consumers of a unit.
+* :class:`NormalizationGroup`: positive factors that a following normalization undoes.
+
+A graph holds no weights. Every index tensor in it is a position along an axis of a named parameter or buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SymmetryError(RuntimeError):
+    """A symmetry that does not hold, or weights that do not belong to the graph; the message names the culprit."""
+
+
+@dataclass(frozen=True, eq=False)
+class PermutationMember:
+    """One axis of one parameter or buffer that a permutation group moves.
+
+    Attributes:
+        parameter: name in the state dict.
+        axis: the axis that moves.
+        index: ``[*blocks, size, copies]``; ``index[b, j]`` are the positions along ``axis`` of unit ``j`` in block
+            ``b``. ``copies`` is above one where one unit owns several positions (a channel after a flatten, a head
+            with all its units). ``blocks`` is empty unless the group is nested.
+        within_axis: None, or a second axis of the same tensor: the positions then hold only in the rows ``within``
+            of that axis (the input axis of a grouped convolution, whose meaning differs from group to group).
+        within: None, or ``[*blocks, rows]`` positions along ``within_axis``.
+    """
+
+    parameter: str
+    axis: int
+    index: Tensor
+    within_axis: int | None = None
+    within: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PermutationGroup:
+    """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
+
+    Attributes:
+        name: unique; a nested group is called ``parent/own``.
+        size: number of units that are permuted (in each block).
+        members: every axis of every parameter and buffer that moves.
+        parent: name of the group whose units are the blocks, or None.
+        blocks: shape of the blocks, ``()`` for a group without parent; a group element is ``[*blocks, size]``.
+    """
+
+    name: str
+    size: int
+    members: tuple[PermutationMember, ...]
+    parent: str | None = None
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an element of the group: ``(*blocks, size)``."""
+        return (*self.blocks, self.size)
+
+    @property
+    def log10_order(self) -> float:
+        """log10 of the number of permutations in the group (``blocks * log10(size!)``)."""
+        return math.prod(self.blocks) * math.lgamma(self.size + 1) / math.log(10)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleMember:
+    """One parameter or buffer that a scale or normalization group multiplies.
+
+    Attributes:
+        parameter: name in the state dict.
+        axis: the axis along which the factor varies, None where one factor multiplies the whole tensor.
+        exponent: the tensor is multiplied by ``factor ** exponent``.
+        index: ``[size, copies]`` positions along ``axis`` of each factor, None where ``axis`` is None.
+        within_axis, within: as in :class:`PermutationMember`, with ``within`` of shape ``[size, rows]``.
+        buffer: whether it is a buffer (a running statistic), which no optimizer or regularizer counts.
+    """
+
+    parameter: str
+    axis: int | None
+    exponent: float
+    index: Tensor | None = None
+    within_axis: int | None = None
+    within: Tensor | None = None
+    buffer: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleGroup:
+    """``size`` independent positive factors that can be moved through the network.
+
+    Attributes:
+        name: unique among scales and normalizations.
+        size: number of independent factors.
+        members: what is multiplied, with exponents.
+        exact: False where the symmetry holds up to the epsilon of a normalization only.
+    """
+
+    name: str
+    size: int
+    members: tuple[ScaleMember, ...]
+    exact: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class NormalizationGroup(ScaleGroup):
+    """``size`` positive factors on parameters that a following normalization undoes (no parameter shrinks for it).
+
+    ``exact`` is False where an epsilon in the normalization breaks the invariance (at the 1e-5 level); running
+    statistics that must move along are among the members, as buffers.
+    """
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the trainable tensors of the group, without the buffers that move along."""
+        return tuple(dict.fromkeys(m.parameter for m in self.members if not m.buffer))
+
+
+class Pin(NamedTuple):
+    """A parameter axis on which no permutation symmetry is claimed, and why."""
+
+    parameter: str
+    axis: int
+    size: int
+    reason: str
+
+
+class ScaleTerm(NamedTuple):
+    """One term of the log-scale of a tensor: ``exponent * log_factor[index]``.
+
+    ``index`` broadcasts against the tensor; its values number the factors of all scale groups, then of all
+    normalization groups, one after the other, and -1 means no factor.
+    """
+
+    exponent: float
+    index: Tensor
+
+
+@dataclass(eq=False)
+class SymmetryGraph:
+    """The symmetries of one architecture, as :func:`discover_symmetries` finds them. ``print(graph)`` is readable.
+
+    Attributes:
+        permutations: permutation groups, parents before the groups nested in them.
+        scales: positive-scale groups.
+        normalizations: normalization groups.
+        shapes: shape of every tensor of the state dict.
+        aliases: for each tensor the names under which the state dict holds it (tied weights have several).
+        buffers: names that are buffers, not parameters.
+        pinned: parameter axes without permutation symmetry, with reasons.
+        unknown_operators: operators without a rule that were met (everything they touch is pinned).
+        scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
+        architecture: name of the module's class.
+        verified: whether :func:`verify_symmetries` has passed.
+    """
+
+    permutations: tuple[PermutationGroup, ...]
+    scales: tuple[ScaleGroup, ...]
+    normalizations: tuple[NormalizationGroup, ...]
+    shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, tuple[str, ...]]
+    buffers: frozenset[str] = frozenset()
+    pinned: tuple[Pin, ...] = ()
+    unknown_operators: tuple[str, ...] = ()
+    scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
+    architecture: str = ""
+    verified: bool = False
+    _verifier: Callable[[], None] | None = field(default=None, repr=False)
+
+    def __getitem__(self, name: str) -> PermutationGroup | ScaleGroup:
+        for group in self.groups():
+            if group.name == name:
+                return group
+        raise KeyError(f"no group {name!r}; the groups are {[g.name for g in self.groups()]}")
+
+    def groups(self) -> Iterator[PermutationGroup | ScaleGroup]:
+        """All groups: permutations, then scales, then normalizations."""
+        yield from self.permutations
+        yield from self.scales
+        yield from self.normalizations
+
+    def children(self, name: str) -> tuple[PermutationGroup, ...]:
+        """The permutation groups nested directly in the group ``name``."""
+        return tuple(g for g in self.permutations if g.parent == name)
+
+    @property
+    def log10_permutations(self) -> float:
+        """log10 of the number of weight vectors that permutations make equivalent."""
+        return sum(g.log10_order for g in self.permutations)
+
+    def require_verified(self) -> None:
+        """Verify now if that has not happened yet; called by everything that transforms weights.
+
+        Raises:
+            SymmetryError: if verification fails, or the graph has lost its model and was never verified.
+        """
+        if self.verified:
+            return
+        if self._verifier is None:
+            raise SymmetryError(
+                "this symmetry graph has not been verified and holds no model to verify it with; "
+                "call verify_symmetries(graph, model, example_inputs) first"
+            )
+        self._verifier()
+
+    def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
+        """Check that a state dict, or a stack of them, belongs to this architecture.
+
+        Args:
+            state: name to tensor; every tensor may carry the same number of extra leading (sample) axes.
+            finite: also refuse NaN and infinite values.
+            name: what to call the state in an error.
+
+        Returns:
+            The number of leading sample axes.
+
+        Raises:
+            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values.
+        """
+        known = {alias for names in self.aliases.values() for alias in names}
+        missing = sorted(known - state.keys())
+        extra = sorted(state.keys() - known)
+        if missing or extra:
+            hint = ""
+            if any(k.startswith(("model.", "module.", "net.")) for k in extra):
+                hint = " Names with a prefix such as 'model.' come from a wrapping module: strip the prefix."
+            raise SymmetryError(
+                f"{name} is not a state dict of {self.architecture or 'the discovered architecture'}: "
+                f"missing {_some(missing)}, unexpected {_some(extra)}.{hint}"
+            )
+        leading: int | None = None
+        for key, names in self.aliases.items():
+            shape = self.shapes[key]
+            for alias in names:
+                tensor = state[alias]
+                extra_axes = tensor.ndim - len(shape)
+                leading = extra_axes if leading is None else leading
+                if extra_axes != leading or extra_axes < 0 or tuple(tensor.shape[extra_axes:]) != shape:
+                    raise SymmetryError(
+                        f"{name}[{alias!r}] has shape {tuple(tensor.shape)}, but the architecture that the graph was "
+                        f"discovered on has {shape} (leading sample axes must be the same for all tensors)"
+                    )
+                if finite and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    bad = int((~torch.isfinite(tensor)).sum())
+                    raise SymmetryError(
+                        f"{name}[{alias!r}] holds {bad} NaN or infinite values; it comes from a diverged run or a "
+                        "damaged file, and no alignment of it would mean anything"
+                    )
+        return leading or 0
+
+    def __str__(self) -> str:
+        from tu_symmetry.symmetry.report import describe
+
+        return describe(self)
+
+
+def _some(names: list[str], limit: int = 6) -> str:
+    if not names:
+        return "nothing"
+    shown = ", ".join(repr(n) for n in names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
