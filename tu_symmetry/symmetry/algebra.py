@@ -1,0 +1,531 @@
+"""The axis algebra: which hidden units index the axes of a tensor, and which log-scales multiply its entries.
+
+**Labels.** Every axis of every tensor carries a label for each position: a tuple of *components*, integer arrays that
+broadcast against the tensor. An entry ``u >= 0`` is a hidden unit, an entry ``-1 - k`` is the fixed position ``k`` of
+something that cannot move (a pixel, a gate, a slot). An axis without components is pinned. A component usually varies
+along its own axis alone; where it varies along a second axis too, it is nested in that axis (the units of a head in
+the heads, the inputs of a grouped convolution in the groups). Because labels are arrays, every operator that merely
+moves data (views, slices, concatenations, shuffles) acts on them as it acts on the tensor, and no structure is lost.
+
+**Scales.** A tensor also carries a sum of terms ``coefficient * variable``: the log of the factor by which a positive
+rescaling of hidden units multiplies its entries. The variables are again arrays that broadcast against the tensor.
+
+The :class:`Ledger` collects what operators demand: ties between units, pins, and linear constraints on scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
+Label = tuple[Array, ...]
+Term = tuple[float, Array]
+
+ZERO = 0  # the scale variable that is always zero
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What is known of one tensor of the traced graph.
+
+    Attributes:
+        shape: the tensor's shape.
+        labels: for each axis its components; ``()`` for an axis that is pinned or of size one.
+        reasons: for each axis why it is pinned (empty where it is not).
+        scale: terms of the log-scale; ``()`` for a tensor that does not scale.
+        parameter: name, if this is a parameter or buffer itself.
+    """
+
+    shape: tuple[int, ...]
+    labels: tuple[Label, ...]
+    reasons: tuple[str, ...]
+    scale: tuple[Term, ...] = ()
+    parameter: str | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def code(positions: Array) -> Array:
+    """Entries that stand for fixed positions."""
+    return -1 - positions
+
+
+def along(values: Array, axis: int, ndim: int) -> Array:
+    """A one-dimensional array, laid along one axis of a tensor with ``ndim`` axes."""
+    shape = [1] * ndim
+    shape[axis] = len(values)
+    return values.reshape(shape)
+
+
+def tighten(array: Array) -> Array:
+    """Drop (to size one) every axis along which the array does not vary."""
+    for axis, size in enumerate(array.shape):
+        if size > 1:
+            first = array.take([0], axis)
+            if (array == first).all():
+                array = first
+    return array
+
+
+def varies(array: Array) -> tuple[int, ...]:
+    """The axes along which a tightened array varies."""
+    return tuple(axis for axis, size in enumerate(array.shape) if size > 1)
+
+
+def pinned_value(shape: Sequence[int], reason: str) -> Value:
+    """A tensor on which nothing moves."""
+    shape = tuple(shape)
+    return Value(shape, ((),) * len(shape), (reason,) * len(shape))
+
+
+def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Match the axes of a reshape: the finest list of (old axes, new axes) with equal numbers of elements."""
+    found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        if i < len(old) and old[i] == 1:
+            if j < len(new) and new[j] == 1:
+                found.append(((i,), (j,)))
+                j += 1
+            else:
+                found.append(((i,), ()))
+            i += 1
+            continue
+        if j < len(new) and new[j] == 1:
+            found.append(((), (j,)))
+            j += 1
+            continue
+        left, right = [i], [j]
+        a, b = old[i], new[j]
+        while a != b:
+            if a < b:
+                i += 1
+                left.append(i)
+                a *= old[i]
+            else:
+                j += 1
+                right.append(j)
+                b *= new[j]
+        found.append((tuple(left), tuple(right)))
+        i, j = i + 1, j + 1
+    return found
+
+
+class Ledger:
+    """Everything that the operators of one network demand of its units and scales."""
+
+    def __init__(self) -> None:
+        self.units = 0
+        self.variables = 1
+        self.ties: list[tuple[Array, Array]] = []
+        self.bindings: list[tuple[Array, Label]] = []
+        self.pins: list[tuple[Array, str]] = []
+        self.seen: list[tuple[Label, int, tuple[Label, ...]]] = []
+        self._seen_ids: set[tuple[int, ...]] = set()
+        self.constraints: list[tuple[Term, ...]] = []
+        self.inexact: list[Array] = []
+        self.parameters: dict[str, Value] = {}
+        self.used: set[str] = set()
+        self.derived: dict[str, tuple[Term, ...]] = {}
+
+    # -- creating -----------------------------------------------------------------------------------------------
+
+    def fresh_units(self, count: int) -> Array:
+        first, self.units = self.units, self.units + count
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def fresh_variables(self, shape: tuple[int, ...]) -> Array:
+        count = math.prod(shape)
+        first, self.variables = self.variables, self.variables + count
+        return np.arange(first, first + count, dtype=np.int64).reshape(shape)
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> Value:
+        """A parameter or buffer: free units and a free log-scale on each of its axes."""
+        if name not in self.parameters:
+            ndim = len(shape)
+            labels = tuple((along(self.fresh_units(n), k, ndim),) if n > 1 else () for k, n in enumerate(shape))
+            frames = [tuple(n if k == j else 1 for k in range(ndim)) for j, n in enumerate(shape)]
+            scale = tuple((1.0, self.fresh_variables(f)) for f in frames if math.prod(f) > 1)
+            scale = scale or ((1.0, self.fresh_variables((1,) * ndim)),)
+            self.parameters[name] = Value(shape, labels, ("",) * ndim, scale, name)
+        return self.parameters[name]
+
+    def relabel(self, value: Value, axis: int, label: Label, reason: str = "") -> Value:
+        """Give a parameter's axis a label of the caller's; ties the old one to it if the parameter is in use."""
+        if value.parameter is None or value.parameter in self.used:
+            self.unify(value.labels[axis], label, value.reasons[axis], reason)
+            return value
+        labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
+        reasons = (*value.reasons[:axis], reason, *value.reasons[axis + 1 :])
+        self.parameters[value.parameter] = value = replace(value, labels=labels, reasons=reasons)
+        return value
+
+    def rescale(self, value: Value, scale: tuple[Term, ...]) -> Value:
+        """Set the log-scale of a parameter; equates the two if the parameter is in use."""
+        if value.parameter is None or value.parameter in self.used:
+            self.equate(value.scale, scale)
+            return value
+        self.parameters[value.parameter] = value = replace(value, scale=scale)
+        return value
+
+    def uniform(self, shape: Sequence[int]) -> Value:
+        """A tensor whose entries are all alike: it puts no demand on any unit, and it does not scale."""
+        shape = tuple(shape)
+        ndim = len(shape)
+        labels = tuple((along(self.fresh_units(n), k, ndim),) if n > 1 else () for k, n in enumerate(shape))
+        return Value(shape, labels, ("",) * ndim)
+
+    # -- demands on units ---------------------------------------------------------------------------------------
+
+    def observe(self, value: Value) -> None:
+        """Record that this tensor exists: a symmetry has to map its labels onto themselves."""
+        for axis, label in enumerate(value.labels):
+            key = (axis, *(id(c) for c in label))
+            if label and key not in self._seen_ids:
+                self._seen_ids.add(key)
+                self.seen.append((label, axis, value.labels))
+
+    def pin_label(self, label: Iterable[Array], reason: str) -> None:
+        for component in label:
+            units = component[component >= 0]
+            if units.size:
+                self.pins.append((units, reason))
+
+    def pin_axis(self, value: Value, axis: int, reason: str) -> Value:
+        """Forbid any symmetry on one axis; returns the value with that axis pinned."""
+        self.pin_label(value.labels[axis], reason)
+        labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
+        reasons = (*value.reasons[:axis], value.reasons[axis] or reason, *value.reasons[axis + 1 :])
+        return replace(value, labels=labels, reasons=reasons, parameter=None)
+
+    def pin(self, value: Value, reason: str) -> None:
+        """Forbid any symmetry, of units and of scales, on a tensor."""
+        for label in value.labels:
+            self.pin_label(label, reason)
+        self.pin_scale(value.scale)
+
+    def unify(self, a: Label, b: Label, reason_a: str = "", reason_b: str = "") -> Label:
+        """Demand that two axes be indexed by the same units; returns the label with more structure."""
+        if a is b or len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)):
+            return a
+        if not a or not b:
+            self.pin_label(a or b, (reason_b if a else reason_a) or "meets a fixed axis")
+            return ()
+        arrays = np.broadcast_arrays(*a, *b)
+        left, right = arrays[: len(a)], arrays[len(a) :]
+        if len(a) == len(b):
+            for x, y in zip(left, right, strict=True):
+                both = (x >= 0) & (y >= 0)
+                if both.any():
+                    self.ties.append((x[both], y[both]))
+                clash = (x >= 0) != (y >= 0)
+                if len(a) > 1:
+                    clash |= (x < 0) & (y < 0) & (x != y)
+                    self.pin_label((z[clash] for z in arrays), "meets another position of a factored axis")
+                elif clash.any():
+                    self.pin_label((x[clash], y[clash]), (reason_a or reason_b) or "meets a fixed position")
+            nested_a = sum(z.size for z in a)
+            return a if nested_a <= sum(z.size for z in b) else b
+        if len(a) == 1 or len(b) == 1:
+            single, several = (left[0], right) if len(a) == 1 else (right[0], left)
+            self.pin_label((z[single < 0] for z in several), "meets a fixed position")
+            free = single >= 0
+            self.bindings.append((single[free], tuple(z[free] for z in several)))
+            return b if len(a) == 1 else a
+        self.pin_label(a, "factored in two ways")
+        self.pin_label(b, "factored in two ways")
+        return ()
+
+    def mix(self, value: Value, axis: int, reason: str) -> Value:
+        """The value before an operator that mixes fixed positions along an axis (a convolution's pixels)."""
+        value = self.unnest(self.pin_axis(value, axis, reason), axis)
+        return replace(value, scale=tuple((c, self._constant_along(v, axis)) for c, v in value.scale))
+
+    def unnest(self, value: Value, axis: int) -> Value:
+        """Make all labels of the other axes independent of ``axis``."""
+        labels = tuple(
+            label if k == axis else tuple(self._independent(c, axis) for c in label)
+            for k, label in enumerate(value.labels)
+        )
+        return replace(value, labels=labels)
+
+    def _independent(self, component: Array, axis: int) -> Array:
+        if component.shape[axis] == 1:
+            return component
+        first = component.take([0], axis)
+        x, y = np.broadcast_arrays(component, first)
+        both = (x >= 0) & (y >= 0) & (x != y)
+        if both.any():
+            self.ties.append((x[both], y[both]))
+        clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
+        self.pin_label((x[clash], y[clash]), "differs along an axis that is summed over")
+        return first
+
+    def drop(self, value: Value, axis: int, *, keep: bool = False) -> Value:
+        """The value after a reduction over ``axis``: nothing that remains may depend on it."""
+        value = self.unnest(value, axis)
+        scale = tuple((c, self._constant_along(v, axis)) for c, v in value.scale)
+        if keep:
+            shape = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
+            labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
+            return replace(value, shape=shape, labels=labels, scale=scale, parameter=None)
+        return Value(
+            value.shape[:axis] + value.shape[axis + 1 :],
+            tuple(tuple(c.squeeze(axis) for c in lab) for k, lab in enumerate(value.labels) if k != axis),
+            value.reasons[:axis] + value.reasons[axis + 1 :],
+            tuple((c, v.squeeze(axis)) for c, v in scale),
+        )
+
+    def channel(self, value: Value, axis: int) -> tuple[Label, tuple[Term, ...]]:
+        """Label and scale of one axis alone, as one-dimensional arrays; both are made independent of the others."""
+        label = value.labels[axis]
+        scale = value.scale
+        for other in range(value.ndim):
+            if other != axis:
+                label = tuple(self._independent(c, other) for c in label)
+                scale = tuple((c, self._constant_along(v, other)) for c, v in scale)
+        return tuple(c.reshape(-1) for c in label), tuple((c, v.reshape(-1)) for c, v in scale)
+
+    # -- demands on scales --------------------------------------------------------------------------------------
+
+    def _constant_along(self, variable: Array, axis: int) -> Array:
+        if variable.shape[axis] == 1:
+            return variable
+        first = variable.take([0], axis)
+        self.constraints.append(((1.0, variable), (-1.0, first)))
+        return first
+
+    def pin_scale(self, scale: tuple[Term, ...]) -> None:
+        if scale:
+            self.constraints.append(scale)
+
+    def equate(self, a: tuple[Term, ...], b: tuple[Term, ...]) -> None:
+        """Demand that two log-scales (terms in the same frame) be equal."""
+        if a is not b and (a or b):
+            self.constraints.append((*a, *((-c, v) for c, v in b)))
+
+    def merge(self, scale: tuple[Term, ...]) -> tuple[Term, ...]:
+        """Replace sums of terms that vary along the same axes by one new variable each."""
+        merged: list[Term] = []
+        for shape in dict.fromkeys(v.shape for _, v in scale):
+            terms = tuple(t for t in scale if t[1].shape == shape)
+            if len(terms) > 1 and terms[0][1].ndim > 0:
+                variable = self.fresh_variables(shape)
+                self.equate(((1.0, variable),), terms)
+                merged.append((1.0, variable))
+            else:
+                merged += terms
+        return tuple(merged)
+
+    def single(self, value: Value) -> Array:
+        """The log-scale of a tensor as one variable array (a new variable where it is a sum)."""
+        ones = np.zeros((1,) * value.ndim, dtype=np.int64)
+        if not value.scale:
+            return ones
+        if len(value.scale) == 1 and value.scale[0][0] == 1.0:
+            return value.scale[0][1]
+        shape = np.broadcast_shapes(*(v.shape for _, v in value.scale))
+        variable = self.fresh_variables(shape)
+        self.equate(((1.0, variable),), value.scale)
+        return variable
+
+    # -- moving data --------------------------------------------------------------------------------------------
+
+    def permute(self, value: Value, order: Sequence[int]) -> Value:
+        return Value(
+            tuple(value.shape[k] for k in order),
+            tuple(tuple(c.transpose(order) for c in value.labels[k]) for k in order),
+            tuple(value.reasons[k] for k in order),
+            tuple((c, v.transpose(order)) for c, v in value.scale),
+        )
+
+    def take(self, value: Value, axis: int, positions: Array | int) -> Value:
+        """Select positions along an axis (an int drops the axis)."""
+        index = np.asarray([positions] if isinstance(positions, int) else positions, dtype=np.int64)
+
+        def pick(array: Array) -> Array:
+            array = array.take(index, axis) if array.shape[axis] > 1 else array
+            return array.squeeze(axis) if isinstance(positions, int) else array
+
+        gone = isinstance(positions, int)
+        kept = [k for k in range(value.ndim) if not (gone and k == axis)]
+        shape = tuple(len(index) if k == axis else value.shape[k] for k in kept)
+        labels = [tuple(pick(c) for c in value.labels[k]) for k in kept]
+        if not gone and len(index) == 1:
+            labels[kept.index(axis)] = ()
+        return Value(
+            shape, tuple(labels), tuple(value.reasons[k] for k in kept), tuple((c, pick(v)) for c, v in value.scale)
+        )
+
+    def expand(self, value: Value, shape: Sequence[int]) -> Value:
+        """Broadcast to a shape: the copies along a new axis are alike, so any order of them is as good."""
+        value = self.pad_left(value, len(shape))
+        labels = list(value.labels)
+        for axis, (old, new) in enumerate(zip(value.shape, shape, strict=True)):
+            if old == 1 and new > 1:
+                outer = [k for k in range(axis) if labels[k] and varies(tighten(labels[k][0])) == (k,)]
+                frame = tuple(shape[k] if k in outer or k == axis else 1 for k in range(len(shape)))
+                labels[axis] = (self.fresh_units(math.prod(frame)).reshape(frame),)
+        return Value(tuple(shape), tuple(labels), value.reasons, value.scale)
+
+    def pad_left(self, value: Value, ndim: int) -> Value:
+        """Add axes of size one in front, as broadcasting does."""
+        extra = ndim - value.ndim
+        if extra <= 0:
+            return value
+        ones = (1,) * extra
+        return replace(
+            value,
+            shape=ones + value.shape,
+            labels=((),) * extra + tuple(tuple(c.reshape(ones + c.shape) for c in lab) for lab in value.labels),
+            reasons=("",) * extra + value.reasons,
+            scale=tuple((c, v.reshape(ones + v.shape)) for c, v in value.scale),
+        )
+
+    def concatenate(self, values: Sequence[Value], axis: int) -> Value:
+        """Lay values one after the other along an axis; the other axes must agree."""
+        first, *rest = values
+        labels = list(first.labels)
+        for value in rest:
+            for k in range(first.ndim):
+                if k != axis and first.shape[k] > 1:
+                    labels[k] = self.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k])
+        parts = [self._materialize(v, axis) for v in values]
+        arity = max(len(p) for p in parts)
+        filled = [(*p, *(np.full_like(p[0], -1) for _ in range(arity - len(p)))) for p in parts]
+        joined: Label = ()
+        if any((c >= 0).any() for p in filled for c in p):
+            joined = tuple(_join([p[r] for p in filled], axis) for r in range(arity))
+        scale: tuple[Term, ...] = ()
+        if any(v.scale for v in values):
+            singles = [self.single(v) for v in values]
+            sized = [
+                np.broadcast_to(s, tuple(v.shape[k] if k == axis else s.shape[k] for k in range(s.ndim)))
+                for s, v in zip(singles, values, strict=True)
+            ]
+            scale = ((1.0, _join(sized, axis)),)
+        labels[axis] = joined
+        shape = list(first.shape)
+        shape[axis] = sum(v.shape[axis] for v in values)
+        reasons = list(first.reasons)
+        reasons[axis] = reasons[axis] or next((v.reasons[axis] for v in values if v.reasons[axis]), "")
+        return Value(tuple(shape), tuple(labels), tuple(reasons), scale)
+
+    def _materialize(self, value: Value, axis: int) -> Label:
+        if value.labels[axis]:
+            size = value.shape[axis]
+            return tuple(
+                np.broadcast_to(c, tuple(size if k == axis else n for k, n in enumerate(c.shape)))
+                for c in value.labels[axis]
+            )
+        return (along(code(np.arange(value.shape[axis], dtype=np.int64)), axis, value.ndim),)
+
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them."""
+        shape = tuple(shape)
+        if shape == value.shape:
+            return value
+        if 0 in shape or 0 in value.shape:
+            return pinned_value(shape, "empty tensor")
+        matched = segments(value.shape, shape)
+        changed = [(o, n) for o, n in matched if not (len(o) == len(n) == 1)]
+
+        def move(array: Array) -> Array:
+            parts: list[int] = []
+            full = list(array.shape)
+            for olds, news in matched:
+                if math.prod([array.shape[k] for k in olds]) == 1:
+                    parts += [1] * len(news)
+                else:
+                    for k in olds:
+                        full[k] = value.shape[k]
+                    parts += [shape[k] for k in news]
+            return tighten(np.broadcast_to(array, full).reshape(parts))
+
+        labels: list[Label] = [()] * len(shape)
+        reasons = [""] * len(shape)
+        for olds, news in matched:
+            if len(olds) == len(news) == 1:
+                labels[news[0]] = tuple(move(c) if changed else c for c in value.labels[olds[0]])
+                reasons[news[0]] = value.reasons[olds[0]]
+                continue
+            reason = next((value.reasons[k] for k in olds if value.reasons[k]), "")
+            for k in news:
+                reasons[k] = reason
+            if not any((c >= 0).any() for k in olds for c in value.labels[k]):
+                continue
+            pool = [move(c) for k in olds if value.shape[k] > 1 for c in self._materialize(value, k)]
+            self._distribute(pool, [k for k in news if shape[k] > 1], labels)
+        return Value(shape, tuple(labels), tuple(reasons), tuple((c, move(v)) for c, v in value.scale))
+
+    def _distribute(self, pool: list[Array], axes: list[int], labels: list[Label]) -> None:
+        """Assign the components of a reshaped segment to its new axes."""
+        assigned: dict[int, list[Array]] = {axis: [] for axis in axes}
+        for component in pool:
+            spread = [axis for axis in axes if component.shape[axis] > 1]
+            if not spread:
+                continue
+            if len(spread) == 1:
+                assigned[spread[0]].append(component)
+            elif not (component >= 0).any():
+                for axis in spread:
+                    positions = code(np.arange(component.shape[axis], dtype=np.int64))
+                    assigned[axis].append(along(positions, axis, component.ndim))
+            else:
+                assigned[spread[-1]].append(component)
+                for position, axis in enumerate(spread[:-1]):
+                    assigned[axis].append(self._blocks(component, spread[: position + 1]))
+        for axis, components in assigned.items():
+            labels[axis] = _simplify(components)
+
+    def _blocks(self, component: Array, outer: list[int]) -> Array:
+        """One new unit for each block of units: blocks with the same content get the same unit."""
+        inner = [k for k in range(component.ndim) if k not in outer]
+        rows = component.transpose(*outer, *inner).reshape(math.prod(component.shape[k] for k in outer), -1)
+        _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first))  # number blocks in order of appearance
+        units = self.fresh_units(len(first))[order[inverse.reshape(-1)]]
+        return units.reshape([component.shape[k] if k in outer else 1 for k in range(component.ndim)])
+
+
+def _join(arrays: Sequence[Array], axis: int) -> Array:
+    """Concatenate arrays that broadcast along the other axes."""
+    other = np.broadcast_shapes(*(tuple(1 if k == axis else n for k, n in enumerate(a.shape)) for a in arrays))
+    full = [np.broadcast_to(a, tuple(a.shape[k] if k == axis else n for k, n in enumerate(other))) for a in arrays]
+    return np.concatenate(full, axis)
+
+
+def _simplify(components: list[Array]) -> Label:
+    """Merge fixed components into one, and drop units that another component determines."""
+    fixed = [c for c in components if not (c >= 0).any()]
+    moving = [c for c in components if (c >= 0).any()]
+    if not moving:
+        return ()
+    kept: list[Array] = []
+    for k, component in enumerate(moving):
+        others = kept + moving[k + 1 :]
+        if not any(_determines(other, component) for other in others):
+            kept.append(component)
+    if len(fixed) > 1:
+        stacked = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*fixed)], axis=1)
+        _, inverse = np.unique(-stacked, axis=0, return_inverse=True)
+        fixed = [code(inverse.reshape(-1).astype(np.int64)).reshape(np.broadcast_shapes(*(f.shape for f in fixed)))]
+    return (*kept, *fixed)
+
+
+def _determines(a: Array, b: Array) -> bool:
+    """Whether b is a function of a, entry by entry, on the units of both."""
+    x, y = (z.reshape(-1) for z in np.broadcast_arrays(a, b))
+    if (x < 0).any():
+        return False
+    order = np.argsort(x, kind="stable")
+    x, y = x[order], y[order]
+    same = x[1:] == x[:-1]
+    return bool((y[1:][same] == y[:-1][same]).all())

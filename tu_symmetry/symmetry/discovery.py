@@ -1,0 +1,69 @@
+"""Discovery: the symmetry graph of any module, from one traced forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from tu_symmetry.symmetry.extraction import Extraction
+from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
+from tu_symmetry.symmetry.scales import scale_groups
+from tu_symmetry.symmetry.tracing import export, interpret, tied_names
+
+
+def discover_symmetries(
+    model: nn.Module, example_inputs: Tensor | tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
+) -> SymmetryGraph:
+    """Find the permutation, positive-scale and normalization symmetries of a module.
+
+    The module is traced in evaluation mode by ``torch.export`` (its weights play no role), and a table of rules, one
+    for each operator, follows which hidden units index the axes of every parameter and buffer. An operator without a
+    rule pins what it touches and is named in the graph's report. The module itself is left as it is.
+
+    Args:
+        model: any module.
+        example_inputs: an input tensor, or the tuple of positional arguments of ``forward``.
+        example_kwargs: keyword arguments of ``forward``.
+
+    Returns:
+        The symmetry graph. It is verified numerically (see :func:`verify_symmetries`) before weights are first
+        transformed with it.
+
+    Raises:
+        SymmetryError: if the module cannot be traced.
+    """
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    kwargs = dict(example_kwargs or {})
+    aliases = tied_names(model)
+    trace = interpret(export(model, args, kwargs), aliases)
+    state = model.state_dict()
+    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = frozenset(name for name in aliases if name not in trained)
+    shapes = {name: tuple(state[name].shape) for name in aliases}
+    order = list(aliases)
+    permutations, pinned = Extraction(trace.ledger).groups(order)
+    scales, normalizations, terms = scale_groups(trace.ledger, order, shapes, buffers)
+    unused = [n for n in order if n not in trace.ledger.parameters and state[n].is_floating_point()]
+    pinned += [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
+    graph = SymmetryGraph(
+        permutations=tuple(permutations),
+        scales=scales,
+        normalizations=normalizations,
+        shapes=shapes,
+        aliases=aliases,
+        buffers=buffers,
+        pinned=tuple(pinned),
+        unknown_operators=tuple(trace.unknown_operators),
+        scale_terms=terms,
+        architecture=type(model).__name__,
+    )
+
+    def verify() -> None:
+        from tu_symmetry.symmetry.verification import verify_symmetries
+
+        verify_symmetries(graph, model, args, kwargs)
+
+    graph._verifier = verify
+    return graph

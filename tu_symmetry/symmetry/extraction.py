@@ -1,0 +1,608 @@
+"""From a ledger of demands to permutation groups.
+
+A symmetry is a bijection of hidden units that maps the labels of every tensor onto themselves and keeps units in
+their blocks. Units are colored by everything that is demanded of them (color refinement, as for graph isomorphism);
+units of one color and one block are interchangeable, and so are blocks of one color together with all that they hold.
+Blocks form a forest: a head holds its query-key and its value units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from tu_symmetry.symmetry.algebra import Array, Label, Ledger, code, tighten
+from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, Pin
+
+Hash = NDArray[np.uint64]
+FAR = 1 << 40  # codes of pinned units lie beyond the codes of positions
+
+
+def _mix(x: Hash) -> Hash:
+    """The splitmix64 finalizer."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def _combine(*parts: Array | Hash | int) -> Hash:
+    total = np.zeros((), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            total = _mix(total * np.uint64(3) + np.asarray(part).astype(np.uint64))
+    return total
+
+
+@dataclass
+class _Classes:
+    """Units after all ties: the class of each unit, and what each class was bound to."""
+
+    of: Array
+    count: int
+    pinned: dict[int, str]
+    bound: NDArray[np.int64]  # row in `tuples`, or -1
+    tuples: NDArray[np.int64]
+
+    def resolve(self, label: Label) -> Label:
+        """Replace units by classes, bound classes by what they are bound to, pinned classes by far codes."""
+        found: list[Array] = []
+        for component in label:
+            moving = component >= 0
+            classes = np.where(moving, self.of[np.where(moving, component, 0)], component)
+            rows = np.where(moving, self.bound[np.where(moving, classes, 0)], -1)
+            if (rows >= 0).any():
+                found.append(np.where(rows >= 0, self.tuples[rows, 0], classes))
+                found += [np.where(rows >= 0, self.tuples[rows, k], -1) for k in range(1, self.tuples.shape[1])]
+            else:
+                found.append(classes)
+        fixed = self._fixed
+        resolved = []
+        for component in found:
+            moving = component >= 0
+            stuck = moving & fixed[np.where(moving, component, 0)]
+            component = tighten(np.where(stuck, code(component + FAR), component))
+            resolved.append(component)
+        return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
+
+    @property
+    def _fixed(self) -> NDArray[np.bool_]:
+        mask = np.zeros(self.count, dtype=bool)
+        if self.pinned:
+            mask[np.fromiter(self.pinned, dtype=np.int64)] = True
+        return mask
+
+
+def _components(count: int, ties: list[tuple[Array, Array]]) -> tuple[int, Array]:
+    if not ties:
+        return count, np.arange(count, dtype=np.int64)
+    a = np.concatenate([t[0].reshape(-1) for t in ties])
+    b = np.concatenate([t[1].reshape(-1) for t in ties])
+    graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(count, count))
+    n, labels = connected_components(graph, directed=False)
+    return n, labels.astype(np.int64)
+
+
+def resolve_classes(ledger: Ledger) -> _Classes:
+    """Join tied units into classes and settle bindings of one unit to several (a flattened axis)."""
+    arity = max((len(t) for _, t in ledger.bindings), default=1)
+    keys = np.concatenate([u.reshape(-1) for u, _ in ledger.bindings]) if ledger.bindings else np.empty(0, np.int64)
+    rows = np.empty((len(keys), arity), dtype=np.int64)
+    start = 0
+    for units, parts in ledger.bindings:
+        for k in range(arity):
+            rows[start : start + units.size, k] = parts[k].reshape(-1) if k < len(parts) else -1
+        start += units.size
+    ties, pins = list(ledger.ties), list(ledger.pins)
+    while True:
+        count, of = _components(max(ledger.units, 1), ties)
+        pinned: dict[int, str] = {}
+        for units, reason in pins:
+            for c in np.unique(of[units]).tolist():
+                pinned.setdefault(c, reason)
+        bound = np.full(count, -1, dtype=np.int64)
+        if not len(keys):
+            return _Classes(of, count, pinned, bound, np.zeros((0, arity), dtype=np.int64))
+        classes = of[keys]
+        resolved = np.where(rows >= 0, of[np.where(rows >= 0, rows, 0)], rows)
+        changed = False
+        order = np.argsort(classes, kind="stable")
+        same = classes[order][1:] == classes[order][:-1]
+        first, second = order[:-1][same], order[1:][same]
+        for k in range(arity):
+            x, y = rows[first, k], rows[second, k]
+            rx, ry = resolved[first, k], resolved[second, k]
+            tie = (x >= 0) & (y >= 0) & (rx != ry)
+            if tie.any():
+                ties.append((x[tie], y[tie]))
+                changed = True
+            clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
+            for side in (first[clash], second[clash]):
+                changed |= _pin_rows(side, rows, of, pinned, pins, "factored in two ways")
+        stuck = np.isin(classes, np.fromiter(pinned, dtype=np.int64)) if pinned else np.zeros(len(classes), dtype=bool)
+        for reason in {pinned[c] for c in classes[stuck].tolist()}:
+            which = np.flatnonzero(stuck)[[pinned[c] == reason for c in classes[stuck].tolist()]]
+            changed |= _pin_rows(which, rows, of, pinned, pins, reason)
+        # a class that is bound and stands in a tuple itself would need substitution within substitution
+        cyclic = np.isin(resolved, classes) & (resolved >= 0)
+        changed |= _pin_rows(np.flatnonzero(cyclic.any(axis=1)), rows, of, pinned, pins, "factored twice over")
+        if not changed:
+            bound[classes] = np.arange(len(classes))
+            return _Classes(of, count, pinned, bound, resolved)
+
+
+def _pin_rows(which: Array, rows: Array, of: Array, pinned: dict[int, str], pins: list, reason: str) -> bool:  # type: ignore[type-arg]
+    units = rows[which]
+    units = units[units >= 0]
+    units = units[[c not in pinned for c in of[units].tolist()]] if units.size else units
+    if units.size:
+        pins.append((units, reason))
+    return bool(units.size)
+
+
+@dataclass
+class _Node:
+    """A color: units that look alike, with the block structure that they stand in."""
+
+    color: int
+    units: Array  # [*blocks, size]
+    parent: _Node | None = None
+    name: str = ""
+    members: list[PermutationMember] = field(default_factory=list)
+
+    @property
+    def proper(self) -> bool:
+        return self.units.shape[-1] > 1
+
+    @property
+    def inner_blocks(self) -> tuple[int, ...]:
+        """Shape of the blocks that units nested in this color have."""
+        return self.units.shape if self.proper else self.units.shape[:-1]
+
+    def group(self) -> _Node | None:
+        """The nearest ancestor (or the color itself) that is a group of its own."""
+        node: _Node | None = self
+        while node is not None and not node.proper:
+            node = node.parent
+        return node
+
+
+class Extraction:
+    """Colors units, builds the forest of blocks, and reads off the groups."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.classes = resolve_classes(ledger)
+        self.reasons = dict(self.classes.pinned)
+        self.labels = {
+            name: [self.classes.resolve(label) for label in value.labels] for name, value in ledger.parameters.items()
+        }
+        self.edges = np.empty((0, 3), dtype=np.int64)  # child, parent, relation
+        self.colors = self._color()
+        self.nodes = self._forest()
+
+    # -- colors -------------------------------------------------------------------------------------------------
+
+    def _color(self) -> Array:
+        count = self.classes.count
+        color = np.zeros(count, dtype=np.uint64)
+        edges: list[Array] = []
+        for seen, (label, axis, labels) in enumerate(self.ledger.seen):
+            components = self.classes.resolve(label)
+            others = {k: self.classes.resolve(lab) for k, lab in enumerate(labels) if k != axis}
+            for r, component in enumerate(components):
+                if not (component >= 0).any():
+                    continue
+                context = _combine(seen, r)
+                for other in components:
+                    if other is not component:
+                        context = _combine(context, np.where(other < 0, other, 0))
+                nested = [k for k in range(component.ndim) if k != axis and component.shape[k] > 1]
+                for k in nested:
+                    fixed, found = self._relation(component, others.get(k, ()), k, seen * 64 + k)
+                    context = _combine(context, fixed)
+                    edges += found
+                spread, ctx = np.broadcast_arrays(component, context)
+                moving = spread >= 0
+                with np.errstate(over="ignore"):
+                    np.add.at(color, spread[moving], ctx[moving])
+        if edges:
+            self.edges = np.unique(np.concatenate(edges), axis=0)
+        color = self._refine(color)
+        return color
+
+    def _relation(self, component: Array, outer: Label, axis: int, relation: int) -> tuple[Hash, list[Array]]:
+        """How units depend on the axis they are nested in: through its fixed positions, or through its units."""
+        size = component.shape[axis]
+        shape = [size if k == axis else 1 for k in range(component.ndim)]
+        if not outer or not any((o >= 0).any() for o in outer):
+            return _combine(relation, np.arange(size).reshape(shape)), []
+        fixed: Hash = np.asarray(relation).astype(np.uint64)
+        found = []
+        for part, o in enumerate(outer):
+            fixed = _combine(fixed, np.where(o < 0, -o, 0))
+            x, y = np.broadcast_arrays(component, o)
+            both = (x >= 0) & (y >= 0)
+            if both.any():
+                pairs = np.unique(np.stack([x[both], y[both]], axis=1), axis=0)
+                tag = np.full((len(pairs), 1), relation * 8 + part, dtype=np.int64)
+                found.append(np.concatenate([pairs, tag], axis=1))
+        return fixed, found
+
+    def _refine(self, color: Hash) -> Array:
+        values, dense = np.unique(color, return_inverse=True)
+        if not len(self.edges):
+            return dense.astype(np.int64)
+        child, parent, relation = self.edges.T
+        while True:
+            base = _mix(dense.astype(np.uint64))
+            updated = base.copy()
+            with np.errstate(over="ignore"):
+                np.add.at(updated, child, _combine(base[parent], relation, 1))
+                np.add.at(updated, parent, _combine(base[child], relation, 2))
+            refined, dense = np.unique(updated, return_inverse=True)
+            if len(refined) == len(values):
+                return dense.astype(np.int64)
+            values = refined
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def _present(self) -> Array:
+        """Classes that index some parameter, free to move."""
+        found = [c[c >= 0].reshape(-1) for labels in self.labels.values() for label in labels for c in label]
+        units = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+        if len(self.edges):  # and the blocks that hold such units
+            while True:
+                more = np.union1d(units, self.edges[np.isin(self.edges[:, 0], units), 1])
+                if len(more) == len(units):
+                    break
+                units = more
+        return units
+
+    def _pin_color(self, color: int, reason: str) -> None:
+        for unit in np.flatnonzero(self.colors == color).tolist():
+            self.reasons.setdefault(unit, reason)
+
+    def _forest(self) -> list[_Node]:
+        present = self._present()
+        by_color: dict[int, Array] = {}
+        order = present[np.argsort(self.colors[present], kind="stable")]
+        colors, starts = np.unique(self.colors[order], return_index=True)
+        for color, units in zip(colors.tolist(), np.split(order, starts[1:]), strict=True):
+            by_color[color] = np.sort(units)
+        edges: dict[int, dict[int, Array]] = {}
+        if len(self.edges):
+            pairs = np.unique(self.edges[:, :2], axis=0)
+            kinds = np.stack([self.colors[pairs[:, 0]], self.colors[pairs[:, 1]]], axis=1)
+            for c, p in np.unique(kinds, axis=0).tolist():
+                edges.setdefault(c, {})[p] = pairs[(kinds[:, 0] == c) & (kinds[:, 1] == p)]
+        nodes: dict[int, _Node | None] = {}
+        parent_of: dict[int, Array] = {}  # color -> parent unit of each unit (dense over classes)
+        pending = list(by_color)
+        while pending:
+            ready = [c for c in pending if all(p in nodes for p in edges.get(c, {}) if p in by_color)]
+            if not ready:
+                for color in pending:
+                    self._pin_color(color, "blocks within one another")
+                break
+            for color in ready:
+                nodes[color] = self._place(color, by_color, edges.get(color, {}), nodes, parent_of)
+                pending.remove(color)
+        return [n for n in nodes.values() if n is not None]
+
+    def _place(
+        self,
+        color: int,
+        by_color: dict[int, Array],
+        edges: dict[int, Array],
+        nodes: dict[int, _Node | None],
+        parent_of: dict[int, Array],
+    ) -> _Node | None:
+        units = by_color[color]
+        direct: dict[int, Array] = {}
+        for outer, pairs in edges.items():
+            while outer is not None:
+                node = nodes.get(outer)
+                if node is None:
+                    self._pin_color(color, "nested in a pinned block")
+                    return None
+                pairs = np.unique(pairs, axis=0)
+                counts = np.bincount(np.searchsorted(units, pairs[:, 0]), minlength=len(units))
+                if (counts == 1).all():
+                    owner = np.full(self.classes.count, -1, dtype=np.int64)
+                    owner[pairs[:, 0]] = pairs[:, 1]
+                    if outer in direct and (direct[outer] != owner).any():
+                        self._pin_color(color, "nested in one group in two ways")
+                        return None
+                    direct[outer] = owner
+                    break
+                if (counts != node.units.shape[-1]).any():
+                    self._pin_color(color, "tied across a part of the blocks")
+                    return None
+                if node.parent is None:
+                    break
+                pairs = np.stack([pairs[:, 0], parent_of[outer][pairs[:, 1]]], axis=1)
+                outer = node.parent.color
+        for candidate in sorted(direct, key=lambda c: -self._depth(nodes[c])):
+            if self._dominates(candidate, direct, nodes, parent_of, units):
+                owner = direct[candidate]
+                parent = nodes[candidate]
+                assert parent is not None
+                blocks = parent.units.reshape(-1)
+                position = {u: k for k, u in enumerate(blocks.tolist())}
+                slot = np.array([position[u] for u in owner[units].tolist()])
+                counts = np.bincount(slot, minlength=len(blocks))
+                if (counts != counts[0]).any():
+                    self._pin_color(color, "blocks of different sizes")
+                    return None
+                parent_of[color] = owner
+                nested = units[np.argsort(slot, kind="stable")].reshape(*parent.inner_blocks, -1)
+                return _Node(color, nested, parent)
+        if direct:
+            self._pin_color(color, "nested in two groups at once")
+            return None
+        return _Node(color, units)
+
+    @staticmethod
+    def _depth(node: _Node | None) -> int:
+        depth = 0
+        while node is not None:
+            node, depth = node.parent, depth + 1
+        return depth
+
+    def _dominates(
+        self,
+        candidate: int,
+        direct: dict[int, Array],
+        nodes: dict[int, _Node | None],
+        parent_of: dict[int, Array],
+        units: Array,
+    ) -> bool:
+        """Whether all the other blocks of a color are the ancestors of the candidate's."""
+        ancestors = {candidate: direct[candidate][units]}
+        node, owner = nodes[candidate], direct[candidate][units]
+        while node is not None and node.parent is not None:
+            owner = parent_of[node.color][owner]
+            node = node.parent
+            ancestors[node.color] = owner
+        return all(c in ancestors and (ancestors[c] == o[units]).all() for c, o in direct.items())
+
+    # -- groups -------------------------------------------------------------------------------------------------
+
+    def groups(self, order: list[str]) -> tuple[list[PermutationGroup], list[Pin]]:
+        """The permutation groups, parents first, and the parameter axes that stay pinned.
+
+        Args:
+            order: names of the state dict's tensors, in order; decides names and the order of groups.
+        """
+        for node in self.nodes:
+            self._sort_units(node)
+        while True:  # a group whose members contradict one another is pinned, and everything is read off again
+            for node in self.nodes:
+                node.members = []
+            try:
+                for name in order:
+                    for axis, label in enumerate(self.labels.get(name, [])):
+                        self._read_axis(name, axis, label)
+                break
+            except _Contradiction as contradiction:
+                gone = contradiction.node
+                self._pin_color(gone.color, contradiction.reason)
+                self.nodes = [n for n in self.nodes if n is not gone and not _is_below(n, gone)]
+        rank = {name: k for k, name in enumerate(order)}
+        proper = [n for n in self.nodes if n.proper and n.members]
+        proper.sort(key=lambda n: (self._depth(n), min((m.axis != 0, rank[m.parameter]) for m in n.members)))
+        taken: set[str] = set()
+        groups = []
+        for node in proper:
+            outer = node.parent.group() if node.parent is not None else None
+            node.name = _unique(_producer(node, rank), outer.name if outer is not None else None, taken)
+            groups.append(
+                PermutationGroup(
+                    node.name,
+                    node.units.shape[-1],
+                    tuple(node.members),
+                    outer.name if outer is not None else None,
+                    tuple(node.units.shape[:-1]),
+                )
+            )
+        return groups, list(self._pins(order))
+
+    def _sort_units(self, node: _Node) -> None:
+        """Order the units of each block by where they first stand, so that slots correspond between blocks."""
+        flat = node.units.reshape(-1, node.units.shape[-1])
+        flat.sort(axis=-1)
+
+    def _node_of(self) -> dict[int, tuple[_Node, dict[int, int]]]:
+        return {n.color: (n, {u: k for k, u in enumerate(n.units.reshape(-1).tolist())}) for n in self.nodes}
+
+    def _read_axis(self, name: str, axis: int, label: Label) -> None:
+        if not any((c >= 0).any() for c in label):
+            return
+        label = tuple(np.broadcast_arrays(*label)) if len(label) > 1 else label
+        shape = label[0].shape
+        nested = [k for k in range(len(shape)) if k != axis and shape[k] > 1]
+        table = self._table
+        for node in self.nodes:
+            if not node.proper:
+                continue
+            # which unit of this group (or of a block in it) each position belongs to
+            owner = np.full(shape, -1, dtype=np.int64)
+            slot = np.zeros(shape, dtype=np.int64)
+            for component in label:
+                moving = component >= 0
+                index = table[node.color][0][np.where(moving, component, 0)]
+                inner = table[node.color][1][np.where(moving, component, 0)]
+                hit = moving & (index >= 0)
+                owner[hit], slot[hit] = index[hit], inner[hit]
+            if not (owner >= 0).any():
+                continue
+            rest = np.zeros(shape, dtype=np.uint64)
+            for component in label:
+                mine = table[node.color][0][np.where(component >= 0, component, 0)]
+                foreign = ~((component >= 0) & (mine >= 0))
+                rest = _combine(rest, np.where(foreign, component, 0).astype(np.int64))
+            member = self._member(node, name, axis, nested, owner, slot, rest)
+            if member is not None:
+                node.members.append(member)
+
+    @property
+    def _table(self) -> dict[int, tuple[Array, Array]]:
+        """For each group: the flat index of the unit that a class belongs to, and its slot within that unit."""
+        cached: dict[int, tuple[Array, Array]] | None = getattr(self, "_cached_table", None)
+        key = [id(n) for n in self.nodes]
+        if cached is not None and self._cached_key == key:
+            return cached
+        table: dict[int, tuple[Array, Array]] = {}
+        for node in self.nodes:
+            if not node.proper:
+                continue
+            index = np.full(self.classes.count, -1, dtype=np.int64)
+            slot = np.zeros(self.classes.count, dtype=np.int64)
+            index[node.units.reshape(-1)] = np.arange(node.units.size)
+            offset = 1
+            for other in self.nodes:
+                if other is not node and _is_below(other, node):
+                    per = other.units.size // node.units.size
+                    index[other.units.reshape(-1)] = np.repeat(np.arange(node.units.size), per)
+                    slot[other.units.reshape(-1)] = offset + np.tile(np.arange(per), node.units.size)
+                    offset += per
+            table[node.color] = (index, slot)
+        self._cached_table, self._cached_key = table, key
+        return table
+
+    def _member(
+        self, node: _Node, name: str, axis: int, nested: list[int], owner: Array, slot: Array, rest: Hash
+    ) -> PermutationMember | None:
+        size = owner.shape[axis]
+        if not nested:
+            index = self._positions(node, owner.reshape(-1), slot.reshape(-1), rest.reshape(-1), size)
+            return PermutationMember(name, axis, torch.from_numpy(index.reshape(*node.units.shape, -1)))
+        if len(nested) > 1:
+            raise _Contradiction(node, "nested along two axes of a parameter")
+        (rows_axis,) = nested
+        flat = [np.moveaxis(a, (rows_axis, axis), (0, 1)).reshape(owner.shape[rows_axis], size) for a in (owner, slot, rest)]
+        _, first, kind = np.unique(np.concatenate([flat[0], flat[1]], axis=1), axis=0, return_index=True, return_inverse=True)
+        kind = kind.reshape(-1)
+        units_per_block = node.units.shape[-1]
+        blocks = node.units.size // units_per_block
+        index: Array | None = None
+        rows: list[Array | None] = [None] * blocks
+        for k, row in enumerate(first.tolist()):
+            here = np.unique(flat[0][row][flat[0][row] >= 0]) // units_per_block
+            if not len(here):
+                continue
+            block_ids = np.unique(here).tolist()
+            if len(block_ids) > 1 or rows[block_ids[0]] is not None:
+                raise _Contradiction(node, "rows of a parameter mix several blocks")
+            if len(np.unique(flat[0][row][flat[0][row] >= 0])) != units_per_block:
+                return self._still(node, flat)
+            positions = self._positions(
+                node, flat[0][row] - block_ids[0] * units_per_block, flat[1][row], flat[2][row], size, units_per_block
+            )
+            if index is None:
+                index = np.zeros((blocks, *positions.shape), dtype=np.int64)
+            if positions.shape != index.shape[1:]:
+                raise _Contradiction(node, "blocks of different sizes in a parameter")
+            index[block_ids[0]] = positions
+            rows[block_ids[0]] = np.flatnonzero(kind == k)
+        if index is None or any(r is None for r in rows) or len({len(r) for r in rows if r is not None}) != 1:
+            raise _Contradiction(node, "a parameter holds only some of the blocks")
+        within = np.stack([r for r in rows if r is not None])
+        shape = node.units.shape
+        return PermutationMember(
+            name,
+            axis,
+            torch.from_numpy(index.reshape(*shape, -1)),
+            rows_axis,
+            torch.from_numpy(within.reshape(*shape[:-1], -1)),
+        )
+
+    def _still(self, node: _Node, flat: list[Array]) -> None:
+        """Blocks that move along the rows need no move along this axis, if their slots lie alike in every row."""
+        present = [r for r in range(len(flat[0])) if (flat[0][r] >= 0).any()]
+        first = present[0]
+        held = flat[0][first] >= 0
+        for row in present[1:]:
+            if not np.array_equal(flat[0][row] >= 0, held) or (flat[1][row] != flat[1][first])[held].any():
+                raise _Contradiction(node, "blocks lie differently in the rows of a parameter")
+
+    def _positions(
+        self, node: _Node, owner: Array, slot: Array, rest: Hash, size: int, count: int | None = None
+    ) -> Array:
+        """Positions along an axis of each unit, ``[units, copies]``, in an order that corresponds between units."""
+        count = node.units.size if count is None else count
+        held = np.flatnonzero((owner >= 0) & (owner < count))
+        order = held[np.lexsort((held, rest[held], slot[held], owner[held]))]
+        copies = np.bincount(owner[held], minlength=count)
+        if (copies != copies[0]).any() or copies[0] == 0:
+            raise _Contradiction(node, "units with different numbers of positions in a parameter")
+        grid = order.reshape(count, -1)
+        if (slot[grid] != slot[grid[:1]]).any() or (rest[grid] != rest[grid[:1]]).any():
+            raise _Contradiction(node, "units that lie differently in a parameter")
+        return grid
+
+    def _pins(self, order: list[str]) -> Iterator[Pin]:
+        free = np.zeros(self.classes.count, dtype=bool)
+        for node in self.nodes:
+            if node.group() is not None:
+                free[node.units.reshape(-1)] = True
+        for name in order:
+            value = self.ledger.parameters.get(name)
+            if value is None:
+                continue
+            for axis, label in enumerate(self.labels[name]):
+                if value.shape[axis] == 1:
+                    continue
+                moving = np.zeros(value.shape[axis], dtype=bool)
+                reason = value.reasons[axis]
+                for component in label:
+                    lines = np.moveaxis(component, axis, -1).reshape(-1, component.shape[axis])
+                    hit = np.where(lines >= 0, free[np.where(lines >= 0, lines, 0)], False).any(axis=0)
+                    moving |= np.broadcast_to(hit, moving.shape)
+                    for entry in np.unique(lines[(lines < 0) & (lines <= -1 - FAR)])[:1].tolist():
+                        reason = reason or self.reasons.get(-1 - entry - FAR, "")
+                    for entry in lines[(lines >= 0)][:1].tolist():
+                        reason = reason or self.reasons.get(entry, "")
+                if not moving.all():
+                    yield Pin(name, axis, int((~moving).sum()), reason or "a single unit of its kind")
+
+
+class _Contradiction(Exception):
+    def __init__(self, node: _Node, reason: str) -> None:
+        super().__init__(reason)
+        self.node, self.reason = node, reason
+
+
+def _is_below(node: _Node, ancestor: _Node) -> bool:
+    outer = node.parent
+    while outer is not None:
+        if outer is ancestor:
+            return True
+        outer = outer.parent
+    return False
+
+
+def _producer(node: _Node, rank: dict[str, int]) -> str:
+    """The module whose output the units are: the first parameter that they index along its first axis."""
+    first = min(node.members, key=lambda m: (m.axis != 0, rank[m.parameter]))
+    path = first.parameter.rpartition(".")
+    return path[0] or path[2]
+
+
+def _unique(base: str, parent: str | None, taken: set[str]) -> str:
+    if parent is not None:
+        own = base.rpartition(".")[2]
+        base = f"{parent}/{own}"
+    name, k = base, 2
+    while name in taken:
+        name, k = f"{base}-{k}", k + 1
+    taken.add(name)
+    return name

@@ -1,0 +1,339 @@
+"""From a ledger's linear constraints on log-scales to scale and normalization groups.
+
+Each tensor's log-scale is a sum of variables; operators demand that certain sums vanish. Almost every demand involves
+one or two variables and is settled by signed union-find, on whole arrays at once. Sums of three or more (a gate times a
+value, a depthwise convolution) are settled by eliminating a variable that stands in no other such sum. Whatever cannot
+be settled so is pinned to scale zero: fewer symmetries are claimed, never a wrong one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from tu_symmetry.symmetry.algebra import ZERO, Array, Ledger, Term, tighten, varies
+from tu_symmetry.symmetry.graph import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
+
+Floats = NDArray[np.float64]
+
+
+class ScaleSystem:
+    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.count = ledger.variables
+        self.root: Array = np.arange(self.count)
+        self.sign: Floats = np.ones(self.count)
+        self.sign[ZERO] = 0.0
+        self._left: list[Array] = []
+        self._right: list[Array] = []
+        self._same: list[NDArray[np.bool_]] = []
+        self._zero: list[Array] = []
+        self.derived: dict[int, list[tuple[float, int]]] = {}
+        self._solve()
+
+    def _tie(self, x: Array, y: Array, same: NDArray[np.bool_]) -> None:
+        self._left.append(x)
+        self._right.append(y)
+        self._same.append(same)
+
+    def _update(self) -> None:
+        """Signed union-find: the nodes are +v and -v; a variable joined with its own negative is zero."""
+        n = self.count
+        rows, columns = [], []
+        for x, y, same in zip(self._left, self._right, self._same, strict=True):
+            rows += [x, x + n]
+            columns += [np.where(same, y, y + n), np.where(same, y + n, y)]
+        for z in (*self._zero, np.array([ZERO])):
+            rows.append(z)
+            columns.append(z + n)
+            rows.append(z)
+            columns.append(np.full_like(z, ZERO))
+        a, b = np.concatenate(rows), np.concatenate(columns)
+        graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(2 * n, 2 * n))
+        _, label = connected_components(graph, directed=False)
+        positive, negative = label[:n], label[n:]
+        nodes = np.arange(2 * n)
+        smallest = np.full(label.max() + 1, 2 * n)
+        np.minimum.at(smallest, label, nodes)
+        low_p, low_n = smallest[positive], smallest[negative]
+        self.root = np.minimum(low_p % n, low_n % n)
+        self.sign = np.where(low_p < low_n, 1.0, -1.0)
+        zero = positive == negative
+        self.root[zero] = ZERO
+        self.sign[zero] = 0.0
+        np.negative(self.sign, where=(low_p >= n) & (low_n >= n), out=self.sign)
+
+    def _reduced(self, constraint: tuple[Term, ...]) -> list[tuple[Array, Floats]]:
+        """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients."""
+        by_axes: dict[tuple[int, ...], list[tuple[Array, Floats]]] = defaultdict(list)
+        for coefficient, variable in constraint:
+            root = self.root[variable]
+            weight = coefficient * self.sign[variable]
+            joint = tighten(np.where(weight == 0, 0, root * 1024 + (weight * 16).astype(np.int64) % 1024))
+            if varies(joint) != varies(tighten(variable)):
+                keep = tuple(slice(None) if joint.shape[k] > 1 else slice(0, 1) for k in range(joint.ndim))
+                root, weight = root[keep], weight[keep]
+            by_axes[varies(joint)].append((root, weight))
+        reduced = []
+        for terms in by_axes.values():
+            shape = np.broadcast_shapes(*(r.shape for r, _ in terms))
+            roots = np.stack([np.broadcast_to(r, shape).reshape(-1) for r, _ in terms])
+            weights = np.stack([np.broadcast_to(w, shape).reshape(-1) for _, w in terms]).copy()
+            for i in range(len(terms)):
+                for j in range(i + 1, len(terms)):
+                    like = (roots[i] == roots[j]) & (weights[j] != 0)
+                    weights[i][like] += weights[j][like]
+                    weights[j][like] = 0.0
+            weights[np.abs(weights) < 1e-9] = 0.0
+            reduced.append((roots, weights))
+        return reduced
+
+    def _solve(self) -> None:
+        self._update()
+        open_constraints = list(self.ledger.constraints)
+        while True:
+            remaining, progress = [], False
+            for constraint in open_constraints:
+                solved, acted = self._settle(constraint)
+                progress |= acted
+                if not solved:
+                    remaining.append(constraint)
+            open_constraints = remaining
+            if not progress:
+                break
+            self._update()
+        self._eliminate(open_constraints)
+
+    def _settle(self, constraint: tuple[Term, ...]) -> tuple[bool, bool]:
+        """Use what a constraint says about one or two variables; returns (nothing is left of it, it said something)."""
+        solved, acted = True, False
+        for roots, weights in self._reduced(constraint):
+            nonzero = (weights != 0).sum(axis=0)
+            one = nonzero == 1
+            if one.any():
+                self._zero.append(roots[:, one][weights[:, one] != 0])
+                acted = True
+            two = nonzero == 2
+            if two.any():
+                order = np.argsort(weights[:, two] == 0, axis=0, kind="stable")[:2]
+                pair = np.take_along_axis(roots[:, two], order, 0)
+                weight = np.take_along_axis(weights[:, two], order, 0)
+                equal = np.abs(weight[0]) == np.abs(weight[1])
+                self._tie(pair[0][equal], pair[1][equal], (weight[0] == -weight[1])[equal])
+                if not equal.all():
+                    self._zero += [pair[0][~equal], pair[1][~equal]]
+                acted = True
+            solved &= not (nonzero > 2).any()
+        return solved, acted
+
+    def _eliminate(self, constraints: list[tuple[Term, ...]]) -> None:
+        """Express one variable of each remaining sum by the others, or pin the sum."""
+        rows: list[dict[int, float]] = []
+        for constraint in constraints:
+            for roots, weights in self._reduced(constraint):
+                for position in np.flatnonzero((weights != 0).sum(axis=0) > 2).tolist():
+                    column = weights[:, position]
+                    row: dict[int, float] = defaultdict(float)
+                    for k in np.flatnonzero(column).tolist():
+                        row[int(roots[k, position])] += float(column[k])
+                    rows.append(row)
+        if not rows:
+            return
+        members = np.bincount(self.root, minlength=self.count)
+        for row in rows:
+            current = self._substitute(row)
+            if not current:
+                continue
+            pivots = [v for v, w in current.items() if abs(w) == 1.0 and v not in self.derived]
+            if not pivots:
+                for v in current:
+                    self._pin_root(v)
+                continue
+            pivot = min(pivots, key=lambda v: (int(members[v]), -v))
+            weight = current.pop(pivot)
+            expression = [(-w / weight, v) for v, w in current.items()]
+            for known, terms in self.derived.items():
+                if any(v == pivot for _, v in terms):
+                    self.derived[known] = _collect(
+                        [(c, v) for c, v in terms if v != pivot]
+                        + [(c * w, u) for c, v in terms if v == pivot for w, u in expression]
+                    )
+            self.derived[pivot] = expression
+
+    def _substitute(self, row: Mapping[int, float]) -> dict[int, float]:
+        terms: list[tuple[float, int]] = []
+        for variable, weight in row.items():
+            if variable in self.derived:
+                terms += [(weight * c, v) for c, v in self.derived[variable]]
+            elif variable != ZERO:
+                terms.append((weight, variable))
+        return {v: c for c, v in _collect(terms)}
+
+    def _pin_root(self, variable: int) -> None:
+        self.derived[variable] = []
+        for known, terms in self.derived.items():
+            self.derived[known] = [(c, v) for c, v in terms if v != variable]
+
+    def expand(self, scale: tuple[Term, ...], ndim: int) -> list[tuple[float, Array]]:
+        """A log-scale in free variables only: terms (coefficient, roots; ZERO where there is none)."""
+        result: list[tuple[float, Array]] = []
+        for coefficient, variable in scale:
+            roots = np.where(self.sign[variable] == 0, ZERO, self.root[variable])
+            weight = coefficient * self.sign[variable]
+            is_derived = np.isin(roots, np.fromiter(self.derived, dtype=np.int64)) if self.derived else np.zeros_like(roots, bool)
+            for value in np.unique(weight[(roots != ZERO) & ~is_derived]).tolist():
+                result.append((value, np.where((weight == value) & ~is_derived, roots, ZERO)))
+            if is_derived.any():
+                depth = max(len(self.derived[v]) for v in np.unique(roots[is_derived]).tolist())
+                for k in range(depth):
+                    part = np.zeros_like(roots)
+                    factor = np.zeros(roots.shape)
+                    for v in np.unique(roots[is_derived]).tolist():
+                        terms = self.derived[v]
+                        if k < len(terms):
+                            hit = roots == v
+                            part[hit] = terms[k][1]
+                            factor[hit] = terms[k][0] * weight[hit]
+                    for value in np.unique(factor[factor != 0]).tolist():
+                        result.append((value, np.where(factor == value, part, ZERO)))
+        return [(c, tighten(v).reshape((1,) * (ndim - v.ndim) + tighten(v).shape)) for c, v in result]
+
+
+def _collect(terms: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    total: dict[int, float] = defaultdict(float)
+    for c, v in terms:
+        total[v] += c
+    return [(c, v) for v, c in total.items() if abs(c) > 1e-9]
+
+
+def scale_groups(
+    ledger: Ledger, order: list[str], shapes: Mapping[str, tuple[int, ...]], buffers: frozenset[str]
+) -> tuple[tuple[ScaleGroup, ...], tuple[NormalizationGroup, ...], dict[str, tuple[ScaleTerm, ...]]]:
+    """Scale groups, normalization groups, and the log-scale of every tensor in their factors.
+
+    Factors that multiply the same axes of the same tensors with the same exponents form one group. A group is a
+    normalization group if no parameter shrinks when it grows: something downstream undoes it.
+    """
+    system = ScaleSystem(ledger)
+    expanded = {
+        name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in order if name in ledger.parameters
+    }
+    signature: dict[int, list[tuple[str, tuple[int, ...], float]]] = defaultdict(list)
+    first_seen: dict[int, tuple[int, int]] = {}
+    for rank, (name, terms) in enumerate(expanded.items()):
+        for coefficient, variable in terms:
+            flat = variable.reshape(-1)
+            uniques, where = np.unique(flat, return_index=True)
+            for v, position in zip(uniques.tolist(), where.tolist(), strict=True):
+                if v != ZERO:
+                    signature[v].append((name, varies(variable), coefficient))
+                    first_seen.setdefault(v, (rank, position))
+    inexact = {int(r) for v in ledger.inexact for r in np.unique(system.root[v]).tolist()}
+    inexact |= {u for r in list(inexact) for _, u in system.derived.get(r, [])}
+    by_signature: dict[tuple, list[int]] = defaultdict(list)  # type: ignore[type-arg]
+    for v in sorted(signature, key=lambda v: first_seen[v]):
+        by_signature[(tuple(sorted(set(signature[v]))), v not in inexact)].append(v)
+    kinds: tuple[list, list] = ([], [])  # type: ignore[type-arg]
+    for (parts, exact), variables in by_signature.items():
+        trainable = [c for name, _, c in parts if name not in buffers]
+        if not trainable:
+            continue
+        if all(c < 0 for c in trainable):  # orient factors so that parameters grow with them
+            for name, terms in expanded.items():
+                expanded[name] = [t for c, v in terms for t in _flipped(c, v, variables)]
+            trainable = [-c for c in trainable]
+        kinds[int(all(c > 0 for c in trainable))].append((variables, exact))
+    number = np.full(system.count, -1, dtype=np.int64)
+    start = 0
+    for variables, _ in (*kinds[0], *kinds[1]):
+        number[variables] = np.arange(start, start + len(variables))
+        start += len(variables)
+    terms_of = {}
+    for name, terms in expanded.items():
+        numbered = [(c, np.where(v == ZERO, -1, number[v])) for c, v in terms]
+        kept = tuple(ScaleTerm(float(c), torch.from_numpy(v)) for c, v in numbered if (v >= 0).any())
+        if kept:
+            terms_of[name] = kept
+    taken: set[str] = set()
+    groups: tuple[list[ScaleGroup], list[NormalizationGroup]] = ([], [])
+    start = 0
+    for kind in (0, 1):
+        for variables, exact in kinds[kind]:
+            members = tuple(_members(terms_of, start, len(variables), shapes, buffers))
+            name = _name(members, taken)
+            cls = NormalizationGroup if kind else ScaleGroup
+            groups[kind].append(cls(name, len(variables), members, exact))  # type: ignore[arg-type]
+            start += len(variables)
+    return tuple(groups[0]), tuple(groups[1]), terms_of
+
+
+def _flipped(coefficient: float, variable: Array, flip: list[int]) -> list[tuple[float, Array]]:
+    hit = np.isin(variable, flip)
+    if not hit.any():
+        return [(coefficient, variable)]
+    parts = [(-coefficient, np.where(hit, variable, ZERO))]
+    if (~hit & (variable != ZERO)).any():
+        parts.append((coefficient, np.where(hit, ZERO, variable)))
+    return parts
+
+
+def _members(
+    terms_of: Mapping[str, tuple[ScaleTerm, ...]],
+    start: int,
+    size: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    buffers: frozenset[str],
+) -> list[ScaleMember]:
+    members = []
+    for name, terms in terms_of.items():
+        for exponent, index in terms:
+            array = index.numpy() - start
+            array = np.where((array >= 0) & (array < size), array, -1)
+            if not (array >= 0).any():
+                continue
+            buffer = name in buffers
+            axes = varies(array)
+            if not axes and array.size == 1:
+                members.append(ScaleMember(name, None, exponent, buffer=buffer))
+                continue
+            if len(axes) == 1:
+                flat = array.reshape(-1)
+                members.append(ScaleMember(name, axes[0], exponent, _positions(flat, size), buffer=buffer))
+                continue
+            rows_axis, axis = axes[0], axes[-1]
+            grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
+            rows = np.stack([(grid == k).any(axis=1) for k in range(size)])
+            columns = np.stack([(grid == k).any(axis=0) for k in range(size)])
+            if len({int(r.sum()) for r in rows}) == 1 and len({int(c.sum()) for c in columns}) == 1:
+                within = torch.from_numpy(np.stack([np.flatnonzero(r) for r in rows]))
+                index2 = torch.from_numpy(np.stack([np.flatnonzero(c) for c in columns]))
+                members.append(ScaleMember(name, axis, exponent, index2, rows_axis, within, buffer))
+            else:  # irregular: the scale terms hold the truth, the member names the axis
+                members.append(ScaleMember(name, axis, exponent, None, rows_axis, None, buffer))
+    return members
+
+
+def _positions(flat: Array, size: int) -> torch.Tensor | None:
+    held = np.flatnonzero(flat >= 0)
+    counts = np.bincount(flat[held], minlength=size)
+    if (counts != counts[0]).any() or counts[0] == 0:
+        return None
+    return torch.from_numpy(held[np.argsort(flat[held], kind="stable")].reshape(size, -1))
+
+
+def _name(members: tuple[ScaleMember, ...], taken: set[str]) -> str:
+    growing = [m for m in members if m.exponent > 0 and not m.buffer] or list(members)
+    base = growing[0].parameter.rpartition(".")[0] or growing[0].parameter
+    name, k = base, 2
+    while name in taken:
+        name, k = f"{base}-{k}", k + 1
+    taken.add(name)
+    return name

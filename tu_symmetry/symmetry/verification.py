@@ -1,0 +1,192 @@
+"""Numerical verification: every claimed group acts on real weights, and the outputs have to stay the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
+from tu_symmetry.symmetry.elements import random_permutation
+from tu_symmetry.symmetry.graph import PermutationGroup, SymmetryError, SymmetryGraph
+
+
+def verify_symmetries(
+    graph: SymmetryGraph,
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tolerance: float = 1e-9,
+    seed: int = 0,
+) -> None:
+    """Check in float64 that a random element of every group leaves the outputs unchanged.
+
+    The weights are randomized first (running statistics, affine parameters and zero-initialized heads included: on a
+    fresh network many of them are constant, and the check would be vacuous). Groups that hold up to a normalization's
+    epsilon are checked with the epsilons set to zero. All groups are tried at once; if the outputs differ, one after
+    the other, so that the culprit can be named.
+
+    Args:
+        graph: what :func:`discover_symmetries` returned; ``graph.verified`` is set on success.
+        model: the module, left untouched (a float64 copy is used).
+        example_inputs: as for discovery.
+        example_kwargs: as for discovery.
+        tolerance: largest accepted difference of outputs, relative to their largest magnitude.
+        seed: of the random weights and elements.
+
+    Raises:
+        SymmetryError: naming the group that does not hold, or if the outputs do not depend on the weights at all.
+    """
+    graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
+    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    generator = torch.Generator().manual_seed(seed)
+    twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float64).eval()
+    args, kwargs = _double((args, dict(example_kwargs or {})), generator)
+    state = random_state(twin, generator)
+    check = _Check(twin, args, kwargs, tolerance)
+
+    permutation = random_permutation(graph, generator=generator)
+    scales = (*graph.scales, *(g for g in graph.normalizations if g.exact))
+    exact = {g.name: 0.3 * torch.randn(g.size, generator=generator, dtype=torch.float64) for g in scales}
+    inexact = {
+        g.name: 0.3 * torch.randn(g.size, generator=generator, dtype=torch.float64)
+        for g in graph.groups()
+        if not isinstance(g, PermutationGroup) and g.name not in exact
+    }
+    exact = {k: v for k, v in exact.items() if getattr(graph[k], "exact", True)}
+    inexact |= {
+        g.name: 0.3 * torch.randn(g.size, generator=generator, dtype=torch.float64) for g in graph.scales if not g.exact
+    }
+
+    check.baseline(state)
+    if check.differs(scale_tensors(graph, exact, permute_tensors(graph, permutation, state))):
+        for name, p in permutation.items():
+            check.demand(name, "permutation", permute_tensors(graph, {name: p}, state))
+        for name, s in exact.items():
+            check.demand(name, "scale", scale_tensors(graph, {name: s}, state))
+        check.demand("all groups together", "combined", scale_tensors(graph, exact, permute_tensors(graph, permutation, state)))
+    if inexact:
+        for _ in _without_epsilon(twin):
+            check.baseline(state)
+            if check.differs(scale_tensors(graph, inexact, state)):
+                for name, s in inexact.items():
+                    check.demand(name, "normalization", scale_tensors(graph, {name: s}, state))
+                check.demand("all normalizations together", "combined", scale_tensors(graph, inexact, state))
+    graph.verified = True
+    graph._verifier = None
+
+
+class _Check:
+    """Runs the network with other weights and compares with the outputs of the first."""
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float) -> None:
+        self.model, self.args, self.kwargs, self.tolerance = model, args, kwargs, tolerance
+        self.reference: list[Tensor] = []
+
+    def _run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            output = torch.func.functional_call(self.model, dict(state), self.args, self.kwargs, tie_weights=False)
+        return [t.clone() for t in _tensors(output)]
+
+    def baseline(self, state: Mapping[str, Tensor]) -> None:
+        self.reference = self._run(state)
+        if not all(torch.isfinite(t).all() for t in self.reference):
+            raise SymmetryError(
+                "the network's outputs are NaN or infinite for random weights of moderate size, so that nothing can be "
+                "verified; pass example inputs of ordinary magnitude"
+            )
+
+    def error(self, state: Mapping[str, Tensor]) -> float:
+        worst = 0.0
+        for a, b in zip(self.reference, self._run(state), strict=True):
+            scale = float(a.abs().max()) if a.numel() else 0.0
+            worst = max(worst, float((a - b).abs().max()) / max(scale, 1e-300) if a.numel() else 0.0)
+        return worst
+
+    def differs(self, state: Mapping[str, Tensor]) -> bool:
+        return not self.error(state) <= self.tolerance
+
+    def demand(self, name: str, kind: str, state: Mapping[str, Tensor]) -> None:
+        error = self.error(state)
+        if not error <= self.tolerance:
+            raise SymmetryError(
+                f"the {kind} group {name!r} is no symmetry of this network: the outputs change by {error:.1e} (relative; "
+                f"{self.tolerance:.0e} is allowed). Either the model or its inputs are not those that the graph was "
+                "discovered on, or a rule is wrong; please report the architecture."
+            )
+
+
+def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random weights of moderate size for every floating-point tensor of a float64 module.
+
+    Matrices are scaled by their fan-in; vectors (biases, affine parameters) vary about one or zero; running variances
+    are positive. Integer tensors stay as they are. Tied names share one tensor.
+    """
+    drawn: dict[int, Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in drawn:
+            drawn[id(tensor)] = _draw(name, tensor.detach(), generator)
+        state[name] = drawn[id(tensor)]
+    return state
+
+
+def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+    last = name.rpartition(".")[2]
+    if "var" in last:
+        return 0.5 + noise.abs()
+    if tensor.ndim >= 2:
+        fan_in = tensor[0].numel()
+        return noise * (1.5 / max(fan_in, 1)) ** 0.5
+    if "mean" in last or "bias" in last:
+        return 0.3 * noise
+    return 1.0 + 0.3 * noise
+
+
+def _without_epsilon(model: nn.Module) -> Iterator[None]:
+    """Set every attribute that looks like a normalization's epsilon to zero, for the duration of one loop body."""
+    saved = []
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if "eps" in key and isinstance(value, float):
+                saved.append((module, key, value))
+    try:
+        for module, key, _ in saved:
+            setattr(module, key, 0.0)
+        yield
+    finally:
+        for module, key, value in saved:
+            setattr(module, key, value)
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    if isinstance(nested, Tensor):
+        return [nested] if nested.is_floating_point() or nested.is_complex() else []
+    if isinstance(nested, (list, tuple)):
+        return [t for item in nested for t in _tensors(item)]
+    if isinstance(nested, Mapping):
+        return [t for item in nested.values() for t in _tensors(item)]
+    return []
+
+
+def _double(nested: Any, generator: torch.Generator) -> Any:
+    """Inputs in float64 on the CPU; constant inputs (zeros, ones) are replaced by noise."""
+    if isinstance(nested, Tensor):
+        if not nested.is_floating_point():
+            return nested.cpu()
+        tensor = nested.detach().to(device="cpu", dtype=torch.float64)
+        constant = tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all())
+        return torch.randn(tensor.shape, generator=generator, dtype=torch.float64) if constant else tensor
+    if isinstance(nested, (list, tuple)):
+        return type(nested)(_double(item, generator) for item in nested)
+    if isinstance(nested, dict):
+        return {k: _double(v, generator) for k, v in nested.items()}
+    return nested
