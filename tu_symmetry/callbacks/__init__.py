@@ -1,1 +1,29 @@
-"""Room: callbacks."""
+"""Room: callbacks for Lightning trainers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS: dict[str, str] = {
+    "PosteriorSnapshots": "snapshots",
+    "Rebasin": "rebasin",
+}
+
+__all__ = ["PosteriorSnapshots", "Rebasin"]
+
+if TYPE_CHECKING:
+    from tu_symmetry.callbacks.rebasin import Rebasin
+    from tu_symmetry.callbacks.snapshots import PosteriorSnapshots
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(f"tu_symmetry.callbacks.{_EXPORTS[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tu_symmetry.callbacks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,163 @@
+"""Where in a LightningModule the members of an ensemble live, and the averages of weights that mirror them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+ModuleSource = str | Callable[[LightningModule], Any]
+
+_AVERAGES = ("ema_model", "swa_model")
+
+
+def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argument: str) -> list[nn.Module]:
+    """The modules that an attribute path (``"model.core_models"``) or a callable finds in ``pl_module``.
+
+    Args:
+        source: attribute path from the LightningModule, or a callable that takes it; either yields one module or a
+            sequence of modules (a ``ModuleList``, list or tuple).
+        pl_module: where to look.
+        argument: name of the callback's argument, for errors.
+
+    Raises:
+        ValueError: if the path leads nowhere.
+        TypeError: if what is found is neither a module nor a sequence of modules.
+    """
+    if callable(source):
+        found = source(pl_module)
+    else:
+        try:
+            found = attrgetter(source)(pl_module)
+        except AttributeError as error:
+            children = [name for name, _ in pl_module.named_children()]
+            raise ValueError(
+                f"{argument}={source!r} leads nowhere in {type(pl_module).__name__} ({error}); "
+                f"its submodules are {children}"
+            ) from error
+    if isinstance(found, nn.Module) and not isinstance(found, nn.ModuleList):
+        return [_uncompiled(found)]
+    modules = list(found) if isinstance(found, Iterable) else [found]
+    if not modules or not all(isinstance(m, nn.Module) for m in modules):
+        raise TypeError(
+            f"{argument}={source!r} must find a module or a non-empty sequence of modules in "
+            f"{type(pl_module).__name__}, it found {type(found).__name__} with "
+            f"{[type(m).__name__ for m in modules]}"
+        )
+    return [_uncompiled(m) for m in modules]
+
+
+def find_members(pl_module: LightningModule, source: ModuleSource | None, *, single: bool) -> list[nn.Module]:
+    """The networks that a callback works on.
+
+    Without a source: the first ``core_models`` list anywhere in the module (TorchUncertainty's deep ensembles, also
+    inside its EMA or SWA wrappers), or, with ``single``, the network of the routine without those wrappers.
+
+    Args:
+        pl_module: the routine that is trained.
+        source: attribute path or callable, or None.
+        single: whether one network is meant (snapshots of one run), not the members of an ensemble.
+
+    Raises:
+        ValueError: if nothing is found, or another number of modules than asked for.
+    """
+    if source is None and not single:
+        lists = (
+            module
+            for name, module in pl_module.named_modules()
+            if isinstance(module, nn.ModuleList)
+            and name.rpartition(".")[2] == "core_models"
+            and not set(name.split(".")) & set(_AVERAGES)
+        )
+        container = next(lists, None)
+        if container is None:
+            raise ValueError(
+                f"no ensemble was found in {type(pl_module).__name__}: nothing in it is called 'core_models' as in "
+                "torch_uncertainty.methods.deep_ensembles. Say where the members are, for example "
+                "members='model.networks' or members=lambda module: module.networks; for snapshots of a single "
+                "network use reference='first' or reference='previous'"
+            )
+        members = [_uncompiled(m) for m in container]
+    elif source is None:
+        network = getattr(pl_module, "model", None)
+        if not isinstance(network, nn.Module):
+            raise ValueError(
+                f"{type(pl_module).__name__} has no submodule 'model'; say which network to follow, for example "
+                "members='network' or members=lambda module: module"
+            )
+        while isinstance(inner := getattr(network, "core_model", None), nn.Module):
+            network = inner
+        members = [_uncompiled(network)]
+    else:
+        members = resolve_modules(source, pl_module, argument="members")
+    if single and len(members) != 1:
+        raise ValueError(f"snapshots follow one network, but {len(members)} were found; point members= at one of them")
+    if not single and len(members) < 2:
+        raise ValueError(
+            "an ensemble with a single member has nothing to align; use reference='first' or reference='previous' "
+            "to align snapshots of one network along its run"
+        )
+    return members
+
+
+def check_same_architecture(members: list[nn.Module]) -> None:
+    """Raise a ValueError that names the first difference unless all members have one architecture."""
+    reference = _signature(members[0])
+    for i, member in enumerate(members[1:], start=1):
+        signature = _signature(member)
+        for name in dict.fromkeys([*reference, *signature]):
+            if reference.get(name) != signature.get(name):
+                raise ValueError(
+                    f"members 0 and {i} have different architectures: {name!r} is {reference.get(name, 'missing')} in "
+                    f"member 0 and {signature.get(name, 'missing')} in member {i}; only copies of one architecture "
+                    "can be aligned"
+                )
+
+
+def _signature(module: nn.Module) -> dict[str, str]:
+    kinds = {f"{name or 'network'} (module)": type(m).__qualname__ for name, m in module.named_modules()}
+    return kinds | {name: f"a tensor of shape {tuple(t.shape)}" for name, t in module.state_dict().items()}
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    return getattr(module, "_orig_mod", module)
+
+
+def mirrored_modules(trainer: Trainer, pl_module: LightningModule, member: nn.Module) -> Iterator[nn.Module]:
+    """Running averages of ``member``'s weights, which have to follow when its hidden units are permuted.
+
+    These are the averaged models of TorchUncertainty's EMA and SWA wrappers, of SWAG (its current samples), and of
+    Lightning's weight-averaging callbacks.
+    """
+    for wrapper in pl_module.modules():
+        name = _name_within(getattr(wrapper, "core_model", None), member)
+        if name is None:
+            continue
+        averages = [getattr(wrapper, a, None) for a in _AVERAGES]
+        if hasattr(wrapper, "swag_stats"):
+            averages += getattr(wrapper, "samples", [])
+        yield from (_uncompiled(a.get_submodule(name)) for a in averages if isinstance(a, nn.Module))
+    name = _name_within(pl_module, member)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        average = getattr(callback, "_average_model", None)
+        if isinstance(average, nn.Module) and name is not None:
+            root = average.module if isinstance(average, torch.optim.swa_utils.AveragedModel) else average
+            yield _uncompiled(root.get_submodule(name))
+
+
+def swag_statistics(pl_module: LightningModule, member: nn.Module) -> Iterator[tuple[dict[str, Tensor], str]]:
+    """TorchUncertainty's SWAG statistics of ``member``: the dictionary, and the prefix of the member's names in it."""
+    for wrapper in pl_module.modules():
+        name = _name_within(getattr(wrapper, "core_model", None), member)
+        if name is not None and isinstance(stats := getattr(wrapper, "swag_stats", None), dict):
+            yield stats, f"{wrapper.prfx}{name}." if name else str(wrapper.prfx)
+
+
+def _name_within(root: Any, module: nn.Module) -> str | None:
+    if not isinstance(root, nn.Module):
+        return None
+    return next((name for name, m in root.named_modules() if _uncompiled(m) is module), None)

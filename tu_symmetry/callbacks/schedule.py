@@ -1,0 +1,101 @@
+"""When a callback acts: every so many epochs or optimizer steps, and at the end of the fit, across resumed runs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class ScheduledCallback(Callback):
+    """A callback that acts at an interval and at the end of the fit, always between two optimizer steps.
+
+    Steps are optimizer steps (``trainer.global_step``), so gradient accumulation does not change the schedule. The
+    place in the schedule is part of the checkpoint: a resumed run goes on with the same schedule.
+
+    Args:
+        every_n_epochs: act at the end of every n-th training epoch.
+        every_n_steps: act after every n-th optimizer step.
+        at_end: act once more when training ends, unless the last step has been acted on already.
+        start: epochs (or steps, with ``every_n_steps``) to let pass before the interval starts to count.
+
+    Raises:
+        ValueError: if both intervals are given, or one is below one, or nothing would ever happen.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        at_end: bool = True,
+        start: int = 0,
+    ) -> None:
+        name = type(self).__name__
+        if every_n_epochs is not None and every_n_steps is not None:
+            raise ValueError(f"{name} takes every_n_epochs or every_n_steps, not both")
+        for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {key} must be at least 1, got {value}")
+        if start < 0:
+            raise ValueError(f"{name}: the number of epochs or steps to wait must not be negative, got {start}")
+        if every_n_epochs is None and every_n_steps is None and not at_end:
+            raise ValueError(f"{name} would never act: give every_n_epochs or every_n_steps, or leave at_end=True")
+        self.every_n_epochs = every_n_epochs
+        self.every_n_steps = every_n_steps
+        self.at_end = at_end
+        self.start = start
+        self._intervals_done = 0
+        self._last_step = -1
+
+    @abstractmethod
+    def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
+        """Do the work; ``hook`` is ``"step"``, ``"epoch"`` or ``"end"``. Called on every rank."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Act where an interval of optimizer steps is complete."""
+        if self.every_n_steps is not None and self._due(trainer.global_step, self.every_n_steps):
+            self._act_once(trainer, pl_module, "step")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Act where an interval of epochs is complete, and after the last planned epoch or step.
+
+        The end is acted on here, where it is foreseen, so that a checkpoint written at the end of the epoch has it.
+        """
+        due = self.every_n_epochs is not None and self._due(trainer.current_epoch + 1, self.every_n_epochs)
+        if due or (self.at_end and _is_last_epoch(trainer)):
+            self._act_once(trainer, pl_module, "epoch")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Act at an end that was not foreseen (early stopping, a time limit)."""
+        if self.at_end:
+            self._act_once(trainer, pl_module, "end")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the schedule."""
+        return {"intervals_done": self._intervals_done, "last_step": self._last_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the checkpoint stopped."""
+        self._intervals_done = state_dict["intervals_done"]
+        self._last_step = state_dict["last_step"]
+
+    def _due(self, count: int, every: int) -> bool:
+        done = max(count - self.start, 0) // every
+        due = done > self._intervals_done
+        self._intervals_done = max(done, self._intervals_done)
+        return due
+
+    def _act_once(self, trainer: Trainer, pl_module: LightningModule, hook: str) -> None:
+        if trainer.global_step != self._last_step:
+            self._last_step = trainer.global_step
+            self.act(trainer, pl_module, hook=hook)
+
+
+def _is_last_epoch(trainer: Trainer) -> bool:
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    last_epoch = epochs is not None and epochs >= 0 and trainer.current_epoch + 1 >= epochs
+    return last_epoch or 0 <= steps <= trainer.global_step
