@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class _Classes:
             resolved.append(component)
         return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
 
-    @property
+    @cached_property
     def _fixed(self) -> NDArray[np.bool_]:
         mask = np.zeros(self.count, dtype=bool)
         if self.pinned:
@@ -315,6 +316,8 @@ class Extraction:
                     return None
                 pairs = np.unique(pairs, axis=0)
                 counts = np.bincount(np.searchsorted(units, pairs[:, 0]), minlength=len(units))
+                if node.units.size == 1:  # a block that is alone of its kind moves nowhere
+                    break
                 if (counts == 1).all():
                     owner = np.full(self.classes.count, -1, dtype=np.int64)
                     owner[pairs[:, 0]] = pairs[:, 1]

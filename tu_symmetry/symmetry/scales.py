@@ -82,6 +82,11 @@ class ScaleSystem:
                 keep = tuple(slice(None) if joint.shape[k] > 1 else slice(0, 1) for k in range(joint.ndim))
                 root, weight = root[keep], weight[keep]
             by_axes[varies(joint)].append((root, weight))
+        # a term that varies along fewer axes joins the terms that vary along more of them: the sum has to vanish
+        for few in sorted(by_axes, key=len):
+            more = next((axes for axes in by_axes if len(axes) > len(few) and set(few) <= set(axes)), None)
+            if more is not None:
+                by_axes[more] += by_axes.pop(few)
         reduced = []
         for terms in by_axes.values():
             shape = np.broadcast_shapes(*(r.shape for r, _ in terms))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.elements import random_permutation
-from tu_symmetry.symmetry.graph import PermutationGroup, SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 
 def verify_symmetries(
@@ -50,17 +50,11 @@ def verify_symmetries(
     check = _Check(twin, args, kwargs, tolerance)
 
     permutation = random_permutation(graph, generator=generator)
-    scales = (*graph.scales, *(g for g in graph.normalizations if g.exact))
-    exact = {g.name: 0.3 * torch.randn(g.size, generator=generator, dtype=torch.float64) for g in scales}
-    inexact = {
-        g.name: 0.3 * torch.randn(g.size, generator=generator, dtype=torch.float64)
-        for g in graph.groups()
-        if not isinstance(g, PermutationGroup) and g.name not in exact
-    }
-    exact = {k: v for k, v in exact.items() if getattr(graph[k], "exact", True)}
-    inexact |= {
-        g.name: 0.3 * torch.randn(g.size, generator=generator, dtype=torch.float64) for g in graph.scales if not g.exact
-    }
+    exact: dict[str, Tensor] = {}
+    inexact: dict[str, Tensor] = {}
+    for group in (*graph.scales, *graph.normalizations):
+        draw = 0.3 * torch.randn(group.size, generator=generator, dtype=torch.float64)
+        (exact if group.exact else inexact)[group.name] = draw
 
     check.baseline(state)
     if check.differs(scale_tensors(graph, exact, permute_tensors(graph, permutation, state))):
