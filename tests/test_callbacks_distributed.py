@@ -1,0 +1,121 @@
+"""Rebasin and PosteriorSnapshots under data parallelism: two gloo processes on the CPU."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.callbacks import Rebasin
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def _mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+class _Routine(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Module()
+        self.model.core_models = nn.ModuleList([_mlp() for _ in range(3)])
+        self.loss = nn.CrossEntropyLoss()
+        self.losses: list[float] = []
+        self.double()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = torch.stack([self.loss(m(x), y) for m in self.model.core_models]).sum()  # type: ignore[union-attr]
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class _Report(Callback):
+    """Writes what this rank ended with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        rebasin = [c for c in trainer.callbacks if isinstance(c, Rebasin)]  # type: ignore[attr-defined]
+        report = {
+            "losses": pl_module.losses,
+            "parameters": {k: v.detach() for k, v in pl_module.named_parameters()},
+            "history": rebasin[0].history if rebasin else [],
+        }
+        torch.save(report, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def _fit(folder: Path, *callbacks: Callback, **kwargs: Any) -> list[dict[str, Any]]:
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (32,), generator=generator)
+    trainer = Trainer(
+        callbacks=[*callbacks, _Report(folder)],
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp_fork",
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **kwargs,
+    )
+    data = TensorDataset(x, y)
+    trainer.fit(_Routine(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+
+
+def test_all_ranks_apply_the_same_permutations(tmp_path: Path) -> None:
+    plain = _fit(tmp_path / "plain")
+    ranks = _fit(tmp_path / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"))
+    assert sum(sum(r["NoT"]) for r in ranks[0]["history"]) > 0
+    assert ranks[0]["history"] == ranks[1]["history"]
+    for name, tensor in ranks[0]["parameters"].items():
+        assert torch.equal(tensor, ranks[1]["parameters"][name]), name
+    for mine, reference in zip(ranks, plain, strict=True):
+        assert mine["losses"] == pytest.approx(reference["losses"], rel=1e-9, abs=0)
+
+
+class _Failing(Rebasin):
+    """Fails on rank 0 only; every rank writes what ended it, and rank 0 waits for the other before it exits."""
+
+    folder: Path
+
+    def _align(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("this rank cannot align")
+
+    def act(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().act(trainer, *args, **kwargs)
+        except ValueError as error:
+            (self.folder / f"error{trainer.global_rank}").write_text(str(error))
+            deadline = time.monotonic() + 10
+            while trainer.is_global_zero and not (self.folder / "error1").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            raise
+
+
+def test_an_error_on_rank_zero_ends_all_ranks(tmp_path: Path) -> None:
+    failing = _Failing(every_n_steps=2)
+    failing.folder = tmp_path / "failing"
+    with pytest.raises(Exception, match="this rank cannot align"):
+        _fit(failing.folder, failing)
+    assert (failing.folder / "error1").read_text() == "this rank cannot align"
