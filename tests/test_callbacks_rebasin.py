@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import random
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tu_symmetry.callbacks import Rebasin
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
-from tu_symmetry.symmetry.graph import SymmetryError
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -73,8 +74,20 @@ class Routine(LightningModule):
         if self.optimizer == "sgd":
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
         if self.optimizer == "lbfgs":
-            return torch.optim.LBFGS(self.parameters(), lr=0.1)
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
         return torch.optim.AdamW(self.parameters(), lr=0.02, amsgrad=True)
+
+
+@functools.cache
+def mlp_graph() -> SymmetryGraph:
+    """Known beforehand in most tests, to save discovering it anew."""
+    graph = discover_symmetries(mlp().double(), torch.randn(2, 5, dtype=torch.float64))
+    graph.require_verified()
+    return graph
+
+
+def mlp_rebasin(*args: Any, **kwargs: Any) -> Rebasin:
+    return Rebasin(*args, graph=mlp_graph(), **kwargs)
 
 
 def loader(image: bool = False, n: int = 48, batch_size: int = 8, shuffle: bool = True) -> DataLoader[Any]:
@@ -126,7 +139,7 @@ class PlantPermutations(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         members = pl_module.model.core_models  # type: ignore
-        graph = discover_symmetries(members[0], torch.randn(2, 5, dtype=torch.float64))
+        graph = mlp_graph()
         for i, member in enumerate(members):
             member.load_state_dict(members[0].state_dict())
             if i:
@@ -155,7 +168,7 @@ def test_trajectory_is_unchanged_in_place(optimizer: str, interval: dict[str, in
     fit(plain)
     aligned, rebasin = (
         routine(optimizer=optimizer, dropout=0.2),
-        Rebasin(in_place=True, barrier_loader="val", **interval),
+        mlp_rebasin(in_place=True, barrier_loader="val", **interval),
     )
     fit(aligned, rebasin)
     assert sum(sum(r["NoT"]) for r in rebasin.history) > 5, "vacuous: nothing was permuted"
@@ -169,7 +182,7 @@ def test_without_moving_the_optimizer_the_trajectory_would_change(monkeypatch: p
     fit(plain)
     monkeypatch.setattr("tu_symmetry.callbacks.rebasin.move_optimizer_state", lambda *args, **kwargs: None)
     broken = routine()
-    fit(broken, Rebasin(in_place=True, every_n_epochs=1))
+    fit(broken, mlp_rebasin(in_place=True, every_n_epochs=1))
     assert max(abs(a - b) for a, b in zip(plain.losses, broken.losses, strict=True)) > 1e-4
 
 
@@ -188,7 +201,7 @@ def test_batch_norm_and_flatten_in_place() -> None:
 def test_in_place_ends_aligned_and_only_logging_changes_nothing() -> None:
     plain, logged, moved = routine(), routine(), routine()
     fit(plain)
-    watch, rebasin = Rebasin(), Rebasin(in_place=True)
+    watch, rebasin = mlp_rebasin(), mlp_rebasin(in_place=True)
     fit(logged, watch)
     fit(moved, rebasin)
     for i in range(3):
@@ -228,13 +241,13 @@ def test_random_streams_modes_and_gradients_are_untouched() -> None:
 
 
 def test_schedule_counts_optimizer_steps_under_accumulation() -> None:
-    module, rebasin = routine(), Rebasin(in_place=True, every_n_steps=2, at_end=False)
+    module, rebasin = routine(), mlp_rebasin(in_place=True, every_n_steps=2, at_end=False)
     plain = routine()
     fit(plain, accumulate_grad_batches=2)
     fit(module, rebasin, accumulate_grad_batches=2)  # 6 batches an epoch: 3 steps an epoch, 9 in all
     assert [r["step"] for r in rebasin.history] == [2, 4, 6, 8]
     assert module.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
-    at_end = Rebasin(every_n_steps=4)
+    at_end = mlp_rebasin(every_n_steps=4)
     fit(routine(), at_end, limit_train_batches=3)
     assert [r["step"] for r in at_end.history] == [4, 8, 9]
 
@@ -244,7 +257,7 @@ def test_end_is_acted_on_when_training_stops_early() -> None:
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             trainer.should_stop = trainer.global_step == 8
 
-    rebasin = Rebasin()
+    rebasin = mlp_rebasin()
     fit(routine(), Stop(), rebasin)
     assert [r["step"] for r in rebasin.history] == [8]
 
@@ -252,7 +265,7 @@ def test_end_is_acted_on_when_training_stops_early() -> None:
 @pytest.mark.parametrize("loggers", [0, 1, 2])
 def test_every_logger_gets_plain_scalars(tmp_path: Path, loggers: int) -> None:
     logs = [CSVLogger(tmp_path, name=f"log{i}") for i in range(loggers)]
-    rebasin = Rebasin(every_n_steps=4, barrier_loader="val")
+    rebasin = mlp_rebasin(every_n_steps=4, barrier_loader="val")
     t = fit(routine(), rebasin, logger=logs or False, max_epochs=2)
     expected = sum(rebasin.history[-1]["NoT"]) / 2
     assert float(t.callback_metrics["rebasin/NoT"]) == expected
@@ -270,14 +283,60 @@ def test_resumed_run_goes_on_with_the_same_schedule(tmp_path: Path) -> None:
     def checkpoint() -> ModelCheckpoint:
         return ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
 
-    whole, rebasin = routine(), Rebasin(in_place=True, every_n_epochs=2)
+    whole, rebasin = routine(), mlp_rebasin(in_place=True, every_n_epochs=2)
     fit(whole, rebasin, checkpoint(), max_epochs=5, enable_checkpointing=True)
-    resumed, second = routine(), Rebasin(in_place=True, every_n_epochs=2)
+    resumed, second = routine(), mlp_rebasin(in_place=True, every_n_epochs=2)
     fit(resumed, second, max_epochs=5, ckpt=tmp_path / "epoch=2.ckpt")
     assert [r["step"] for r in second.history] == [12, 24, 30]
     for mine, theirs in zip(second.history, rebasin.history, strict=True):
         assert (mine["epoch"], mine["step"]) == (theirs["epoch"], theirs["step"])
     assert second.history[0] == rebasin.history[0]
+
+
+def test_resume_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    whole, rebasin = routine(), mlp_rebasin(in_place=True, every_n_steps=4)
+    fit(whole, rebasin, keep, enable_checkpointing=True)
+    resumed, second = routine(), mlp_rebasin(in_place=True, every_n_steps=4)
+    fit(resumed, second, ckpt=tmp_path / "step=9.ckpt")
+    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == [4, 8, 12, 16, 18]
+    assert second.history[:2] == rebasin.history[:2]
+
+
+def test_resume_from_a_checkpoint_of_the_validation_before_the_epoch_ends(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(
+        tmp_path, filename="{epoch}", save_on_train_epoch_end=False, monitor="val_loss", save_top_k=-1
+    )
+    whole, rebasin = routine(), Rebasin(in_place=True, every_n_epochs=1)
+    fit(whole, rebasin, keep, enable_checkpointing=True)
+    resumed, second = routine(), Rebasin(in_place=True, every_n_epochs=1)
+    fit(resumed, second, ckpt=tmp_path / "epoch=1.ckpt")
+    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == [6, 12, 18]
+
+
+def test_loaders_with_a_shared_generator_keep_their_order() -> None:
+    orders = []
+    for callbacks in ([], [mlp_rebasin(every_n_epochs=1, barrier_loader="val")]):
+        generator = torch.Generator().manual_seed(9)
+        batches: list[Tensor] = []
+        x = torch.randn(48, 5, dtype=torch.float64)
+
+        class Keep(Callback):
+            def __init__(self, seen: list[Tensor]) -> None:
+                self.seen = seen
+
+            def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+                self.seen.append(batch[1])
+
+        data = TensorDataset(x, torch.arange(48) % 3)
+        seed_everything(1, verbose=False)
+        trainer(*callbacks, Keep(batches)).fit(
+            routine(),
+            DataLoader(data, batch_size=8, shuffle=True, generator=generator),
+            DataLoader(data, batch_size=8, generator=generator),
+        )
+        orders.append(torch.cat(batches).tolist())
+    assert orders[0] == orders[1]
 
 
 def test_snapshots_of_one_run() -> None:
@@ -305,23 +364,22 @@ def test_snapshot_in_place_undoes_a_planted_permutation() -> None:
     module = Routine(mlp()).double()
     plain = Routine(mlp()).double()
     plain.load_state_dict(module.state_dict())
-    graph = discover_symmetries(module.model, torch.randn(2, 5, dtype=torch.float64))
-    planted = random_permutation(graph, generator=torch.Generator().manual_seed(5))
+    planted = random_permutation(mlp_graph(), generator=torch.Generator().manual_seed(5))
 
     class Plant(Callback):
         def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             if trainer.current_epoch == 1:
                 model = pl_module.model
-                model.load_state_dict(apply_permutation(graph, planted, model.state_dict()))  # type: ignore
+                model.load_state_dict(apply_permutation(mlp_graph(), planted, model.state_dict()))  # type: ignore
 
     frozen = {"limit_train_batches": 1, "max_epochs": 2}
-    rebasin = Rebasin(reference="first", every_n_epochs=1, in_place=True)
+    rebasin = mlp_rebasin(reference="first", every_n_epochs=1, in_place=True)
     fit(module, Plant(), rebasin, **frozen)
     assert rebasin.history[0]["NoT"] == [transposition_count(planted)]
 
 
 def test_lightning_weight_averages_follow() -> None:
-    plain, module, rebasin = routine(), routine(), Rebasin(in_place=True, every_n_epochs=1)
+    plain, module, rebasin = routine(), routine(), mlp_rebasin(in_place=True, every_n_epochs=1)
     fit(plain, EMAWeightAveraging(decay=0.9))
     fit(module, EMAWeightAveraging(decay=0.9), rebasin)  # the averages are the weights at the end of training
     assert sum(sum(r["NoT"]) for r in rebasin.history) > 5
@@ -345,7 +403,7 @@ def test_own_averages_follow() -> None:
     for averages in (None, ["average"], []):
         torch.manual_seed(0)
         module = WithAverage().double()
-        rebasin = None if averages is None else Rebasin(in_place=True, every_n_steps=3, averages=averages)
+        rebasin = None if averages is None else mlp_rebasin(in_place=True, every_n_steps=3, averages=averages)
         fit(module, *([rebasin] if rebasin else []))
         x = torch.linspace(-2, 2, 45, dtype=torch.float64).reshape(9, 5)
         outputs.append(torch.cat([m(x) for m in module.average]))
@@ -367,18 +425,18 @@ def test_members_by_path_or_callable() -> None:
 
     for members in ("model.networks", lambda module: list(module.model.networks)):
         torch.manual_seed(0)
-        rebasin = Rebasin(members=members)
+        rebasin = mlp_rebasin(members=members)
         fit(Other().double(), rebasin, limit_val_batches=0)
         assert len(rebasin.history) == 1
     with pytest.raises(ValueError, match="leads nowhere in Other"):
-        fit(Other().double(), Rebasin(members="model.nets"), limit_val_batches=0)
+        fit(Other().double(), mlp_rebasin(members="model.nets"), limit_val_batches=0)
     with pytest.raises(ValueError, match="no ensemble was found"):
-        fit(Other().double(), Rebasin(), limit_val_batches=0)
+        fit(Other().double(), mlp_rebasin(), limit_val_batches=0)
 
 
 def test_low_precision_weights() -> None:
     module = routine().to(torch.bfloat16)
-    rebasin = Rebasin(in_place=True, every_n_epochs=1)
+    rebasin = mlp_rebasin(in_place=True, every_n_epochs=1)
     fit(module, rebasin, precision="bf16-true")
     assert len(rebasin.history) == 3
     assert member_state(module, 1)["0.weight"].dtype == torch.bfloat16
@@ -440,5 +498,5 @@ def test_optimizers_that_cannot_follow_are_refused_before_anything_moves() -> No
             before.append({k: v.clone() for k, v in pl_module.state_dict().items()})
 
     with pytest.raises(SymmetryError, match="LBFGS keeps"):
-        fit(module, Keep(), Rebasin(in_place=True, every_n_epochs=1), max_epochs=1)
+        fit(module, Keep(), mlp_rebasin(in_place=True, every_n_epochs=1), max_epochs=1)
     assert all(torch.equal(v, before[0][k]) for k, v in module.state_dict().items())

@@ -147,14 +147,16 @@ class Rebasin(ScheduledCallback):
         return isinstance(self.reference, str)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the schedule, the history, and the reference snapshot."""
-        return super().state_dict() | {"history": self.history, "snapshot": self._snapshot}
+        """The place in the schedule, the history, the reference snapshot, and the example input."""
+        own = {"history": self.history, "snapshot": self._snapshot, "example_input": self._seen_input}
+        return super().state_dict() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped."""
         super().load_state_dict(state_dict)
         self.history = list(state_dict["history"])
         self._snapshot = state_dict["snapshot"]
+        self._seen_input = state_dict["example_input"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check everything that can be checked before the first step.
@@ -181,7 +183,7 @@ class Rebasin(ScheduledCallback):
         """Check that a validation loader exists where one is needed."""
         for name, loader in (("dataloader", self.dataloader), ("barrier_loader", self.barrier_loader)):
             if isinstance(loader, str):
-                _validation_batches(trainer, pl_module, argument=name)
+                _validation_batches(trainer, argument=name)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep two inputs of the first batch as an example, if none was given."""
@@ -206,9 +208,7 @@ class Rebasin(ScheduledCallback):
                     at = self.reference % len(members)
                     reference = states[at]
                     moving = [i for i in range(len(members)) if i != at]
-                found = self._align_on_rank_zero(
-                    trainer, pl_module, graph, members[0], reference, [states[i] for i in moving]
-                )
+                found = self._align_on_rank_zero(trainer, graph, members[0], reference, [states[i] for i in moving])
                 self.permutations = dict(zip(moving, found.permutations, strict=True))
                 record = found.as_record(trainer)
                 if self.barrier_loader is not None:
@@ -248,7 +248,6 @@ class Rebasin(ScheduledCallback):
             inputs = tuple(_as_input(x, dtype) for x in example)
             self.graph = discover_symmetries(twin, inputs)
             self.graph.require_verified()
-            self._seen_input = None
         if not self.graph.permutations:
             pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in self.graph.pinned[:3])
             raise SymmetryError(
@@ -261,7 +260,6 @@ class Rebasin(ScheduledCallback):
     def _align_on_rank_zero(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
         graph: SymmetryGraph,
         member: nn.Module,
         reference: dict[str, Tensor],
@@ -271,7 +269,7 @@ class Rebasin(ScheduledCallback):
         found: _Found | Exception | None = None
         if trainer.is_global_zero:
             try:
-                found = self._align(trainer, pl_module, graph, member, reference, states)
+                found = self._align(trainer, graph, member, reference, states)
             except Exception as error:
                 if trainer.world_size == 1:
                     raise
@@ -285,7 +283,6 @@ class Rebasin(ScheduledCallback):
     def _align(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
         graph: SymmetryGraph,
         member: nn.Module,
         reference: dict[str, Tensor],
@@ -293,7 +290,7 @@ class Rebasin(ScheduledCallback):
     ) -> _Found:
         every = [_as_float(s) for s in (reference, *states)]
         if self.method == "activation":
-            loader = self._batches(trainer, pl_module, self.dataloader, argument="dataloader")
+            loader = self._batches(trainer, self.dataloader, argument="dataloader")
             alignment = align(graph, every, method="activation", model=_twin(member), dataloader=loader)
         else:
             alignment = align(graph, every)
@@ -308,7 +305,7 @@ class Rebasin(ScheduledCallback):
         reference: dict[str, Tensor],
         states: list[dict[str, Tensor]],
     ) -> dict[str, list[float]]:
-        batches = self._batches(trainer, pl_module, self.barrier_loader, argument="barrier_loader")
+        batches = self._batches(trainer, self.barrier_loader, argument="barrier_loader")
         if batches is None:
             return {}
         twin, loss = _twin(member), self._loss(pl_module)
@@ -370,10 +367,10 @@ class Rebasin(ScheduledCallback):
             )
         return loss
 
-    def _batches(self, trainer: Trainer, pl_module: LightningModule, loader: Loader, *, argument: str) -> Any:
+    def _batches(self, trainer: Trainer, loader: Loader, *, argument: str) -> _Batches | None:
         if isinstance(loader, str):
-            return _validation_batches(trainer, pl_module, argument=argument)
-        return _Batches(loader, pl_module, None)
+            return _validation_batches(trainer, argument=argument)
+        return _Batches(loader, trainer, None)
 
     def _log(
         self, trainer: Trainer, pl_module: LightningModule, record: dict[str, Any], moving: list[int], hook: str
@@ -422,21 +419,26 @@ class _Found:
 
 
 class _Batches:
-    """The batches of a loader on the device of the module; every pass is a fresh one."""
+    """The batches of a loader as the module gets them in training; generators of the loader's own are left alone."""
 
-    def __init__(self, loader: Any, pl_module: LightningModule, limit: int | None) -> None:
+    def __init__(self, loader: Any, trainer: Trainer, limit: int | None) -> None:
         self.loader = loader
-        self.pl_module = pl_module
+        self.trainer = trainer
         self.limit = limit
 
     def __iter__(self) -> Iterator[Any]:
-        module = self.pl_module
-        for batch in islice(self.loader, self.limit):
-            batch = module.trainer.precision_plugin.convert_input(batch)
-            yield module.transfer_batch_to_device(batch, module.device, 0)
+        owners = (self.loader, getattr(self.loader, "sampler", None))
+        generators = [g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)]
+        states = [g.get_state() for g in generators]
+        try:
+            for batch in islice(self.loader, self.limit):
+                yield self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
-def _validation_batches(trainer: Trainer, pl_module: LightningModule, *, argument: str) -> _Batches | None:
+def _validation_batches(trainer: Trainer, *, argument: str) -> _Batches | None:
     loaders = trainer.val_dataloaders
     if loaders is None and trainer.limit_val_batches == 0:
         warnings.warn(f"Rebasin({argument}='val') has no data: limit_val_batches is 0", stacklevel=2)
@@ -448,7 +450,7 @@ def _validation_batches(trainer: Trainer, pl_module: LightningModule, *, argumen
             f"{'none' if loader is None else 'several by name'}: give it a loader of its own"
         )
     limit = trainer.num_val_batches[0] if trainer.num_val_batches else None
-    return _Batches(loader, pl_module, int(limit) if limit is not None and limit != float("inf") else None)
+    return _Batches(loader, trainer, int(limit) if limit is not None and limit != float("inf") else None)
 
 
 def _example_from(batch: Any) -> tuple[Any, ...]:
