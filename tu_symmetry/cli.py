@@ -1,0 +1,179 @@
+"""The ``tu-symmetry`` program: one small function for each subcommand, declared with :func:`command`.
+
+Nothing heavy is imported before a subcommand runs, so every ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+Handler = Callable[[argparse.Namespace], int | None]
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {}
+
+
+def command(
+    name: str, summary: str
+) -> Callable[[Callable[[argparse.ArgumentParser], Handler]], Callable[[argparse.ArgumentParser], Handler]]:
+    """Declare a subcommand: the function adds its arguments to the parser and returns what runs it.
+
+    Args:
+        name: as it is typed.
+        summary: one line for ``tu-symmetry --help``.
+    """
+
+    def declare(build: Callable[[argparse.ArgumentParser], Handler]) -> Callable[[argparse.ArgumentParser], Handler]:
+        COMMANDS[name] = (summary, build)
+        return build
+
+    return declare
+
+
+@command("table", "run a recipe folder: its stages in order, the table, the plots and the report")
+def table(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry table FOLDER``."""
+    parser.description = (
+        "Runs the stages of a recipe folder in order, skips what is done, goes on where an interruption stopped it, "
+        "and prints the table with the paper's values beside ours. Report, plots and results.json land in the run folder."
+    )
+    parser.epilog = "example: tu-symmetry table recipes/compact_posterior/digits --set hmc.num_samples=50 --out runs/quick"
+    parser.add_argument("folder", help="recipe folder, for example recipes/compact_posterior/digits")
+    parser.add_argument("--data-root", default="data", metavar="DIR", help="folder of data sets (default: data)")
+    parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/<recipe>)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change a value: seed=1, data.train_size=500, model.hidden=[64], <stage>.<option>=...; may be repeated",
+    )
+    parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever has been done")
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.symmetry.graph import SymmetryError
+        from tu_symmetry.tables.engine import run_table
+        from tu_symmetry.tables.progress import Display
+        from tu_symmetry.tables.recipe import RecipeError
+
+        display = Display()
+        try:
+            results = run_table(
+                arguments.folder,
+                out=arguments.out,
+                data_root=arguments.data_root,
+                device=arguments.device,
+                overrides=arguments.overrides,
+                fresh=arguments.fresh,
+                display=display,
+            )
+        except (RecipeError, SymmetryError) as error:
+            return _fail(str(error))
+        except KeyboardInterrupt:
+            return _fail("interrupted; the same command goes on where this one stopped", code=130)
+        display.tables(results)
+        return 0
+
+    return run
+
+
+def _fit_like(parser: argparse.ArgumentParser, name: str) -> Handler:
+    parser.description = (
+        f"Runs TorchUncertainty's TULightningCLI `{name}` on ClassificationRoutine (or the routine that the YAML file "
+        "names) with the keys routine, data, trainer, optimizer, lr_scheduler and eval_after_fit."
+    )
+    parser.epilog = (
+        f"Any other option of TULightningCLI is passed on: tu-symmetry {name} --config FILE --trainer.max_epochs 2 "
+        f"--data.init_args.root DIR. `tu-symmetry {name} --full-help` lists them all (it loads TorchUncertainty)."
+    )
+    parser.add_argument("--config", metavar="FILE", help="recipe YAML, for example recipes/lightning/mnist_ensemble.yaml")
+    parser.add_argument("--full-help", action="store_true", help="list every option of TULightningCLI")
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        rest = list(arguments.rest)
+        if arguments.config is not None:
+            rest = ["--config", arguments.config, *rest]
+        if arguments.full_help:
+            rest = ["--help"]
+        _run_lightning([name, *rest])
+        return 0
+
+    return run
+
+
+@command("fit", "train with TorchUncertainty's TULightningCLI from a recipe YAML")
+def fit(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry fit --config FILE``."""
+    return _fit_like(parser, "fit")
+
+
+@command("validate", "evaluate on the validation data, from the same YAML")
+def validate(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry validate --config FILE``."""
+    return _fit_like(parser, "validate")
+
+
+@command("test", "evaluate on the test data, from the same YAML")
+def test(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry test --config FILE``."""
+    return _fit_like(parser, "test")
+
+
+@command("predict", "predict, from the same YAML")
+def predict(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry predict --config FILE``."""
+    return _fit_like(parser, "predict")
+
+
+def _run_lightning(arguments: list[str]) -> None:
+    """TorchUncertainty's command line on a classification routine; the YAML may name another routine."""
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
+
+    TULightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_callback=TUSaveConfigCallback,
+        args=arguments,
+    )
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
+    """The whole parser, and what runs each subcommand."""
+    from tu_symmetry import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="tu-symmetry",
+        description="Find, verify and remove the weight-space symmetries of neural networks, and rerun the tables of "
+        "the papers about them.",
+        epilog="`tu-symmetry COMMAND --help` explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"tu-symmetry {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    handlers = {}
+    for name, (summary, build) in COMMANDS.items():
+        handlers[name] = build(subparsers.add_parser(name, help=summary))
+    return parser, handlers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit status."""
+    parser, handlers = build_parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and not hasattr(parsed, "full_help"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    parsed.rest = rest
+    return handlers[parsed.command](parsed) or 0
+
+
+def _fail(message: str, code: int = 2) -> int:
+    print(f"tu-symmetry: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

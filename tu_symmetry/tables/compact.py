@@ -1,0 +1,148 @@
+"""The stages of arXiv 2401.00611, Table 1, after sampling: fit q_d and q_r, and compare all of them with HMC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.tables.predict import accuracy, mean_probabilities, nll, sample_count, select
+from tu_symmetry.tables.stage import Results, StageContext, stage
+
+
+@dataclass(frozen=True)
+class CompactOptions:
+    """How q_d and q_r are fitted.
+
+    Attributes:
+        samples: how many of the states are used, evenly spaced; None for all.
+        method: ``activation`` matching over the training set, as the paper does it, or ``weight`` matching.
+        reference: what the states are aligned to, see :func:`tu_symmetry.align`.
+    """
+
+    samples: int | None = None
+    method: Literal["activation", "weight"] = "activation"
+    reference: Literal["first", "medoid", "mean", "universe"] = "first"
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """How predictives are compared.
+
+    Attributes:
+        samples: draws from each q.
+        reference_samples: how many HMC samples make up the reference predictive, evenly spaced; None for all.
+    """
+
+    samples: int = 100
+    reference_samples: int | None = None
+
+
+def evenly(count: int, wanted: int | None) -> Tensor:
+    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
+    if wanted is None or wanted >= count:
+        return torch.arange(count)
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
+
+
+@stage(inputs=("samples",))
+def fit_compact(context: StageContext, options: CompactOptions) -> Results:
+    """Align samples to a reference and fit the diagonal Gaussians q_d (as they are) and q_r (aligned)."""
+    from tu_symmetry.alignment.align import align
+    from tu_symmetry.posterior.compact import CompactPosterior
+    from tu_symmetry.symmetry.elements import transposition_count
+    from tu_symmetry.tables.sampling import load_samples
+
+    states = load_samples(context.inputs["samples"], context.device)
+    states = select(states, evenly(sample_count(states), options.samples))
+    graph = context.graph
+    alignment = align(
+        graph,
+        states,
+        reference=options.reference,
+        method=options.method,
+        model=context.model,
+        dataloader=context.data.train,
+    )
+    q_d = CompactPosterior.from_states(states, graph, align=False)
+    q_r = CompactPosterior.from_states(alignment.states, graph, align=False)
+    q_d.save(context.folder / "q_d.safetensors")
+    q_r.save(context.folder / "q_r.safetensors")
+    counts = [transposition_count(p) for p in alignment.permutations]
+    moved = counts[1:] if options.reference == "first" else counts
+    largest = sum(g.size - 1 for g in graph.permutations)
+    mean = sum(moved) / len(moved)
+    sigma = {name: _root_mean_square(q.std) for name, q in (("q_d", q_d), ("q_r", q_r))}
+    return {
+        "aligned": len(counts),
+        "transpositions": counts,
+        "transpositions_mean": mean,
+        "transpositions_min": min(moved),
+        "transpositions_max": max(moved),
+        "transpositions_bound": largest,
+        "sigma_rms": sigma,
+        "headline": f"NoT {mean:.1f} ({min(moved)} to {max(moved)} of {largest}), "
+        f"rms σ {sigma['q_d']:.3g} → {sigma['q_r']:.3g}",
+    }
+
+
+@stage(inputs=("hmc", "ensemble", "vi", "hmc_compact", "ensemble_compact"))
+def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
+    """Agreement with HMC, total variation to HMC, and accuracy of samples and of means, for every column."""
+    from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
+    from tu_symmetry.posterior.compact import CompactPosterior
+    from tu_symmetry.tables.sampling import load_samples
+
+    model, data = context.model, context.data
+    hmc = load_samples(context.inputs["hmc"], context.device)
+    hmc = select(hmc, evenly(sample_count(hmc), options.reference_samples))
+    compacts = {
+        "hmc/q_d": context.inputs["hmc_compact"].folder / "q_d.safetensors",
+        "hmc/q_r": context.inputs["hmc_compact"].folder / "q_r.safetensors",
+        "ensemble/q_d": context.inputs["ensemble_compact"].folder / "q_d.safetensors",
+        "ensemble/q_r": context.inputs["ensemble_compact"].folder / "q_r.safetensors",
+        "vi/q": context.inputs["vi"].folder / "q.safetensors",
+    }
+    sampled = {"hmc/sample": hmc, "ensemble/sample": load_samples(context.inputs["ensemble"], context.device)}
+    total = sum(sample_count(s) for s in sampled.values()) + options.samples * len(compacts)
+    predictives: dict[str, Tensor] = {}
+    mean_accuracy: dict[str, float] = {}
+    with context.track("predicting", total) as tracker:
+        done = 0
+
+        def predict(column: str, states: dict[str, Tensor]) -> None:
+            nonlocal done
+            predictives[column] = mean_probabilities(
+                model, states, data.test, lambda n: tracker.update(done + n, column=column)
+            )
+            done += sample_count(states)
+
+        for column, states in sampled.items():
+            predict(column, states)
+        for column, path in compacts.items():
+            q = CompactPosterior.load(path, context.graph).to(context.device)
+            predict(column, q.sample(options.samples, generator=context.generator(column)))
+            mean = {name: tensor.unsqueeze(0) for name, tensor in q.mean.items()}
+            mean_accuracy[column] = accuracy(mean_probabilities(model, mean, data.test), data.test_y)
+    reference = predictives["hmc/sample"]
+    rows: dict[str, dict[str, float | None]] = {"agreement": {}, "tv": {}, "accuracy": {}, "mean_accuracy": {}, "nll": {}}
+    for column, p in predictives.items():
+        rows["agreement"][column] = float(predictive_agreement(p, reference))
+        rows["tv"][column] = float(predictive_total_variation(p, reference))
+        rows["accuracy"][column] = accuracy(p, data.test_y)
+        rows["mean_accuracy"][column] = mean_accuracy.get(column)
+        rows["nll"][column] = nll(p, data.test_y)
+    gain = {name: rows["accuracy"][f"{name}/q_r"] for name in ("hmc", "ensemble")}
+    return {
+        "rows": rows,
+        "reference_samples": sample_count(hmc),
+        "headline": f"accuracy of q_d → q_r: HMC {rows['accuracy']['hmc/q_d']:.3f} → {gain['hmc']:.3f}, "
+        f"ensemble {rows['accuracy']['ensemble/q_d']:.3f} → {gain['ensemble']:.3f}",
+    }
+
+
+def _root_mean_square(tensors: dict[str, Tensor]) -> float:
+    flat = torch.cat([t.flatten().double() for t in tensors.values()])
+    return flat.square().mean().sqrt().item()

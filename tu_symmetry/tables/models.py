@@ -1,0 +1,53 @@
+"""The small networks of the recipes, and how a recipe's model is made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from tu_symmetry.tables.data import Data
+from tu_symmetry.tables.recipe import ModelConfig, RecipeError, resolve
+
+
+class MLP(nn.Module):
+    """Fully connected ReLU network on flattened inputs (784-512-10 in arXiv 2401.00611).
+
+    Args:
+        in_features: number of inputs after flattening.
+        num_classes: number of outputs.
+        hidden: widths of the hidden layers.
+    """
+
+    def __init__(self, in_features: int, num_classes: int, hidden: Sequence[int] = (128,)) -> None:
+        super().__init__()
+        widths = [in_features, *hidden, num_classes]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[batch, num_classes]`` of inputs ``[batch, ...]``."""
+        x = x.flatten(1)
+        for layer in self.layers[:-1]:
+            x = layer(x).relu()
+        return self.layers[-1](x)
+
+
+def build_model(config: ModelConfig, data: Data) -> nn.Module:
+    """The module that a recipe names; ``in_features`` and ``num_classes`` are filled in from the data if it takes them.
+
+    Raises:
+        RecipeError: a class that does not exist or is no module, or arguments that it does not take.
+    """
+    make = resolve(config.class_path)
+    known = inspect.signature(make).parameters
+    from_data = {"in_features": data.train_x[0].numel(), "num_classes": data.num_classes}
+    arguments = {k: v for k, v in from_data.items() if k in known} | config.init_args
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise RecipeError(f"model {config.class_path}: {error}; it takes {', '.join(known)}") from None
+    model = make(**arguments)
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"model {config.class_path} made a {type(model).__name__}, not a torch.nn.Module")
+    return model
