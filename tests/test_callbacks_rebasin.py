@@ -252,6 +252,15 @@ def test_schedule_counts_optimizer_steps_under_accumulation() -> None:
     assert [r["step"] for r in at_end.history] == [4, 8, 9]
 
 
+def test_a_callback_can_serve_a_second_run() -> None:
+    rebasin = mlp_rebasin(every_n_epochs=1)
+    fit(routine(), rebasin)
+    first = list(rebasin.history)
+    fit(routine(), rebasin)
+    assert rebasin.history == first
+    assert len(first) == 3
+
+
 def test_end_is_acted_on_when_training_stops_early() -> None:
     class Stop(Callback):
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -486,7 +495,7 @@ def test_missing_inputs_and_losses() -> None:
     with pytest.raises(TypeError, match="cannot tell the input"):
         Rebasin().on_train_batch_start(None, routine(), {"x": torch.ones(2, 5)}, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no example input"):
-        Rebasin()._discover(routine(), mlp())
+        Rebasin()._discover(routine())
 
 
 def test_optimizers_that_cannot_follow_are_refused_before_anything_moves() -> None:

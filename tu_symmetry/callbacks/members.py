@@ -51,7 +51,9 @@ def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argumen
     return [_uncompiled(m) for m in modules]
 
 
-def find_members(pl_module: LightningModule, source: ModuleSource | None, *, single: bool) -> list[nn.Module]:
+def find_members(
+    pl_module: LightningModule, source: ModuleSource | None, *, single: bool | None = None
+) -> list[nn.Module]:
     """The networks that a callback works on.
 
     Without a source: the first ``core_models`` list anywhere in the module (TorchUncertainty's deep ensembles, also
@@ -60,29 +62,23 @@ def find_members(pl_module: LightningModule, source: ModuleSource | None, *, sin
     Args:
         pl_module: the routine that is trained.
         source: attribute path or callable, or None.
-        single: whether one network is meant (snapshots of one run), not the members of an ensemble.
+        single: True where one network is meant (snapshots of one run), False for the members of an ensemble, None for
+            whichever there is.
 
     Raises:
         ValueError: if nothing is found, or another number of modules than asked for.
     """
-    if source is None and not single:
-        lists = (
-            module
-            for name, module in pl_module.named_modules()
-            if isinstance(module, nn.ModuleList)
-            and name.rpartition(".")[2] == "core_models"
-            and not set(name.split(".")) & set(_AVERAGES)
-        )
-        container = next(lists, None)
-        if container is None:
+    container = None if single else _core_models(pl_module)
+    if source is None and container is not None:
+        members = [_uncompiled(m) for m in container]
+    elif source is None:
+        if single is False:
             raise ValueError(
                 f"no ensemble was found in {type(pl_module).__name__}: nothing in it is called 'core_models' as in "
                 "torch_uncertainty.methods.deep_ensembles. Say where the members are, for example "
                 "members='model.networks' or members=lambda module: module.networks; for snapshots of a single "
                 "network use reference='first' or reference='previous'"
             )
-        members = [_uncompiled(m) for m in container]
-    elif source is None:
         network = getattr(pl_module, "model", None)
         if not isinstance(network, nn.Module):
             raise ValueError(
@@ -96,12 +92,29 @@ def find_members(pl_module: LightningModule, source: ModuleSource | None, *, sin
         members = resolve_modules(source, pl_module, argument="members")
     if single and len(members) != 1:
         raise ValueError(f"snapshots follow one network, but {len(members)} were found; point members= at one of them")
-    if not single and len(members) < 2:
+    if single is False and len(members) < 2:
         raise ValueError(
             "an ensemble with a single member has nothing to align; use reference='first' or reference='previous' "
             "to align snapshots of one network along its run"
         )
     return members
+
+
+def _core_models(pl_module: LightningModule) -> nn.ModuleList | None:
+    for name, module in pl_module.named_modules():
+        *parents, last = name.split(".")
+        if last == "core_models" and isinstance(module, nn.ModuleList) and not set(parents) & set(_AVERAGES):
+            return module
+    return None
+
+
+def require_whole_weights(trainer: Trainer) -> None:
+    """Raise a ValueError where the strategy shards the weights over processes."""
+    strategy = type(trainer.strategy).__name__
+    if any(word in strategy for word in ("FSDP", "DeepSpeed", "ModelParallel")):
+        raise ValueError(
+            f"{strategy} shards the weights over processes, and symmetries act on whole tensors: use DDP or one device"
+        )
 
 
 def check_same_architecture(members: list[nn.Module]) -> None:

@@ -22,6 +22,7 @@ from tu_symmetry.callbacks.members import (
     check_same_architecture,
     find_members,
     mirrored_modules,
+    require_whole_weights,
     resolve_modules,
     swag_statistics,
 )
@@ -31,7 +32,7 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]
 Loader = Any
 
 
@@ -110,6 +111,7 @@ class Rebasin(ScheduledCallback):
         averages: Sequence[ModuleSource] = (),
         prefix: str = "rebasin",
     ) -> None:
+        self._given_graph = graph
         super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end)
         if isinstance(reference, str) and reference not in ("first", "previous"):
             raise ValueError(f"reference must be the index of a member, 'first' or 'previous', got {reference!r}")
@@ -128,18 +130,22 @@ class Rebasin(ScheduledCallback):
         self.barrier_loader = barrier_loader
         self.loss = loss
         self.example_input = example_input
-        self.graph = graph
         self.averages = tuple(averages)
         self.prefix = prefix
-        self.history: list[dict[str, Any]] = []
-        self.permutations: dict[int, Permutation] = {}
-        self._snapshot: dict[str, Tensor] | None = None
-        self._seen_input: tuple[Any, ...] | None = None
 
     @property
     def state_key(self) -> str:
         """Several of these callbacks can live in one trainer if their prefixes differ."""
         return self._generate_state_key(prefix=self.prefix)
+
+    def forget(self) -> None:
+        """Drop what earlier runs left."""
+        super().forget()
+        self.graph: SymmetryGraph | None = self._given_graph
+        self.history: list[dict[str, Any]] = []
+        self.permutations: dict[int, Permutation] = {}
+        self._snapshot: dict[str, Tensor] | None = None
+        self._seen_input: tuple[Any, ...] | None = None
 
     @property
     def follows_one_network(self) -> bool:
@@ -163,12 +169,9 @@ class Rebasin(ScheduledCallback):
 
         Raises:
             ValueError: no members, too few, or of different architectures; a reference that does not exist; no loss
-                for the barriers; averages that do not match the members.
-            SymmetryError: weights that are sharded over processes.
+                for the barriers; averages that do not match the members; weights sharded over processes.
         """
-        strategy = type(trainer.strategy).__name__
-        if any(word in strategy for word in ("FSDP", "DeepSpeed", "ModelParallel")):
-            raise SymmetryError(f"{strategy} shards the weights; re-basin needs whole tensors: use DDP or one device")
+        require_whole_weights(trainer)
         members = find_members(pl_module, self.members, single=self.follows_one_network)
         check_same_architecture(members)
         if not isinstance(self.reference, str) and not -len(members) <= self.reference < len(members):
@@ -180,51 +183,53 @@ class Rebasin(ScheduledCallback):
                 list(self._mirrors(trainer, pl_module, members, i))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that a validation loader exists where one is needed."""
+        """Check that there is a validation loader where one is needed; discover the symmetries if an input is known."""
         for name, loader in (("dataloader", self.dataloader), ("barrier_loader", self.barrier_loader)):
             if isinstance(loader, str):
                 _validation_batches(trainer, argument=name)
+        if self._example(pl_module) is not None:
+            self._discover(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Keep two inputs of the first batch as an example, if none was given."""
-        if self.graph is None and self._seen_input is None and self._given_input(pl_module) is None:
+        """Discover the symmetries with the first batch, if no input was given."""
+        if self.graph is None:
             self._seen_input = _example_from(batch)
+            self._discover(pl_module)
 
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
         """Align, log, and permute in place if asked to."""
         members = find_members(pl_module, self.members, single=self.follows_one_network)
-        with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
-            graph = self._discover(pl_module, members[0])
-            with torch.no_grad():
-                states = [_detached_state(m) for m in members]
-                if self.follows_one_network:
-                    if self._snapshot is None:
-                        self._snapshot = _on_cpu(states[0])
-                        return
-                    reference = {n: t.to(states[0][n].device) for n, t in self._snapshot.items()}
-                    moving = [0]
-                else:
-                    assert isinstance(self.reference, int)
-                    at = self.reference % len(members)
-                    reference = states[at]
-                    moving = [i for i in range(len(members)) if i != at]
-                found = self._align_on_rank_zero(trainer, graph, members[0], reference, [states[i] for i in moving])
-                self.permutations = dict(zip(moving, found.permutations, strict=True))
-                record = found.as_record(trainer)
-                if self.barrier_loader is not None:
-                    record |= self._barriers(trainer, pl_module, graph, members[0], reference, states)
-                if self.in_place:
-                    for i, permutation in self.permutations.items():
-                        self._move(trainer, pl_module, graph, members, i, permutation)
-                if self.reference == "previous":
-                    self._snapshot = _on_cpu(_detached_state(members[0]))
+        graph = self._discover(pl_module)
+        with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
+            states = [_detached_state(m) for m in members]
+            if self.follows_one_network:
+                if self._snapshot is None:
+                    self._snapshot = _on_cpu(states[0])
+                    return
+                reference = {n: t.to(states[0][n].device) for n, t in self._snapshot.items()}
+                moving = [0]
+            else:
+                assert isinstance(self.reference, int)
+                at = self.reference % len(members)
+                reference = states[at]
+                moving = [i for i in range(len(members)) if i != at]
+            found = self._align_on_rank_zero(trainer, graph, members[0], reference, [states[i] for i in moving])
+            self.permutations = dict(zip(moving, found.permutations, strict=True))
+            record = found.as_record(trainer)
+            if self.barrier_loader is not None:
+                record |= self._barriers(trainer, pl_module, graph, members[0], reference, states)
+            if self.in_place:
+                for i, permutation in self.permutations.items():
+                    self._move(trainer, pl_module, graph, members, i, permutation)
+            if self.reference == "previous":
+                self._snapshot = _on_cpu(_detached_state(members[0]))
         self.history.append(record)
         self._log(trainer, pl_module, record, moving, hook)
 
-    def _given_input(self, pl_module: LightningModule) -> tuple[Any, ...] | None:
+    def _example(self, pl_module: LightningModule) -> tuple[Any, ...] | None:
         given = self.example_input if self.example_input is not None else pl_module.example_input_array
         if given is None:
-            return None
+            return self._seen_input
         if isinstance(given, Mapping):
             raise TypeError(
                 "example_input_array is a dictionary; give Rebasin(example_input=...) a tensor, or the tuple of "
@@ -232,30 +237,32 @@ class Rebasin(ScheduledCallback):
             )
         return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
-    def _discover(self, pl_module: LightningModule, member: nn.Module) -> SymmetryGraph:
-        if self.graph is None:
-            example = self._given_input(pl_module) or self._seen_input
-            if example is None:
-                raise ValueError(
-                    "no example input to discover the symmetries with: no training batch was seen; give "
-                    "Rebasin(example_input=...), or set example_input_array in the LightningModule"
-                )
-            twin = _twin(member).to(device="cpu")
-            half = any(t.dtype in (torch.float16, torch.bfloat16) for t in twin.state_dict().values())
-            if half:
-                twin = twin.to(torch.float32)
-            dtype = next((p.dtype for p in twin.parameters()), torch.float32)
-            inputs = tuple(_as_input(x, dtype) for x in example)
-            self.graph = discover_symmetries(twin, inputs)
-            self.graph.require_verified()
-        if not self.graph.permutations:
-            pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in self.graph.pinned[:3])
+    def _discover(self, pl_module: LightningModule) -> SymmetryGraph:
+        if self.graph is not None:
+            return self.graph
+        example = self._example(pl_module)
+        if example is None:
+            raise ValueError(
+                "no example input to discover the symmetries with: no training batch was seen; give "
+                "Rebasin(example_input=...), or set example_input_array in the LightningModule"
+            )
+        member = find_members(pl_module, self.members, single=self.follows_one_network)[0]
+        twin = _twin(member).to(device="cpu")
+        if any(t.dtype in (torch.float16, torch.bfloat16) for t in twin.state_dict().values()):
+            twin = twin.to(torch.float32)
+        dtype = next((p.dtype for p in twin.parameters()), torch.float32)
+        with isolate_rng(include_cuda=False):
+            graph = discover_symmetries(twin, tuple(_as_input(x, dtype) for x in example))
+            graph.require_verified()
+        if not graph.permutations:
+            pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in graph.pinned[:3])
             raise SymmetryError(
                 f"{type(member).__name__} has no permutation symmetry that was found, so there is nothing to align"
                 + (f" ({pins})" if pins else "")
                 + "; print(discover_symmetries(model, example_inputs)) shows the whole report"
             )
-        return self.graph
+        self.graph = graph
+        return graph
 
     def _align_on_rank_zero(
         self,

@@ -46,6 +46,15 @@ class ScheduledCallback(Callback):
         self.every_n_steps = every_n_steps
         self.at_end = at_end
         self.start = start
+        self.forget()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Start the schedule anew with a new run (a checkpoint is loaded after this)."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop what earlier runs left."""
         self._intervals_done = 0
         self._last_step = -1
 

@@ -1,0 +1,108 @@
+"""Snapshots of a run as posterior samples: every member's weights, at an interval after a burn-in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, find_members, require_whole_weights
+from tu_symmetry.callbacks.schedule import ScheduledCallback
+from tu_symmetry.posterior.samples import SampleStore
+
+
+class PosteriorSnapshots(ScheduledCallback):
+    """Writes the weights of a run to a :class:`~tu_symmetry.posterior.samples.SampleStore` while it trains.
+
+    One network is one chain; the members of an ensemble are one chain each, numbered from ``chain`` on. Parameters
+    and buffers are written as they are between two optimizer steps, by rank 0. A resumed run appends to the store
+    that it has begun, and leaves out what is there already (a run that stopped after its last checkpoint repeats a
+    few steps).
+
+    Args:
+        folder: folder of the store; a store that is there must be of the same architecture.
+        members: as for :class:`~tu_symmetry.callbacks.Rebasin`: an attribute path or a callable. Default: the
+            ``core_models`` of TorchUncertainty's deep ensembles if there are any, else the ``model`` of the routine
+            without TorchUncertainty's averaging wrappers.
+        every_n_epochs: write at the end of every n-th epoch after the burn-in.
+        every_n_steps: write after every n-th optimizer step after the burn-in.
+        burn_in: epochs (optimizer steps with ``every_n_steps``) to leave out first.
+        at_end: also write the last weights.
+        chain: number of the first member's chain; runs with other seeds can share a store under other numbers.
+        method: name of the method in the store's metadata.
+        architecture: name of the architecture in the metadata. Default: the class of the network.
+        seed: seed of the run, for the metadata.
+
+    Raises:
+        ValueError: contradictory arguments.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        members: ModuleSource | None = None,
+        every_n_epochs: int | None = None,
+        every_n_steps: int | None = None,
+        burn_in: int = 0,
+        at_end: bool = False,
+        chain: int = 0,
+        method: str = "snapshots",
+        architecture: str | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end, start=burn_in)
+        self.folder = Path(folder)
+        self.members = members
+        self.chain = chain
+        self.method = method
+        self.architecture = architecture
+        self.seed = seed
+        self._resumed = False
+
+    @property
+    def state_key(self) -> str:
+        """Several of these callbacks can live in one trainer if they write elsewhere."""
+        return self._generate_state_key(folder=str(self.folder), chain=self.chain)
+
+    def forget(self) -> None:
+        """Drop what earlier runs left."""
+        super().forget()
+        self._resumed = False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the checkpoint stopped, in the store that is there."""
+        super().load_state_dict(state_dict)
+        self._resumed = True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the members and the folder before the first step.
+
+        Raises:
+            ValueError: no network was found, or members of different architectures.
+            FileExistsError: the folder holds these chains of another run already.
+        """
+        require_whole_weights(trainer)
+        members = find_members(pl_module, self.members)
+        check_same_architecture(members)
+        chains = range(self.chain, self.chain + len(members))
+        taken = sorted({chain for chain, _ in self._written()} & set(chains))
+        if taken and not self._resumed:
+            raise FileExistsError(
+                f"{self.folder} already holds samples of chain(s) {taken} of another run; resume that run from its "
+                "checkpoint, or give another folder or chain="
+            )
+
+    def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
+        """Append the weights of every member."""
+        if not trainer.is_global_zero:
+            return
+        members = find_members(pl_module, self.members)
+        written = self._written()
+        store = self._store(members[0])
+        for chain, member in enumerate(members, start=self.chain):
+            if (chain, trainer.global_step) not in written:
+                state = {name: t.detach().cpu() for name, t in member.state_dict().items()}
+                store.append(state, chain=chain, step=trainer.global_step)
