@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, find_members, require_whole_weights
 from tu_symmetry.callbacks.schedule import ScheduledCallback
@@ -106,3 +106,15 @@ class PosteriorSnapshots(ScheduledCallback):
             if (chain, trainer.global_step) not in written:
                 state = {name: t.detach().cpu() for name, t in member.state_dict().items()}
                 store.append(state, chain=chain, step=trainer.global_step)
+
+    def _written(self) -> set[tuple[int, int]]:
+        """(chain, step) of every sample in the store."""
+        if not self.folder.exists():
+            return set()
+        return {(r.chain, r.step) for r in SampleStore.open(self.folder).records}
+
+    def _store(self, member: nn.Module) -> SampleStore:
+        if self.folder.exists():
+            return SampleStore.open(self.folder)
+        architecture = self.architecture or type(member).__name__
+        return SampleStore.create(self.folder, architecture=architecture, method=self.method, seed=self.seed)

@@ -1,0 +1,70 @@
+"""A compact posterior, evaluated by TorchUncertainty's routine as an ensemble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.symmetry.discovery import discover_symmetries
+
+pytest.importorskip("torch_uncertainty")
+from torch_uncertainty.routines import ClassificationRoutine  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAMPLES, CLASSES = 5, 3
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+@pytest.fixture(scope="module")
+def posterior() -> CompactPosterior:
+    torch.manual_seed(0)
+    members = [mlp().state_dict() for _ in range(4)]
+    return CompactPosterior.from_states(members, discover_symmetries(mlp(), torch.randn(2, 4)), align=True)
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(50, 4, generator=generator), torch.randint(CLASSES, (50,), generator=generator)
+
+
+def probabilities(posterior: CompactPosterior, x: Tensor) -> Tensor:
+    """Sample by sample, the softmax outputs ``[samples, inputs, classes]`` of the same draws."""
+    stack = posterior.sample(SAMPLES, generator=torch.Generator().manual_seed(7))
+    draws = [{name: t[i] for name, t in stack.items()} for i in range(SAMPLES)]
+    return torch.stack([functional_call(mlp(), draw, (x,)).softmax(-1) for draw in draws])
+
+
+def test_metrics_equal_a_hand_computation(posterior: CompactPosterior, data: tuple[Tensor, Tensor]) -> None:
+    x, y = data
+    module = posterior.as_module(mlp(), SAMPLES, torch.Generator().manual_seed(7))
+    routine = ClassificationRoutine(module, num_classes=CLASSES, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information")
+    assert not list(routine.parameters()) or all(not p.requires_grad for p in routine.parameters())
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    far = DataLoader(TensorDataset(5 * x, y), batch_size=16)
+    (results,) = trainer.test(routine, [DataLoader(TensorDataset(x, y), batch_size=16), far], verbose=False)[:1]
+    p = probabilities(posterior, x)
+    mean = p.mean(0)
+    accuracy = float((mean.argmax(-1) == y).float().mean())
+    nll = float(-mean[torch.arange(len(y)), y].log().mean())
+
+    def entropy(q: Tensor) -> Tensor:
+        return -(q * q.log()).sum(-1)
+
+    mutual_information = float((entropy(mean) - entropy(p).mean(0)).mean())
+    found: dict[str, Any] = {k.split("/dataloader")[0]: v for k, v in results.items()}
+    assert found["test/cls/Acc"] == pytest.approx(accuracy, abs=1e-6)
+    assert found["test/cls/NLL"] == pytest.approx(nll, rel=1e-4)
+    assert found["test/ens_MI"] == pytest.approx(mutual_information, rel=1e-3, abs=1e-6)
+    assert mutual_information > 1e-3, "vacuous: all samples agree"
