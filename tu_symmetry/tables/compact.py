@@ -81,7 +81,7 @@ def fit_compact(context: StageContext, options: CompactOptions) -> Results:
         "transpositions_mean": mean,
         "transpositions_min": min(moved),
         "transpositions_max": max(moved),
-        "transpositions_bound": largest,
+        "transpositions_random": sum(g.size - _harmonic(g.size) for g in graph.permutations),
         "sigma_rms": sigma,
         "headline": f"NoT {mean:.1f} ({min(moved)} to {max(moved)} of {largest}), "
         f"rms σ {sigma['q_d']:.3g} → {sigma['q_r']:.3g}",
@@ -141,6 +141,11 @@ def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
         "headline": f"accuracy of q_d → q_r: HMC {rows['accuracy']['hmc/q_d']:.3f} → {gain['hmc']:.3f}, "
         f"ensemble {rows['accuracy']['ensemble/q_d']:.3f} → {gain['ensemble']:.3f}",
     }
+
+
+def _harmonic(n: int) -> float:
+    """Expected number of cycles of a random permutation of ``n``."""
+    return sum(1 / k for k in range(1, n + 1))
 
 
 def _root_mean_square(tensors: dict[str, Tensor]) -> float:

@@ -17,16 +17,16 @@ COLUMNS = {
     "hmc/sample": "HMC\nsample",
     "hmc/q_d": "HMC\nq_d",
     "hmc/q_r": "HMC\nq_r",
-    "ensemble/sample": "Ensemble\nsample",
-    "ensemble/q_d": "Ensemble\nq_d",
-    "ensemble/q_r": "Ensemble\nq_r",
+    "ensemble/sample": "Ens.\nsample",
+    "ensemble/q_d": "Ens.\nq_d",
+    "ensemble/q_r": "Ens.\nq_r",
     "vi/q": "VI\nq",
 }
 ROWS = {
-    "agreement": "Agreement with HMC samples ↑",
-    "tv": "TV to HMC samples ↓",
-    "accuracy": "Accuracy of samples (%) ↑",
-    "mean_accuracy": "Accuracy of means (%) ↑",
+    "agreement": "agreement with HMC ↑",
+    "tv": "TV to HMC ↓",
+    "accuracy": "samples' accuracy % ↑",
+    "mean_accuracy": "means' accuracy % ↑",
 }
 ROLES = ("ensemble", "hmc", "vi", "ensemble_compact", "hmc_compact", "evaluation", "pruning", "interpolation")
 
@@ -89,23 +89,24 @@ def alignment_table(found: Mapping[str, Any]) -> Grid:
                 f"{compact['transpositions_mean']:.1f}",
                 f"{compact['transpositions_min']}–{compact['transpositions_max']}",
                 f"{compact['transpositions_random']:.1f}",
-                f"{compact['sigma_rms']['q_d']:.4f} → {compact['sigma_rms']['q_r']:.4f}",
-                f"{barriers[0]:.3f} → {barriers[1]:.3f}",
+                f"{compact['sigma_rms']['q_d']:.3f} → {compact['sigma_rms']['q_r']:.3f}",
+                f"{barriers[0]:.2f} → {barriers[1]:.2f}",
             ]
         )
-    header = ["Alignment", "networks", "NoT mean", "NoT range", "NoT random", "rms σ", "barrier (nats)"]
-    return Grid("Alignments to the first network", header, body, "NoT random: what a random permutation has on average")
+    header = ["", "nets", "NoT mean", "NoT range", "random", "rms σ", "barrier"]
+    caption = "random: NoT of a random permutation on average; barrier: excess of the training loss in nats, mean of pairs"
+    return Grid("Alignments to the first network", header, body, caption)
 
 
 def chain_table(hmc: Mapping[str, Any]) -> Grid:
     """Whether the chain is one: acceptance and effective sample size."""
     ess = hmc["effective_sample_size"]
     body = [
-        ["samples after burn-in", str(hmc["num_samples"])],
+        ["samples kept", str(hmc["num_samples"])],
         ["acceptance rate", f"{hmc['acceptance_rate']:.3f}"],
         *([f"effective sample size, {name}", f"{value:.1f}"] for name, value in ess.items()),
     ]
-    return Grid("HMC chain", ["", "value"], body)
+    return Grid("The HMC chain", ["", "value"], body)
 
 
 def _sigma(context: StageContext, role: str, file: str) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -46,11 +47,11 @@ class Grid:
 
     def print(self, console: Console) -> None:
         """Print with rich, secondary values dimmed."""
-        table = Table(title=self.title, caption=self.caption or None, title_style="bold", header_style="bold", padding=(0, 1))
+        table = Table(title=self.title, caption=self.caption or None, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for i, name in enumerate(self.header):
-            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0, vertical="top")
+            table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(self._rich(c) for c in row), end_section=any("\n" in c for c in row))
+            table.add_row(*(self._rich(c) for c in row))
         console.print(table)
 
     @staticmethod

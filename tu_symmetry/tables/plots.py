@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, PURPLE, GRAY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#777777"
 STYLE: dict[str, Any] = {
@@ -37,18 +37,16 @@ STYLE: dict[str, Any] = {
 }
 
 
-def figure(panels: int, width: float = 3.6, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """A row of panels in the common style."""
+@contextmanager
+def figure(path: Path, panels: int, width: float = 3.6, height: float = 2.9) -> Iterator[list[Axes]]:
+    """A row of panels in the common style, written as PNG to ``path`` at the end."""
     with plt.rc_context(STYLE):
         made, axes = plt.subplots(1, panels, figsize=(width * panels, height), squeeze=False)
-    return made, list(axes[0])
-
-
-def save(made: Figure, path: Path) -> None:
-    """Write a PNG and close the figure."""
-    with plt.rc_context(STYLE):
-        made.savefig(path)
-    plt.close(made)
+        try:
+            yield list(axes[0])
+            made.savefig(path)
+        finally:
+            plt.close(made)
 
 
 def band(axes: Axes, x: Sequence[float], runs: Any, color: str, label: str | None, **style: Any) -> None:
@@ -67,51 +65,48 @@ def sigma_histograms(path: Path, sigmas: Mapping[str, Mapping[str, np.ndarray]])
         path: of the PNG.
         sigmas: panel title to ``{"before": [n], "after": [n]}``.
     """
-    made, axes = figure(len(sigmas))
-    for ax, (title, pair) in zip(axes, sigmas.items(), strict=True):
-        top = max(float(np.quantile(s, 0.998)) for s in pair.values())
-        bins = np.linspace(0, top, 60)
-        for (name, values), color, symbol in zip(pair.items(), (GRAY, BLUE), ("d", "r"), strict=True):
-            label = rf"$\sigma_{symbol}$, {name} (median {np.median(values):.2g})"
-            ax.hist(values, bins=bins, color=color, alpha=0.55, label=label, density=True)
-            ax.axvline(float(np.median(values)), color=color, linewidth=1, linestyle=(0, (3, 2)))
-        ax.set(title=title, xlabel="standard deviation of a weight", ylabel="density", xlim=(0, top))
-        ax.set_ylim(0, ax.get_ylim()[1] * 1.3)
-        ax.legend(loc="upper right")
-    save(made, path)
+    with figure(path, len(sigmas)) as axes:
+        for ax, (title, pair) in zip(axes, sigmas.items(), strict=True):
+            top = max(float(np.quantile(s, 0.998)) for s in pair.values())
+            bins = np.linspace(0, top, 60)
+            for (name, values), color, symbol in zip(pair.items(), (GRAY, BLUE), ("d", "r"), strict=True):
+                label = rf"$\sigma_{symbol}$, {name} (median {np.median(values):.2g})"
+                ax.hist(values, bins=bins, color=color, alpha=0.55, label=label, density=True)
+                ax.axvline(float(np.median(values)), color=color, linewidth=1, linestyle=(0, (3, 2)))
+            ax.set(title=title, xlabel="standard deviation of a weight", ylabel="density", xlim=(0, top))
+            ax.set_ylim(0, ax.get_ylim()[1] * 1.25)
+            ax.legend(loc="upper right")
 
 
 def pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """Accuracy against the share of weights that is kept, those of lowest sigma first (arXiv 2401.00611, Figure 5)."""
     panels = {"samples": "Samples, own σ", "ensemble mean": "Mean of the ensemble's $q_r$", "single networks": "Single networks"}
     colors = {"HMC": ORANGE, "ensemble": BLUE, "VI": GREEN, "own σ": BLUE, "HMC's σ": ORANGE, "VI's σ": GREEN}
-    made, axes = figure(3)
-    removed = [100 * (1 - k) for k in keep]
-    for ax, (kind, title) in zip(axes, panels.items(), strict=True):
-        for name, values in curves.items():
-            head, _, order = name.partition(", ")
-            if not (head == kind or (kind == "samples" and head.endswith(" samples"))):
-                continue
-            label = head.removesuffix(" samples") if kind == "samples" else order
-            style = {"linestyle": ":", "color": GRAY} if order == "random order" else {"color": colors[label], "marker": "o"}
-            ax.plot(removed, [100 * v for v in values], label=label, **style)
-        ax.set(title=title, xlabel="weights pruned (%)", ylabel="test accuracy (%)", ylim=(0, 101), xlim=(-2, 101))
-        ax.legend(loc="lower left")
-    save(made, path)
+    with figure(path, 3) as axes:
+        removed = [100 * (1 - k) for k in keep]
+        for ax, (kind, title) in zip(axes, panels.items(), strict=True):
+            for name, values in curves.items():
+                head, _, order = name.partition(", ")
+                if not (head == kind or (kind == "samples" and head.endswith(" samples"))):
+                    continue
+                label = head.removesuffix(" samples") if kind == "samples" else order
+                style = {"linestyle": ":", "color": GRAY} if order == "random order" else {"color": colors[label], "marker": "o"}
+                ax.plot(removed, [100 * v for v in values], label=label, **style)
+            ax.set(title=title, xlabel="weights pruned (%)", ylabel="test accuracy (%)", ylim=(0, 101), xlim=(-2, 101))
+            ax.legend(loc="lower left")
 
 
 def interpolation(path: Path, ratios: Sequence[float], paths: Mapping[str, Mapping[str, Any]]) -> None:
     """Training loss along the segments between networks before and after alignment, one panel for each source."""
-    made, axes = figure(2)
-    for ax, (source, title) in zip(axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True):
-        for when, color in (("before", GRAY), ("after", BLUE)):
-            found = paths[f"{source}/{when}"]
-            mean = sum(found["barrier"]) / len(found["barrier"])
-            band(ax, ratios, found["loss"], color, f"{when} alignment (barrier {mean:.3g})")
-        ax.set(title=title, xlabel=r"interpolation $\lambda$", ylabel="training loss (nats)", xlim=(0, 1))
-        ax.set_ylim(0, ax.get_ylim()[1] * 1.15)
-        ax.legend(loc="upper center" if source == "hmc" else "upper left")
-    save(made, path)
+    with figure(path, 2) as axes:
+        for ax, (source, title) in zip(axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True):
+            for when, color in (("before", GRAY), ("after", BLUE)):
+                found = paths[f"{source}/{when}"]
+                mean = sum(found["barrier"]) / len(found["barrier"])
+                band(ax, ratios, found["loss"], color, f"{when} alignment (barrier {mean:.3g})")
+            ax.set(title=title, xlabel=r"interpolation $\lambda$", ylabel="training loss (nats)", xlim=(0, 1))
+            ax.set_ylim(0, ax.get_ylim()[1] * 1.3)
+            ax.legend(loc="upper left")
 
 
 def transpositions(path: Path, initial: Sequence[float], panels: Mapping[str, Any], walk: Mapping[str, Any]) -> None:
@@ -124,21 +119,20 @@ def transpositions(path: Path, initial: Sequence[float], panels: Mapping[str, An
             each ``[runs, k]``.
         walk: ``ratios`` ``[m]`` and ``transpositions`` ``[runs, m]``.
     """
-    made, axes = figure(4, width=3.1)
-    largest = max(initial)
-    axes[0].plot([0, largest], [0, largest], color=GRAY, linestyle=":", label="unchanged")
-    band(axes[0], initial, panels["transpositions"], BLUE, "found by matching")
-    axes[0].set(title="NoT after training", xlabel="NoT at initialization", ylabel="NoT")
-    for ax, key, title, unit in (
-        (axes[1], "distance", "Weight distance", "$\\|W_0 - W_1\\|_2^2$"),
-        (axes[2], "barrier", "Loss barrier", "training loss (nats)"),
-    ):
-        band(ax, initial, panels[f"{key}_unmatched"], GRAY, "before matching")
-        band(ax, initial, panels[key], BLUE, "after matching")
-        ax.set(title=title, xlabel="NoT at initialization", ylabel=unit)
-        ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
-    band(axes[3], walk["ratios"], walk["transpositions"], BLUE, None)
-    axes[3].set(title="NoT along the interpolation", xlabel=r"interpolation $\lambda$", ylabel="NoT to $W_0$", xlim=(0, 1))
-    for ax in axes[:3]:
-        ax.legend(loc="best")
-    save(made, path)
+    with figure(path, 4, width=3.1) as axes:
+        largest = max(initial)
+        axes[0].plot([0, largest], [0, largest], color=GRAY, linestyle=":", label="unchanged")
+        band(axes[0], initial, panels["transpositions"], BLUE, "found by matching")
+        axes[0].set(title="NoT after training", xlabel="NoT at initialization", ylabel="NoT")
+        for ax, key, title, unit in (
+            (axes[1], "distance", "Weight distance", "$\\|W_0 - W_1\\|_2^2$"),
+            (axes[2], "barrier", "Loss barrier", "training loss (nats)"),
+        ):
+            band(ax, initial, panels[f"{key}_unmatched"], GRAY, "before matching")
+            band(ax, initial, panels[key], BLUE, "after matching")
+            ax.set(title=title, xlabel="NoT at initialization", ylabel=unit)
+            ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+        band(axes[3], walk["ratios"], walk["transpositions"], BLUE, None)
+        axes[3].set(title="NoT along the interpolation", xlabel=r"interpolation $\lambda$", ylabel="NoT to $W_0$", xlim=(0, 1))
+        for ax in axes[:3]:
+            ax.legend(loc="best")

@@ -72,7 +72,7 @@ class Display:
         self.console.print(f"[bold]{title}[/bold]")
         if len(done) < len(stages):
             names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in stages)
-            self.console.print(f"stages: {names}")
+            self.console.print(f"stages: {names}", soft_wrap=True)
 
     def skipped(self, name: str) -> None:
         """Say that a stage had been done before."""
@@ -86,7 +86,9 @@ class Display:
         status, started = _Status(), time.perf_counter()
         yield status
         seconds = time.perf_counter() - started
-        self.console.print(f"[green]✓[/green] {name} [cyan]{seconds:.1f} s[/cyan]  {status.headline}", highlight=False)
+        self.console.print(f"[green]✓[/green] {name} [cyan]{seconds:.1f} s[/cyan]", highlight=False)
+        if status.headline:
+            self.console.print(f"    {status.headline}", highlight=False, soft_wrap=True)
 
     def tables(self, results: Mapping[str, Mapping[str, Any]]) -> None:
         """Print the tables that stages have among their results."""
