@@ -127,6 +127,7 @@ class Ledger:
         self.ties: list[tuple[Array, Array]] = []
         self.bindings: list[tuple[Array, Label]] = []
         self.pins: list[tuple[Array, str]] = []
+        self.marks: list[tuple[Array, Array, str]] = []
         self.seen: list[tuple[Label, int, tuple[Label, ...]]] = []
         self._seen_ids: set[tuple[int, ...]] = set()
         self.constraints: list[tuple[Term, ...]] = []
@@ -176,11 +177,10 @@ class Ledger:
         return value
 
     def uniform(self, shape: Sequence[int]) -> Value:
-        """A tensor whose entries are all alike: it puts no demand on any unit, and it does not scale."""
+        """A tensor whose entries are all alike: every position has the same code, so any order is as good."""
         shape = tuple(shape)
-        ndim = len(shape)
-        labels = tuple((along(self.fresh_units(n), k, ndim),) if n > 1 else () for k, n in enumerate(shape))
-        return Value(shape, labels, ("",) * ndim)
+        labels = tuple((along(np.full(n, -1, dtype=np.int64), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape))
+        return Value(shape, labels, ("",) * len(shape))
 
     # -- demands on units ---------------------------------------------------------------------------------------
 
@@ -192,15 +192,25 @@ class Ledger:
                 self._seen_ids.add(key)
                 self.seen.append((label, axis, value.labels))
 
-    def pin_label(self, label: Iterable[Array], reason: str) -> None:
+    def pin_label(self, label: Iterable[Array], reason: str, axis: int | None = None) -> None:
+        """Fix the units of a label where they are.
+
+        With ``axis`` given (the label's own axis), units that are nested in another axis are fixed within their block
+        only: the block may still move whole.
+        """
         for component in label:
             units = component[component >= 0]
-            if units.size:
+            if not units.size:
+                continue
+            if axis is not None and any(n > 1 for k, n in enumerate(component.shape) if k != axis):
+                positions = np.arange(component.shape[axis], dtype=np.int64)
+                self.marks.append((component, along(positions, axis, component.ndim), reason))
+            else:
                 self.pins.append((units, reason))
 
     def pin_axis(self, value: Value, axis: int, reason: str) -> Value:
         """Forbid any symmetry on one axis; returns the value with that axis pinned."""
-        self.pin_label(value.labels[axis], reason)
+        self.pin_label(value.labels[axis], reason, axis)
         labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
         reasons = (*value.reasons[:axis], value.reasons[axis] or reason, *value.reasons[axis + 1 :])
         return replace(value, labels=labels, reasons=reasons, parameter=None)
@@ -211,12 +221,15 @@ class Ledger:
             self.pin_label(label, reason)
         self.pin_scale(value.scale)
 
-    def unify(self, a: Label, b: Label, reason_a: str = "", reason_b: str = "") -> Label:
-        """Demand that two axes be indexed by the same units; returns the label with more structure."""
+    def unify(self, a: Label, b: Label, reason_a: str = "", reason_b: str = "", axis: int | None = None) -> Label:
+        """Demand that two axes be indexed by the same units; returns the label with more structure.
+
+        ``axis`` is the axis of both labels in their common frame, where it is known.
+        """
         if a is b or len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)):
             return a
         if not a or not b:
-            self.pin_label(a or b, (reason_b if a else reason_a) or "meets a fixed axis")
+            self.pin_label(a or b, (reason_b if a else reason_a) or "meets a fixed axis", axis)
             return ()
         arrays = np.broadcast_arrays(*a, *b)
         left, right = arrays[: len(a)], arrays[len(a) :]
@@ -229,8 +242,16 @@ class Ledger:
                 if len(a) > 1:
                     clash |= (x < 0) & (y < 0) & (x != y)
                     self.pin_label((z[clash] for z in arrays), "meets another position of a factored axis")
-                elif clash.any():
-                    self.pin_label((x[clash], y[clash]), (reason_a or reason_b) or "meets a fixed position")
+                elif clash.any():  # units that meet alike positions (equal constants) stay alike
+                    for units, fixed in ((x, y), (y, x)):
+                        here = (units >= 0) & (fixed < 0)
+                        if here.any() and (fixed[here] != fixed[here][0]).any():
+                            mark = (np.where(here, units, -1), fixed, reason_a or reason_b or "meets a fixed position")
+                            self.marks.append(mark)
+            if len(a) == 1 and not (a[0] >= 0).any():
+                return b
+            if len(b) == 1 and not (b[0] >= 0).any():
+                return a
             nested_a = sum(z.size for z in a)
             return a if nested_a <= sum(z.size for z in b) else b
         if len(a) == 1 or len(b) == 1:
@@ -373,7 +394,9 @@ class Ledger:
                 outer = [k for k in range(axis) if labels[k] and varies(tighten(labels[k][0])) == (k,)]
                 frame = tuple(shape[k] if k in outer or k == axis else 1 for k in range(len(shape)))
                 labels[axis] = (self.fresh_units(math.prod(frame)).reshape(frame),)
-        return Value(tuple(shape), tuple(labels), value.reasons, value.scale)
+        expanded = Value(tuple(shape), tuple(labels), value.reasons, value.scale)
+        self.observe(expanded)
+        return expanded
 
     def pad_left(self, value: Value, ndim: int) -> Value:
         """Add axes of size one in front, as broadcasting does."""
@@ -463,7 +486,9 @@ class Ledger:
                 continue
             pool = [move(c) for k in olds if value.shape[k] > 1 for c in self._materialize(value, k)]
             self._distribute(pool, [k for k in news if shape[k] > 1], labels)
-        return Value(shape, tuple(labels), tuple(reasons), tuple((c, move(v)) for c, v in value.scale))
+        reshaped = Value(shape, tuple(labels), tuple(reasons), tuple((c, move(v)) for c, v in value.scale))
+        self.observe(reshaped)
+        return reshaped
 
     def _distribute(self, pool: list[Array], axes: list[int], labels: list[Label]) -> None:
         """Assign the components of a reshaped segment to its new axes."""

@@ -180,6 +180,16 @@ class Extraction:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self.twins: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
+        self._build()
+        while self.twins:
+            _, representative = np.unique(self.classes.of, return_index=True)
+            ledger.ties += [(representative[a], representative[b]) for a, b in self.twins]
+            self.twins = []
+            self._build()
+
+    def _build(self) -> None:
+        ledger = self.ledger
         self.classes = resolve_classes(ledger)
         self.reasons = dict(self.classes.pinned)
         self.labels = {
@@ -207,19 +217,32 @@ class Extraction:
                         context = _combine(context, np.where(other < 0, other, 0))
                 nested = [k for k in range(component.ndim) if k != axis and component.shape[k] > 1]
                 for k in nested:
-                    fixed, found = self._relation(component, others.get(k, ()), k, seen * 64 + k)
+                    fixed, found = self._relation(color, component, others.get(k, ()), k, seen * 64 + k)
                     context = _combine(context, fixed)
                     edges += found
                 spread, ctx = np.broadcast_arrays(component, context)
                 moving = spread >= 0
                 with np.errstate(over="ignore"):
                     np.add.at(color, spread[moving], ctx[moving])
+        for number, (component, positions, reason) in enumerate(self.ledger.marks):
+            self._mark(color, component, _combine(-1 - number, positions), reason)
         if edges:
             self.edges = np.unique(np.concatenate(edges), axis=0)
-        color = self._refine(color)
-        return color
+        return self._refine(color)
 
-    def _relation(self, component: Array, outer: Label, axis: int, relation: int) -> tuple[Hash, list[Array]]:
+    def _mark(self, color: Hash, component: Array, tag: Hash, reason: str) -> None:
+        """Tell apart units by what they meet: the fixed position in a block, the value of a constant."""
+        for part in self.classes.resolve((component,)):
+            spread, tags = np.broadcast_arrays(part, tag)
+            moving = spread >= 0
+            with np.errstate(over="ignore"):
+                np.add.at(color, spread[moving], tags[moving])
+            for unit in np.unique(spread[moving]).tolist():
+                self.reasons.setdefault(unit, reason)
+
+    def _relation(
+        self, color: Hash, component: Array, outer: Label, axis: int, relation: int
+    ) -> tuple[Hash, list[Array]]:
         """How units depend on the axis they are nested in: through its fixed positions, or through its units."""
         size = component.shape[axis]
         shape = [size if k == axis else 1 for k in range(component.ndim)]
@@ -235,6 +258,10 @@ class Extraction:
                 pairs = np.unique(np.stack([x[both], y[both]], axis=1), axis=0)
                 tag = np.full((len(pairs), 1), relation * 8 + part, dtype=np.int64)
                 found.append(np.concatenate([pairs, tag], axis=1))
+            stuck = (x < 0) & (y >= 0)  # a block that holds fixed units is told apart by them
+            if stuck.any():
+                with np.errstate(over="ignore"):
+                    np.add.at(color, y[stuck], _combine(relation, part, -x[stuck]))
         return fixed, found
 
     def _refine(self, color: Hash) -> Array:
@@ -274,6 +301,8 @@ class Extraction:
     def _forest(self) -> list[_Node]:
         present = self._present()
         by_color: dict[int, Array] = {}
+        if not len(present):
+            return []
         order = present[np.argsort(self.colors[present], kind="stable")]
         colors, starts = np.unique(self.colors[order], return_index=True)
         for color, units in zip(colors.tolist(), np.split(order, starts[1:]), strict=True):
@@ -349,6 +378,11 @@ class Extraction:
                 nested = units[np.argsort(slot, kind="stable")].reshape(*parent.inner_blocks, -1)
                 return _Node(color, nested, parent)
         if direct:
+            owners = [owner[units] for owner in direct.values()]
+            for other in owners[1:]:
+                pairs = np.unique(np.stack([owners[0], other], axis=1), axis=0)
+                if len(pairs) == len(np.unique(owners[0])) == len(np.unique(other)):
+                    self.twins.append((pairs[:, 0], pairs[:, 1]))
             self._pin_color(color, "nested in two groups at once")
             return None
         return _Node(color, units)
@@ -423,9 +457,6 @@ class Extraction:
         flat = node.units.reshape(-1, node.units.shape[-1])
         flat.sort(axis=-1)
 
-    def _node_of(self) -> dict[int, tuple[_Node, dict[int, int]]]:
-        return {n.color: (n, {u: k for k, u in enumerate(n.units.reshape(-1).tolist())}) for n in self.nodes}
-
     def _read_axis(self, name: str, axis: int, label: Label) -> None:
         if not any((c >= 0).any() for c in label):
             return
@@ -433,9 +464,8 @@ class Extraction:
         shape = label[0].shape
         nested = [k for k in range(len(shape)) if k != axis and shape[k] > 1]
         table = self._table
-        for node in self.nodes:
-            if not node.proper:
-                continue
+        held = np.unique(np.concatenate([c[c >= 0].reshape(-1) for c in label]))
+        for node in self._groups_over(np.unique(self.colors[held]).tolist()):
             # which unit of this group (or of a block in it) each position belongs to
             owner = np.full(shape, -1, dtype=np.int64)
             slot = np.zeros(shape, dtype=np.int64)
@@ -455,6 +485,18 @@ class Extraction:
             member = self._member(node, name, axis, nested, owner, slot, rest)
             if member is not None:
                 node.members.append(member)
+
+    def _groups_over(self, colors: list[int]) -> list[_Node]:
+        """The groups that units of these colors belong to, and those that these are nested in."""
+        by_color = {n.color: n for n in self.nodes}
+        found: dict[int, _Node] = {}
+        for color in colors:
+            node = by_color.get(color)
+            while node is not None:
+                if node.proper:
+                    found[node.color] = node
+                node = node.parent
+        return list(found.values())
 
     @property
     def _table(self) -> dict[int, tuple[Array, Array]]:

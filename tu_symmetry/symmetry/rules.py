@@ -100,7 +100,7 @@ class Call:
 def _join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
     """Align broadcast operands, unify their labels, and return them with an unscaled result."""
     ledger, ndim = call.ledger, len(shape)
-    aligned = [ledger.pad_left(v, ndim) for v in values]
+    aligned = [ledger.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
     labels, reasons = [], []
     for axis in range(ndim):
         label, reason, found = (), "", False
@@ -110,11 +110,48 @@ def _join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) ->
             if not found:
                 label, reason, found = value.labels[axis], value.reasons[axis], True
             else:
-                label = ledger.unify(label, value.labels[axis], reason, value.reasons[axis])
+                label = ledger.unify(label, value.labels[axis], reason, value.reasons[axis], axis)
                 reason = reason or value.reasons[axis]
         labels.append(label)
         reasons.append(reason)
     return aligned, Value(shape, tuple(labels), tuple(reasons))
+
+
+def _nest_parameters(ledger: Ledger, values: Sequence[Value], ndim: int) -> list[Value]:
+    """Nest the axes of unused parameters as their partners are nested (a bias for each packed member)."""
+    found = []
+    for value in values:
+        if is_fresh(ledger, value):
+            offset = ndim - value.ndim
+            for axis in range(value.ndim):
+                spread = {
+                    j + ndim - other.ndim
+                    for other in values
+                    if other is not value and axis + offset >= ndim - other.ndim
+                    for c in other.labels[axis + offset - (ndim - other.ndim)]
+                    for j, n in enumerate(c.shape)
+                    if n > 1
+                }
+                outer = [k for k in range(value.ndim) if k != axis and k + offset in spread and value.shape[k] > 1]
+                if outer and value.shape[axis] > 1:
+                    value = nest_axis(ledger, value, axis, outer)
+        found.append(value)
+    return found
+
+
+def is_fresh(ledger: Ledger, value: Value) -> bool:
+    """Whether a value is a parameter that nothing has read yet."""
+    return value.parameter is not None and value.parameter not in ledger.used
+
+
+def nest_axis(ledger: Ledger, value: Value, axis: int, outer: Sequence[int]) -> Value:
+    """Give a fresh parameter's axis units and scales of its own for each position along the outer axes."""
+    shape = tuple(n if k in outer or k == axis else 1 for k, n in enumerate(value.shape))
+    units = ledger.fresh_units(math.prod(shape)).reshape(shape)
+    value = ledger.relabel(value, axis, (units,))
+    ledger.pin_scale(tuple(t for t in value.scale if all(t[1].shape[k] == 1 for k in range(value.ndim) if k not in outer)))
+    terms = [(c, v) for c, v in value.scale if v.shape[axis] == 1]
+    return ledger.rescale(value, (*terms, (1.0, ledger.fresh_variables(shape))))
 
 
 def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False) -> Value:
@@ -607,12 +644,15 @@ def _positions(call: Call) -> Sequence[Value]:
 # contractions
 
 
-def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], output: str) -> Value:
+def contract(
+    call: Call, operands: Sequence[Value], letters: Sequence[str], output: str, *, absorbs: bool = False
+) -> Value:
     """A sum of products: the general form of linear maps, matrix products and einsum.
 
     Axes that share a letter are indexed by the same units. What is summed over must not scale. A parameter that comes
     here unused and shares a letter with the output and another operand holds one map for each position of it (packed
-    or batched layers): its other axes are then nested in that axis.
+    or batched layers): its other axes are then nested in that axis. ``absorbs`` says that an operand is the view of a
+    fresh parameter.
     """
     ledger = call.ledger
     every = "".join(dict.fromkeys("".join(letters)))
@@ -632,16 +672,12 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
 
     fresh: list[Value] = []
     for value, own in zip(operands, letters, strict=True):
-        if value.parameter is not None and value.parameter not in ledger.used:
+        if is_fresh(ledger, value):
             others = [o for v, o in zip(operands, letters, strict=True) if v is not value]
             batch = [k for k, x in enumerate(own) if value.shape[k] > 1 and x in output and any(x in o for o in others)]
             for axis, n in enumerate(value.shape):
                 if batch and axis not in batch and n > 1:
-                    shape = tuple(s if k in batch or k == axis else 1 for k, s in enumerate(value.shape))
-                    units = ledger.fresh_units(math.prod(shape)).reshape(shape)
-                    value = ledger.relabel(value, axis, (units,))
-                    terms = [(c, v) for c, v in value.scale if v.shape[axis] == 1]
-                    value = ledger.rescale(value, (*terms, (1.0, ledger.fresh_variables(shape))))
+                    value = nest_axis(ledger, value, axis, batch)
         fresh.append(value)
 
     labels: dict[str, Any] = {}
@@ -652,7 +688,7 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
                 continue
             label = tuple(frame(c, own) for c in value.labels[axis])
             if letter in labels:
-                labels[letter] = ledger.unify(labels[letter], label, reasons[letter], value.reasons[axis])
+                labels[letter] = ledger.unify(labels[letter], label, reasons[letter], value.reasons[axis], place[letter])
                 reasons[letter] = reasons[letter] or value.reasons[axis]
             else:
                 labels[letter], reasons[letter] = label, value.reasons[axis]
@@ -665,8 +701,16 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
     scale = tuple((c, frame(v, own)) for value, own in zip(fresh, letters, strict=True) for c, v in value.scale)
     summed = [place[x] for x in every if x not in output]
     varying = [any(v.shape[k] > 1 for k in summed) for _, v in scale]
-    ledger.pin_scale(tuple(t for t, inside in zip(scale, varying, strict=True) if inside))
-    rest = tuple(t for t, inside in zip(scale, varying, strict=True) if not inside)
+    inside = tuple(t for t, within in zip(scale, varying, strict=True) if within)
+    rest = tuple(t for t, within in zip(scale, varying, strict=True) if not within)
+    if inside and not absorbs and not any(is_fresh(ledger, v) for v in fresh):
+        # what is summed over may scale alike: the common factor passes on (a fresh parameter would absorb it)
+        common = [max(n) if k not in summed else 1 for k, n in enumerate(zip(*(v.shape for _, v in inside), strict=True))]
+        factor = ledger.fresh_variables(tuple(common))
+        ledger.equate(inside, ((1.0, factor),))
+        rest = (*rest, (1.0, factor))
+    else:
+        ledger.pin_scale(inside)
     result = replace(full, scale=ledger.merge(rest))
     for axis in sorted(summed, reverse=True):
         result = ledger.drop(result, axis)
@@ -815,6 +859,7 @@ def _conv(call: Call) -> Value:
                    for lab in weight.labels[:2]), weight.reasons[:2],
                    tuple((c, v.reshape(v.shape[:2])) for c, v in scale), weight.parameter if groups > 1 else None)  # fmt: skip
 
+    absorbs = is_fresh(ledger, weight)
     label, terms = ledger.channel(value, axis)
     channels = value.shape[axis]
     inputs = Value((channels,), (label,), (value.reasons[axis],), terms)
@@ -829,7 +874,7 @@ def _conv(call: Call) -> Value:
     shape = tuple(
         n for n in ((groups,) if groups > 1 else ()) + (kernel.shape[-1] if transposed else kernel.shape[-2],)
     )
-    out = contract(replace(call, outputs=[shape]), [inputs, kernel], [spec[0], spec[1]], spec[2])
+    out = contract(replace(call, outputs=[shape]), [inputs, kernel], [spec[0], spec[1]], spec[2], absorbs=absorbs)
     if groups > 1:
         out = ledger.reshape(out, (math.prod(out.shape),))
     bias = call.get("bias")
@@ -868,7 +913,7 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
 
 @register_rule(
     "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "max_pool2d_with_indices",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_pool3d_with_indices", "max_pool2d_with_indices",
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d",
     "upsample_linear1d", "upsample_trilinear3d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa", "mean_pool",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "fractional_max_pool2d", "_upsample_bicubic2d_aa",
@@ -1002,10 +1047,9 @@ def _group_norm(call: Call) -> Value:
 def _weight_norm(call: Call) -> Value | list[Value]:
     value, gain = call["v"], call["g"]
     axis = int(call.get("dim", 0)) % value.ndim
-    ledger = call.ledger
-    for other in range(value.ndim):
-        if other != axis:
-            value = replace(value, scale=tuple((c, ledger._constant_along(v, other)) for c, v in value.scale))
+    for term in value.scale:
+        if term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
+            call.ledger.pin_scale((term,))
     _, joined = _join_labels(call, [value, gain], value.shape)
     return [replace(joined, scale=gain.scale)] * len(call.outputs)
 

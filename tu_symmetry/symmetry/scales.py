@@ -37,7 +37,16 @@ class ScaleSystem:
         self._same: list[NDArray[np.bool_]] = []
         self._zero: list[Array] = []
         self.derived: dict[int, list[tuple[float, int]]] = {}
+        self._users: defaultdict[int, set[int]] = defaultdict(set)
         self._solve()
+        depth = max((len(terms) for terms in self.derived.values()), default=0)
+        self._is_derived = np.zeros(self.count, dtype=bool)
+        self._part = np.zeros((depth, self.count), dtype=np.int64)
+        self._factor = np.zeros((depth, self.count))
+        for variable, terms in self.derived.items():
+            self._is_derived[variable] = True
+            for k, (coefficient, other) in enumerate(terms):
+                self._part[k, variable], self._factor[k, variable] = other, coefficient
 
     def _tie(self, x: Array, y: Array, same: NDArray[np.bool_]) -> None:
         self._left.append(x)
@@ -160,18 +169,11 @@ class ScaleSystem:
             pivots = [v for v, w in current.items() if abs(w) == 1.0 and v not in self.derived]
             if not pivots:
                 for v in current:
-                    self._pin_root(v)
+                    self._define(v, [])
                 continue
             pivot = min(pivots, key=lambda v: (int(members[v]), -v))
             weight = current.pop(pivot)
-            expression = [(-w / weight, v) for v, w in current.items()]
-            for known, terms in self.derived.items():
-                if any(v == pivot for _, v in terms):
-                    self.derived[known] = _collect(
-                        [(c, v) for c, v in terms if v != pivot]
-                        + [(c * w, u) for c, v in terms if v == pivot for w, u in expression]
-                    )
-            self.derived[pivot] = expression
+            self._define(pivot, [(-w / weight, v) for v, w in current.items()])
 
     def _substitute(self, row: Mapping[int, float]) -> dict[int, float]:
         terms: list[tuple[float, int]] = []
@@ -182,10 +184,19 @@ class ScaleSystem:
                 terms.append((weight, variable))
         return {v: c for c, v in _collect(terms)}
 
-    def _pin_root(self, variable: int) -> None:
-        self.derived[variable] = []
-        for known, terms in self.derived.items():
-            self.derived[known] = [(c, v) for c, v in terms if v != variable]
+    def _define(self, variable: int, expression: list[tuple[float, int]]) -> None:
+        """Replace a variable by an expression in free ones, in every expression that uses it."""
+        for known in self._users.pop(variable, ()):
+            terms = self.derived[known]
+            self.derived[known] = _collect(
+                [(c, v) for c, v in terms if v != variable]
+                + [(c * w, u) for c, v in terms if v == variable for w, u in expression]
+            )
+            for _, u in expression:
+                self._users[u].add(known)
+        self.derived[variable] = expression
+        for _, u in expression:
+            self._users[u].add(variable)
 
     def expand(self, scale: tuple[Term, ...], ndim: int) -> list[tuple[float, Array]]:
         """A log-scale in free variables only: terms (coefficient, roots; ZERO where there is none)."""
@@ -193,22 +204,14 @@ class ScaleSystem:
         for coefficient, variable in scale:
             roots = np.where(self.sign[variable] == 0, ZERO, self.root[variable])
             weight = coefficient * self.sign[variable]
-            is_derived = np.isin(roots, np.fromiter(self.derived, dtype=np.int64)) if self.derived else np.zeros_like(roots, bool)
+            is_derived = self._is_derived[roots]
             for value in np.unique(weight[(roots != ZERO) & ~is_derived]).tolist():
                 result.append((value, np.where((weight == value) & ~is_derived, roots, ZERO)))
             if is_derived.any():
-                depth = max(len(self.derived[v]) for v in np.unique(roots[is_derived]).tolist())
-                for k in range(depth):
-                    part = np.zeros_like(roots)
-                    factor = np.zeros(roots.shape)
-                    for v in np.unique(roots[is_derived]).tolist():
-                        terms = self.derived[v]
-                        if k < len(terms):
-                            hit = roots == v
-                            part[hit] = terms[k][1]
-                            factor[hit] = terms[k][0] * weight[hit]
-                    for value in np.unique(factor[factor != 0]).tolist():
-                        result.append((value, np.where(factor == value, part, ZERO)))
+                for part, factor in zip(self._part[:, roots], self._factor[:, roots], strict=True):
+                    total = np.where(is_derived, factor * weight, 0.0)
+                    for value in np.unique(total[total != 0]).tolist():
+                        result.append((value, np.where(total == value, part, ZERO)))
         return [(c, tighten(v).reshape((1,) * (ndim - v.ndim) + tighten(v).shape)) for c, v in result]
 
 
@@ -241,6 +244,10 @@ def scale_groups(
                 if v != ZERO:
                     signature[v].append((name, varies(variable), coefficient))
                     first_seen.setdefault(v, (rank, position))
+    for v in _redundant(expanded, signature):
+        for name, terms in expanded.items():
+            expanded[name] = [(c, np.where(a == v, ZERO, a)) for c, a in terms]
+        del signature[v]
     inexact = {int(r) for v in ledger.inexact for r in np.unique(system.root[v]).tolist()}
     inexact |= {u for r in list(inexact) for _, u in system.derived.get(r, [])}
     by_signature: dict[tuple, list[int]] = defaultdict(list)  # type: ignore[type-arg]
@@ -278,6 +285,39 @@ def scale_groups(
             groups[kind].append(cls(name, len(variables), members, exact))  # type: ignore[arg-type]
             start += len(variables)
     return tuple(groups[0]), tuple(groups[1]), terms_of
+
+
+def _redundant(
+    expanded: Mapping[str, list[tuple[float, Array]]],
+    signature: Mapping[int, list[tuple[str, tuple[int, ...], float]]],
+) -> list[int]:
+    """Factors that multiply whole tensors, and change nothing or just what the factors of one axis change together."""
+    whole: dict[int, dict[str, float]] = {}
+    by_parts: dict[tuple, list[int]] = defaultdict(list)  # type: ignore[type-arg]
+    for v, parts in signature.items():
+        if all(axes == () for _, axes, _ in parts):
+            net: dict[str, float] = defaultdict(float)
+            for name, _, c in parts:
+                full = all((a == v).all() for _, a in expanded[name] if (a == v).any())
+                net[name] += c if full else np.nan
+            whole[v] = {name: c for name, c in net.items() if c != 0}
+        else:
+            by_parts[tuple(sorted(set(parts)))].append(v)
+    gone = []
+    for v, net in whole.items():
+        if not net:
+            gone.append(v)
+            continue
+        for parts, variables in by_parts.items():
+            names = [name for name, _, _ in parts]
+            if set(names) != set(net) or len(names) != len(net):
+                continue
+            ratios = {c / net[name] for name, _, c in parts}
+            covers = all(any(np.isin(a, variables).all() for c, a in expanded[name]) for name in names)
+            if len(ratios) == 1 and covers:
+                gone.append(v)
+                break
+    return gone
 
 
 def _flipped(coefficient: float, variable: Array, flip: list[int]) -> list[tuple[float, Array]]:

@@ -6,13 +6,14 @@ import copy
 import operator
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.symmetry.algebra import Ledger, Value, pinned_value
+from tu_symmetry.symmetry.algebra import Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
 from tu_symmetry.symmetry.rules import RULES, Call, unknown
 
@@ -125,8 +126,15 @@ class _Interpreter:
         array = tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
         value = self.ledger.uniform(array.shape)
         for axis, size in enumerate(array.shape):
-            if size > 1 and not bool((array == array.take([0], axis)).all()):
-                value = self.ledger.pin_axis(value, axis, "meets a constant")
+            if size == 1 or bool((array == array.take([0], axis)).all()):
+                continue
+            _, kinds = np.unique(np.moveaxis(array, axis, 0).reshape(size, -1), axis=0, return_inverse=True)
+            label = (along(code(kinds.reshape(-1).astype(np.int64)), axis, array.ndim),)
+            value = replace(
+                value,
+                labels=(*value.labels[:axis], label, *value.labels[axis + 1 :]),
+                reasons=(*value.reasons[:axis], "meets a constant", *value.reasons[axis + 1 :]),
+            )
         return value
 
     def _call(self, node: torch.fx.Node) -> None:
@@ -147,7 +155,7 @@ class _Interpreter:
         writes = bool(target._schema.arguments) and _writes(target._schema.arguments[0])
         rule_name = name[:-1] if writes and name.endswith("_") else name
         call = Call(self.ledger, rule_name, self._bind(node, target), _shapes(node.meta.get("val")), node.name,
-                    frozenset(u.args[1] for u in node.users if u.target is operator.getitem) or frozenset((0,)))  # fmt: skip
+                    frozenset(u.args[1] for u in node.users if u.target is operator.getitem and u.users) or frozenset((0,)))  # fmt: skip
         rule = RULES.get(rule_name)
         if rule is None:
             self._note(rule_name)

@@ -1,0 +1,541 @@
+"""The zoo of architectures on which laws are tested: small modules, inputs, and the groups that they have.
+
+``permutations`` lists the shapes of all permutation groups (``(blocks..., size)``), ``scales`` and ``normalizations``
+the total numbers of positive factors. They are counted by hand from the architecture, so that claiming too little
+fails as claiming too much does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture: how to build it, an input, and what it holds."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    permutations: list[tuple[int, ...]] = field(default_factory=list)
+    scales: int = 0
+    normalizations: int = 0
+
+
+CASES: list[Case] = []
+
+
+def case(
+    *inputs: Any, permutations: list[Any] | None = None, scales: int = 0, normalizations: int = 0
+) -> Callable[[Any], Any]:
+    """Register a module class (or builder) with the shapes of its inputs."""
+
+    def make() -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(7)
+        return tuple(
+            torch.randn(i, generator=generator, dtype=torch.float64) if isinstance(i, tuple) else i for i in inputs
+        )
+
+    def add(build: Any) -> Any:
+        shapes = [(p,) if isinstance(p, int) else tuple(p) for p in permutations or []]
+        CASES.append(Case(build.__name__, build, make, shapes, scales, normalizations))
+        return build
+
+    return add
+
+
+@case((3, 5), permutations=[8, 6], scales=14)
+def mlp_relu() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.LeakyReLU(), nn.Linear(6, 3))
+
+
+@case((3, 5), permutations=[8, 6], scales=6)
+def mlp_mixed() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+
+
+@case((3, 5), permutations=[7], scales=7)
+def mlp_wide_blocks() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.Dropout(0.5), nn.ReLU(), nn.Identity(), nn.Linear(7, 2))
+
+
+@case((2, 2, 10, 10), permutations=[4, 5, 6], scales=15)
+def cnn_flatten() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(20, 6), nn.ReLU(), nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+@case((2, 2, 8, 8), permutations=[4, 5], scales=9, normalizations=9)
+def batchnorm_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+class BasicBlock(nn.Module):
+    """A residual block with a projection where shapes change."""
+
+    def __init__(self, c: int, d: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(c, d, 3, padding=1, bias=False), norm(d)
+        self.conv2, self.norm2 = nn.Conv2d(d, d, 3, padding=1, bias=False), norm(d)
+        self.short = nn.Conv2d(c, d, 1) if c != d else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        y += self.short(x)
+        return F.relu(y)
+
+
+@case((2, 2, 6, 6), permutations=[4, 4, 6, 6], scales=20, normalizations=24)
+def resnet_batchnorm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), BasicBlock(4, 4), BasicBlock(4, 6),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+class FilterResponseNorm(nn.Module):
+    """Singh and Krishnan's FRN with its thresholded linear unit."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.eps = 1e-6
+        self.gamma, self.beta, self.tau = (nn.Parameter(torch.randn(1, c, 1, 1)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nu2 = torch.mean(x**2, dim=(2, 3), keepdim=True)
+        x = x * torch.rsqrt(nu2 + self.eps)
+        return torch.max(self.gamma * x + self.beta, self.tau)
+
+
+@case((2, 2, 6, 6), permutations=[4, 4, 6, 6], scales=20, normalizations=24)
+def resnet_frn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), FilterResponseNorm(4), BasicBlock(4, 4, FilterResponseNorm),
+        BasicBlock(4, 6, FilterResponseNorm), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
+    )  # fmt: skip
+
+
+@case((2, 2, 6, 6), permutations=[4, 3, 5], scales=12)
+class DenseConcat(nn.Module):
+    """Features are concatenated, and later layers read all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(7, 5, 1)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.a(x))
+        b = torch.cat([a, F.relu(self.b(a))], 1)
+        c = torch.cat([b, F.relu(self.c(b))], 1)
+        return self.head(c.mean((2, 3)))
+
+
+@case((2, 2, 6, 6), permutations=[2, (2, 3), (2, 4)], scales=14)
+class GroupedConv(nn.Module):
+    """Two groups of channels: channels permute inside a group, and groups permute whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.group, self.out = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 6, 3, groups=2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
+
+
+@case((2, 2, 6, 6), permutations=[6, 2, 4], scales=6, normalizations=16)
+class InvertedResidual(nn.Module):
+    """MobileNet's block: expansion, depthwise, squeeze-excitation, projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 1)
+        self.expand, self.norm1 = nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6)
+        self.depth, self.norm2 = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False), nn.BatchNorm2d(6)
+        self.squeeze, self.excite = nn.Conv2d(6, 2, 1), nn.Conv2d(2, 6, 1)
+        self.project, self.norm3 = nn.Conv2d(6, 4, 1, bias=False), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y = F.relu6(self.norm1(self.expand(x)))
+        y = F.silu(self.norm2(self.depth(y)))
+        y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+        return self.head((x + self.norm3(self.project(y))).mean((2, 3)))
+
+
+@case((2, 2, 6, 6), permutations=[2, (2, 4)], scales=8, normalizations=2)
+class GroupNormNet(nn.Module):
+    """GroupNorm with two groups of four channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 8, 3), nn.GroupNorm(2, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@case((2, 2, 6, 6), permutations=[5], scales=5, normalizations=5)
+class InstanceNormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(2, 5, 3), nn.InstanceNorm2d(5, affine=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.norm(self.conv(x))).amax((2, 3)))
+
+
+@case((3, 5), permutations=[6, 7], scales=13, normalizations=2)
+def layernorm_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3)
+    )
+
+
+class Attention(nn.Module):
+    """Self-attention by hand: separate or fused projections, grouped queries, rotary positions."""
+
+    def __init__(self, width: int, heads: int, kv: int | None = None, fused: bool = False, rotary: bool = False) -> None:
+        super().__init__()
+        self.heads, self.kv, self.size, self.rotary = heads, kv or heads, width // heads, rotary
+        if fused:
+            self.qkv = nn.Linear(width, 3 * width)
+        else:
+            self.q = nn.Linear(width, width)
+            self.k, self.v = (nn.Linear(width, self.kv * self.size) for _ in range(2))
+        self.out, self.fused = nn.Linear(width, width), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, w = x.shape
+        if self.fused:
+            q, k, v = self.qkv(x).reshape(b, t, 3, self.heads, self.size).permute(2, 0, 3, 1, 4).unbind(0)
+        else:
+            q, k, v = (
+                layer(x).view(b, t, n, self.size).transpose(1, 2)
+                for layer, n in ((self.q, self.heads), (self.k, self.kv), (self.v, self.kv))
+            )
+            k, v = (z.repeat_interleave(self.heads // self.kv, 1) for z in (k, v))
+        if self.rotary:
+            q, k = self.rotate(q), self.rotate(k)
+        a = torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(self.size), -1)
+        return self.out((a @ v).transpose(1, 2).reshape(b, t, w))
+
+    @staticmethod
+    def rotate(x: Tensor) -> Tensor:
+        t, d = x.shape[-2:]
+        angle = torch.arange(t)[:, None] * 0.3 ** torch.arange(d // 2)[None]
+        angle = torch.cat([angle, angle], -1)
+        half = torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1)
+        return x * angle.cos() + half * angle.sin()
+
+
+class Transformer(nn.Module):
+    """A pre-norm block between an embedding and a head."""
+
+    def __init__(self, attention: nn.Module, width: int = 12, inputs: int = 5) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Linear(inputs, width), nn.Parameter(torch.randn(1, 4, width))
+        self.norm1, self.attention = nn.LayerNorm(width), attention
+        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 10), nn.Linear(10, width)
+        self.norm3, self.head = nn.LayerNorm(width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.position
+        x = x + self.attention(self.norm1(x))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return self.head(self.norm3(x).mean(1))
+
+
+# stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36), query-key
+# and value-output (24); the whole stream feeds normalizations only (1)
+@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
+def transformer_separate() -> nn.Module:
+    return Transformer(Attention(12, 3))
+
+
+@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
+def transformer_fused() -> nn.Module:
+    return Transformer(Attention(12, 3, fused=True))
+
+
+# 2 key-value heads, each read by 2 query heads
+@case((2, 4, 5), permutations=[12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1)
+def transformer_grouped_query() -> nn.Module:
+    return Transformer(Attention(12, 4, kv=2))
+
+
+# rotary embeddings pin the query-key units inside a head; heads and value units stay free
+@case((2, 4, 5), permutations=[12, 10, 3, (3, 4)], scales=54, normalizations=1)
+def transformer_rotary() -> nn.Module:
+    return Transformer(Attention(12, 3, rotary=True))
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(width, heads, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.mha(x, x, x, need_weights=False)[0]
+        return out
+
+
+@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
+def transformer_multihead() -> nn.Module:
+    return Transformer(_SelfAttention(12, 3))
+
+
+@case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=32)
+class EncoderLayer(nn.Module):
+    """torch's own TransformerEncoderLayer (post-norm) behind a linear embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Linear(5, 8), nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(x)).mean(1))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+@case(torch.tensor([[1, 4, 2, 0]]), permutations=[8, 6, 2, (2, 4)], scales=35)
+class TinyLlama(nn.Module):
+    """Token embedding, RMSNorm, rotary attention, SwiGLU; the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.norm1, self.attention, self.norm2 = RMSNorm(8), Attention(8, 2, rotary=True), RMSNorm(8)
+        self.gate, self.up, self.down = nn.Linear(8, 6, False), nn.Linear(8, 6, False), nn.Linear(6, 8, False)
+        self.norm3, self.head = RMSNorm(8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return self.head(self.norm3(x))
+
+
+@case((3, 5), permutations=[6], scales=12)
+class BilinearGate(nn.Module):
+    """A product of two positively homogeneous branches: two factors for each unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(5, 6), nn.Linear(5, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.relu(self.a(x)) * self.b(x))
+
+
+@case((2, 4, 5), permutations=[6, 7, 3])
+class Recurrent(nn.Module):
+    """A two-layer LSTM and a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.gru = nn.LSTM(5, 6, batch_first=True), nn.GRU(6, 7, batch_first=True)
+        self.mix, self.head = nn.Linear(7, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.gru(self.lstm(x)[0])[0][:, -1])))
+
+
+@case((2, 4, 5), permutations=[6, 6, 6, 6])
+class BidirectionalLSTM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0].mean(1))
+
+
+@case((2, 3, 12), permutations=[4, 6, 5], scales=15)
+def conv1d_transposed() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 6, 3, stride=2), nn.ReLU(), nn.Conv1d(6, 5, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(10, 2),
+    )  # fmt: skip
+
+
+@case((2, 2, 5, 6, 6), permutations=[4, 5], scales=5, normalizations=4)
+def conv3d() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), nn.SiLU(), nn.Conv3d(4, 5, 3), nn.ReLU(), nn.AdaptiveMaxPool3d(1),
+        nn.Flatten(), nn.Linear(5, 2),
+    )  # fmt: skip
+
+
+class UNet(nn.Module):
+    """One level down and up; the skip is concatenated or added."""
+
+    def __init__(self, concat: bool) -> None:
+        super().__init__()
+        self.concat = concat
+        self.a, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 6, 3, padding=1)
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.c, self.out = nn.Conv2d(8 if concat else 4, 5, 3, padding=1), nn.Conv2d(5, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = F.relu(self.a(x))
+        b = self.up(F.relu(self.b(F.max_pool2d(a, 2))))
+        joined = torch.cat([a, b], 1) if self.concat else a + b
+        return self.out(F.relu(self.c(F.interpolate(joined, scale_factor=2.0, mode="bilinear"))))
+
+
+@case((1, 2, 8, 8), permutations=[4, 6, 4, 5], scales=19)
+def unet_concat() -> nn.Module:
+    return UNet(True)
+
+
+@case((1, 2, 8, 8), permutations=[4, 6, 5], scales=15)
+def unet_add() -> nn.Module:
+    return UNet(False)
+
+
+@case((3, 5), permutations=[6, 4], scales=5, normalizations=10)
+def weight_norm() -> nn.Module:
+    wrap = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(wrap(nn.Linear(5, 6)), nn.ReLU(), wrap(nn.Linear(6, 4)), nn.ReLU(), nn.Linear(4, 2))
+
+
+@case((3, 5), permutations=[6], scales=6)
+class DirectParameters(nn.Module):
+    """Parameters that forward uses without a layer, one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(6))
+        self.v, self.unused = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.w + self.b) @ self.v.t()
+
+
+# the shared layer maps the hidden units to themselves: its rows and columns move together
+@case((3, 5), permutations=[6], scales=7)
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.shared, self.out = nn.Linear(5, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.a(x))
+        return self.out(F.relu(self.shared(F.relu(self.shared(x)))))
+
+
+@case((3, 5), permutations=[6])
+class TiedAutoencoder(nn.Module):
+    """The decoder's weight is the encoder's, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.bias, self.head = nn.Linear(5, 6, bias=False), nn.Parameter(torch.randn(5)), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(x)
+        return torch.softmax(hidden, -1) @ self.encoder.weight + self.bias, self.head(F.softmax(hidden, -1))
+
+
+# three members of a batched ensemble: each has its own hidden units, and members stay in place
+@case((3, 5), permutations=[4, 4, 4], scales=12)
+class BatchedEnsemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(3, 5, 4)), nn.Parameter(torch.randn(3, 1, 4))
+        self.v = nn.Parameter(torch.randn(3, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(torch.baddbmm(self.b, x.expand(3, -1, -1), self.w))
+        return torch.bmm(hidden, self.v).flatten(0, 1)
+
+
+@case((2, 8, 6, 6), permutations=[3, 3, 2, 2], scales=10)
+class PackedConv(nn.Module):
+    """Two packed members in grouped convolutions; the output keeps them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(8, 6, 3, groups=2), nn.Conv2d(6, 4, 3, groups=2)
+        self.head = nn.Conv2d(4, 6, 1, groups=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(F.relu(self.b(F.relu(self.a(x)))).mean((2, 3), keepdim=True)).flatten(1)
+        return y.reshape(y.shape[0] * 2, 3)
+
+
+@case((2, 2, 4, 4), permutations=[3, 4], scales=7)
+class PixelShuffleNet(nn.Module):
+    """A sub-pixel convolution: each channel is a bundle of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.up, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 12, 1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(F.pixel_shuffle(self.up(F.relu(self.a(x))), 2)))
+
+
+@case((3, 5), permutations=[4], scales=4)
+class UnknownOperator(nn.Module):
+    """cdist has no rule: what it touches is pinned and named; the rest stays free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(5, 4), nn.Linear(4, 6), nn.Parameter(torch.randn(3, 6)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.d(torch.cdist(self.b(F.relu(self.a(x))), self.c))
+
+
+@case((3, 5), permutations=[2, 2], scales=4)
+class ConstantMask(nn.Module):
+    """A fixed mask tells the first two hidden units from the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.mask = torch.tensor([1.0, 1.0, 0.5, 0.5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x)) * self.mask)
+
+
+@case((3, 5), permutations=[6, 3, 3], scales=9)
+class WrittenInPlace(nn.Module):
+    """Hidden units are cut by a slice, and a buffer is filled through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.a(x)).add_(0.0)
+        low, high = self.b(hidden).chunk(2, 1)
+        return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
