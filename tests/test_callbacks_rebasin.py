@@ -492,6 +492,8 @@ def test_missing_inputs_and_losses() -> None:
         trainer(Rebasin(barrier_loader="val")).fit(routine(), loader())
     with pytest.warns(UserWarning, match="limit_val_batches is 0"):
         fit(routine(), Rebasin(barrier_loader="val"), limit_val_batches=0)
+    with pytest.raises(ValueError, match="needs a validation loader"):
+        fit(routine(), Rebasin(method="activation", dataloader="val"), limit_val_batches=0)
     with pytest.raises(TypeError, match="cannot tell the input"):
         Rebasin().on_train_batch_start(None, routine(), {"x": torch.ones(2, 5)}, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no example input"):

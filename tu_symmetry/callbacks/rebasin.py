@@ -447,8 +447,8 @@ class _Batches:
 
 def _validation_batches(trainer: Trainer, *, argument: str) -> _Batches | None:
     loaders = trainer.val_dataloaders
-    if loaders is None and trainer.limit_val_batches == 0:
-        warnings.warn(f"Rebasin({argument}='val') has no data: limit_val_batches is 0", stacklevel=2)
+    if loaders is None and trainer.limit_val_batches == 0 and argument == "barrier_loader":
+        warnings.warn("Rebasin(barrier_loader='val') computes no barriers: limit_val_batches is 0", stacklevel=2)
         return None
     loader = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
     if loader is None or isinstance(loader, (list, tuple, dict)):
