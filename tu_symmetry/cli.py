@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 Handler = Callable[[argparse.Namespace], int | None]
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {}
@@ -86,18 +87,19 @@ def _fit_like(parser: argparse.ArgumentParser, name: str) -> Handler:
     )
     parser.epilog = (
         f"Any other option of TULightningCLI is passed on: tu-symmetry {name} --config FILE --trainer.max_epochs 2 "
-        f"--data.init_args.root DIR. `tu-symmetry {name} --full-help` lists them all (it loads TorchUncertainty)."
+        f"--data.root DIR. `tu-symmetry {name} --full-help` lists them all (it loads TorchUncertainty)."
     )
-    parser.add_argument("--config", metavar="FILE", help="recipe YAML, for example recipes/lightning/mnist_ensemble.yaml")
+    parser.add_argument("--config", metavar="FILE", help="recipe YAML, for example recipes/lightning/mnist_ensemble_rebasin.yaml")
     parser.add_argument("--full-help", action="store_true", help="list every option of TULightningCLI")
 
     def run(arguments: argparse.Namespace) -> int | None:
-        rest = list(arguments.rest)
-        if arguments.config is not None:
-            rest = ["--config", arguments.config, *rest]
         if arguments.full_help:
-            rest = ["--help"]
-        _run_lightning([name, *rest])
+            _run_lightning([name, "--help"], arguments.config)
+        if arguments.config is None:
+            return _fail(f"{name} needs --config FILE, a recipe YAML")
+        if not Path(arguments.config).is_file():
+            return _fail(f"there is no recipe {arguments.config}")
+        _run_lightning([name, "--config", arguments.config, *arguments.rest], arguments.config)
         return 0
 
     return run
@@ -127,19 +129,28 @@ def predict(parser: argparse.ArgumentParser) -> Handler:
     return _fit_like(parser, "predict")
 
 
-def _run_lightning(arguments: list[str]) -> None:
-    """TorchUncertainty's command line on a classification routine; the YAML may name another routine."""
+def _run_lightning(arguments: list[str], config: str | None) -> None:
+    """TorchUncertainty's command line; the routine is a ClassificationRoutine unless the YAML names a class."""
+    import yaml
     from lightning.pytorch import LightningDataModule, LightningModule
+    from torch_uncertainty.routines import ClassificationRoutine
     from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
-    TULightningCLI(
-        LightningModule,
+    named = False
+    if config is not None:
+        with open(config, encoding="utf-8") as file:
+            named = "class_path" in ((yaml.safe_load(file) or {}).get("routine") or {})
+    sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
+    cli = TULightningCLI(
+        LightningModule if named else ClassificationRoutine,
         LightningDataModule,
-        subclass_mode_model=True,
+        subclass_mode_model=named,
         subclass_mode_data=True,
         save_config_callback=TUSaveConfigCallback,
-        args=arguments,
     )
+    if cli.subcommand == "fit" and cli.config["fit"]["eval_after_fit"]:
+        monitored = getattr(cli.trainer.checkpoint_callback, "monitor", None) is not None
+        cli.trainer.test(cli.routine, datamodule=cli.datamodule, ckpt_path="best" if monitored else None)
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
