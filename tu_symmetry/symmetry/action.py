@@ -64,7 +64,7 @@ def permute_tensors(
         for member in group.members:
             for alias in graph.aliases[member.parameter]:
                 if alias in moved:
-                    moved[alias] = _permute_axis(moved[alias], member, p, len(graph.shapes[member.parameter]))
+                    moved[alias] = permute_axis(moved[alias], member, p, len(graph.shapes[member.parameter]))
     return moved
 
 
@@ -79,7 +79,8 @@ def _by_old_block(p: Tensor, parent: str, permutation: Mapping[str, Tensor]) -> 
     return by_old
 
 
-def _permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int) -> Tensor:
+def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int) -> Tensor:
+    """Permute one tensor along one member's axis; ``ndim`` is its number of axes without leading sample axes."""
     axis = tensor.ndim - ndim + member.axis
     index = member.index.to(tensor.device)
     p = p.to(tensor.device)

@@ -1,0 +1,191 @@
+"""What a pair of networks says about a group: Gram matrices between the units of one and the units of the other.
+
+The alignment objective is the inner product ``sum_T <reference_T, permuted_T>`` over all parameters T. Seen from one
+group with all others held, it is linear in the permutation: ``sum_j G[j, p(j)]``. A family is a root group together
+with the groups nested in it (heads with their units): its pieces are Gram matrices for each pair of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.symmetry.action import permute_axis, permute_tensors
+from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+
+
+@dataclass(eq=False)
+class Family:
+    """A root group and the groups nested in it.
+
+    Attributes:
+        root: the group without parent.
+        children: groups nested directly in the root, parents of deeper ones included.
+        tensors: parameters that the family moves.
+        neighbors: roots of other families that move a parameter of this one (whose change makes its Gram stale).
+    """
+
+    root: PermutationGroup
+    children: tuple[PermutationGroup, ...]
+    tensors: frozenset[str]
+    neighbors: set[str] = field(default_factory=set)
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset((self.root.name, *(c.name for c in self.children)))
+
+
+def families(graph: SymmetryGraph) -> list[Family]:
+    """The families of a graph, in its order, with their neighborhoods. Buffers do not count."""
+    found = []
+    for group in graph.permutations:
+        if group.parent is not None:
+            continue
+        below: list[PermutationGroup] = []
+        frontier = [group.name]
+        while frontier:
+            nested = [c for name in frontier for c in graph.children(name)]
+            below += nested
+            frontier = [c.name for c in nested]
+        names = frozenset(m.parameter for g in (group, *below) for m in g.members if m.parameter not in graph.buffers)
+        found.append(Family(group, tuple(below), names))
+    for family in found:
+        family.neighbors = {o.root.name for o in found if o is not family and o.tensors & family.tensors}
+    return found
+
+
+def trainable_members(graph: SymmetryGraph, group: PermutationGroup) -> list[PermutationMember]:
+    """The members of a group that are parameters (running statistics follow, they do not vote)."""
+    return [m for m in group.members if m.parameter not in graph.buffers]
+
+
+def _units_first(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
+    """``[units, everything else]``: the slices of a tensor that belong to each unit, ``index`` being [units, copies]."""
+    picked = tensor.movedim(axis, 0).index_select(0, index.reshape(-1).to(tensor.device))
+    return picked.reshape(index.shape[0], -1)
+
+
+def member_gram(member: PermutationMember, reference: Tensor, moved: Tensor) -> Tensor:
+    """Inner products between the units of two tensors along one member's axis: ``[*blocks n, *blocks n]`` flattened.
+
+    For a group without blocks this is ``[size, size]``; for a nested one ``[blocks * size, blocks * size]``, all pairs
+    of units of all pairs of blocks.
+    """
+    if member.within_axis is None:
+        flat = member.index.reshape(-1, member.index.shape[-1])
+        return _units_first(reference, member.axis, flat) @ _units_first(moved, member.axis, flat).T
+    assert member.within is not None
+    return _within(member, reference) @ _within(member, moved).T
+
+
+def _within(member: PermutationMember, tensor: Tensor) -> Tensor:
+    """As :func:`_units_first`, for positions that hold in some rows of a second axis only."""
+    assert member.within is not None and member.within_axis is not None
+    index = member.index.reshape(-1, *member.index.shape[-2:])
+    rows = member.within.reshape(-1, member.within.shape[-1])
+    if index.shape[0] != rows.shape[0]:
+        rows = rows.reshape(index.shape[0], -1)
+    parts = []
+    for block_index, block_rows in zip(index, rows, strict=True):
+        block = tensor.index_select(member.within_axis, block_rows.to(tensor.device))
+        parts.append(_units_first(block, member.axis, block_index))
+    return torch.cat(parts)
+
+
+def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]) -> PermutationMember | None:
+    """The positions of a root's member that belong to no nested group (they move with the block, and keep their slots)."""
+    covered = torch.zeros(int(member.index.max()) + 1, dtype=torch.bool)
+    for child in children:
+        for other in child.members:
+            if other.parameter == member.parameter and other.axis == member.axis and other.within_axis is None:
+                held = other.index.reshape(-1)
+                covered[held[held < len(covered)]] = True
+    free = ~covered[member.index]
+    if not free.any():
+        return None
+    counts = free.sum(-1)
+    if (counts != counts.reshape(-1)[0]).any():
+        return None
+    index = member.index[free].reshape(*member.index.shape[:-1], -1)
+    return PermutationMember(member.parameter, member.axis, index, member.within_axis, member.within)
+
+
+class Votes:
+    """Gram matrices of the families for a reference and a state, with the other families' permutations applied."""
+
+    def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        self.graph, self.reference, self.state = graph, reference, state
+
+    def moved(self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]) -> dict[str, Tensor]:
+        """Some tensors of the state with all permutations applied but those of the groups in ``held``."""
+        touching = {
+            g.name: permutation[g.name]
+            for g in self.graph.permutations
+            if g.name not in held and any(m.parameter in names for m in g.members)
+        }
+        for name in [n for n in touching if "/" in n]:
+            parts = name.split("/")
+            for k in range(1, len(parts)):
+                outer = "/".join(parts[:k])
+                if outer in permutation and outer not in held:
+                    touching[outer] = permutation[outer]
+        return permute_tensors(self.graph, touching, {name: self.state[name] for name in names})
+
+    def plain(self, family: Family, permutation: Mapping[str, Tensor]) -> Tensor:
+        """Gram ``[size, size]`` of a root group without nested groups, float64 on the host."""
+        root = family.root
+        moved = self.moved(family.tensors, permutation, family.names)
+        total: Tensor | None = None
+        for member in trainable_members(self.graph, root):
+            tensor = moved[member.parameter]
+            for other in root.members:  # a tensor that the group moves along two axes (a layer from units to themselves)
+                if other.parameter == member.parameter and other.axis != member.axis:
+                    ndim = len(self.graph.shapes[other.parameter])
+                    tensor = permute_axis(tensor, other, permutation[root.name], ndim)
+            gram = member_gram(member, self.reference[member.parameter], tensor)
+            total = gram if total is None else total + gram
+        if total is None:
+            return torch.zeros(root.size, root.size, dtype=torch.float64)
+        return total.detach().to("cpu", torch.float64)
+
+    def blocks(self, family: Family, permutation: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Pieces of a family with nested groups, float64 on the host.
+
+        Returns:
+            The root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested directly
+            in the root the Gram of all pairs of units of all pairs of blocks, ``[H, n, H, n]``, given the inner
+            permutations of the other nested groups.
+        """
+        root = family.root
+        moved = self.moved(family.tensors, permutation, family.names)
+        own = torch.zeros(root.size, root.size, dtype=torch.float64)
+        for member in trainable_members(self.graph, root):
+            part = own_member(member, family.children)
+            if part is not None:
+                gram = member_gram(part, self.reference[member.parameter], moved[member.parameter])
+                own += gram.detach().to("cpu", torch.float64)
+        inner: dict[str, Tensor] = {}
+        direct = [c for c in family.children if c.parent == root.name]
+        for child in direct:
+            heads, size = child.blocks[0], child.size
+            total = torch.zeros(heads, size, heads, size, dtype=torch.float64)
+            for member in trainable_members(self.graph, child):
+                reference, tensor = self.reference[member.parameter], moved[member.parameter]
+                partners = [
+                    c for c in direct if c is not child and any(
+                        m.parameter == member.parameter and m.axis != member.axis for m in c.members)
+                ]  # fmt: skip
+                if not partners:
+                    gram = member_gram(member, reference, tensor).detach().to("cpu", torch.float64)
+                    total += gram.reshape(heads, size, heads, size)
+                    continue
+                for h in range(heads):  # the partners' inner order is the one that the block h is to receive
+                    element = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
+                    arranged = permute_tensors(self.graph, element, {member.parameter: tensor})[member.parameter]
+                    gram = member_gram(member, reference, arranged).detach().to("cpu", torch.float64)
+                    total[h] += gram.reshape(heads, size, heads, size)[h]
+            inner[child.name] = total
+        return own, inner
