@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -38,7 +39,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def run(recipe: Path, *overrides: str, fresh: bool = False) -> tuple[dict[str, Any], str]:
-    console = Console(record=True, width=100, quiet=False, file=open(os.devnull, "w"))
+    console = Console(record=True, width=100, file=io.StringIO())
     display = Display(console)
     results = run_table(recipe, out=recipe.parent / "run", overrides=overrides, fresh=fresh, display=display)
     display.tables(results)
@@ -183,12 +184,14 @@ def test_overrides_that_name_nothing_are_errors(recipe: Path, override: str) -> 
 
 
 def test_no_recipe_folder(tmp_path: Path, recipe: Path) -> None:
-    with pytest.raises(RecipeError, match="no table.yaml.*toy"):
+    with pytest.raises(RecipeError, match=r"no table\.yaml.*toy"):
         load_recipe(tmp_path / "toi")
 
 
 def test_parse_reads_numbers_as_people_write_them() -> None:
-    config = parse(TableConfig, {"title": "T", "stages": ["a"], "seed": 3, "model": {"init_args": {"hidden": [3]}}}, "t")
+    config = parse(
+        TableConfig, {"title": "T", "stages": ["a"], "seed": 3, "model": {"init_args": {"hidden": [3]}}}, "t"
+    )
     assert config.model.init_args == {"hidden": [3]} and config.data.name == "digits"
     assert parse(StageConfig, {"stage": "hmc", "options": {"x": 1e-3}}, "s").options == {"x": 1e-3}
 
@@ -225,6 +228,6 @@ def test_grid_is_markdown_and_fits_a_terminal() -> None:
     grid = Grid("T", ["", "HMC\nq_d"], [["row\npaper", "0.1\n0.2"]], "caption")
     assert grid.markdown() == "|  | HMC q_d |\n|---|---:|\n| row *paper* | 0.1 *0.2* |\n\ncaption"
     assert Grid(**grid.to_dict()) == grid
-    console = Console(record=True, width=80, file=open(os.devnull, "w"))
+    console = Console(record=True, width=80, file=io.StringIO())
     grid.print(console)
     assert "0.2" in console.export_text()

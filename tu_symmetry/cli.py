@@ -36,9 +36,11 @@ def table(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry table FOLDER``."""
     parser.description = (
         "Runs the stages of a recipe folder in order, skips what is done, goes on where an interruption stopped it, "
-        "and prints the table with the paper's values beside ours. Report, plots and results.json land in the run folder."
+        "and prints the table with the paper's values beside ours. The run folder takes report, plots and results.json."
     )
-    parser.epilog = "example: tu-symmetry table recipes/compact_posterior/digits --set hmc.num_samples=50 --out runs/quick"
+    parser.epilog = (
+        "example: tu-symmetry table recipes/compact_posterior/digits --set hmc.num_samples=50 --out runs/quick"
+    )
     parser.add_argument("folder", help="recipe folder, for example recipes/compact_posterior/digits")
     parser.add_argument("--data-root", default="data", metavar="DIR", help="folder of data sets (default: data)")
     parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/<recipe>)")
@@ -89,7 +91,9 @@ def _fit_like(parser: argparse.ArgumentParser, name: str) -> Handler:
         f"Any other option of TULightningCLI is passed on: tu-symmetry {name} --config FILE --trainer.max_epochs 2 "
         f"--data.root DIR. `tu-symmetry {name} --full-help` lists them all (it loads TorchUncertainty)."
     )
-    parser.add_argument("--config", metavar="FILE", help="recipe YAML, for example recipes/lightning/mnist_ensemble_rebasin.yaml")
+    parser.add_argument(
+        "--config", metavar="FILE", help="recipe YAML, for example recipes/lightning/mnist_ensemble_rebasin.yaml"
+    )
     parser.add_argument("--full-help", action="store_true", help="list every option of TULightningCLI")
 
     def run(arguments: argparse.Namespace) -> int | None:
@@ -136,12 +140,19 @@ def _run_lightning(arguments: list[str], config: str | None) -> None:
     from torch_uncertainty.routines import ClassificationRoutine
     from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
+    class CommandLine(TULightningCLI):
+        """Validates with data modules that know no validation stage, as TorchUncertainty 0.13's."""
+
+        def before_validate(self) -> None:
+            setup = self.datamodule.setup
+            self.datamodule.setup = lambda stage=None: setup("fit" if stage == "validate" else stage)
+
     named = False
     if config is not None:
         with open(config, encoding="utf-8") as file:
             named = "class_path" in ((yaml.safe_load(file) or {}).get("routine") or {})
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
-    cli = TULightningCLI(
+    cli = CommandLine(
         LightningModule if named else ClassificationRoutine,
         LightningDataModule,
         subclass_mode_model=named,
@@ -167,7 +178,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     handlers = {}
     for name, (summary, build) in COMMANDS.items():
-        handlers[name] = build(subparsers.add_parser(name, help=summary))
+        handlers[name] = build(subparsers.add_parser(name, help=summary, allow_abbrev=False))
     return parser, handlers
 
 

@@ -127,7 +127,13 @@ def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
             mean = {name: tensor.unsqueeze(0) for name, tensor in q.mean.items()}
             mean_accuracy[column] = accuracy(mean_probabilities(model, mean, data.test), data.test_y)
     reference = predictives["hmc/sample"]
-    rows: dict[str, dict[str, float | None]] = {"agreement": {}, "tv": {}, "accuracy": {}, "mean_accuracy": {}, "nll": {}}
+    rows: dict[str, dict[str, float | None]] = {
+        "agreement": {},
+        "tv": {},
+        "accuracy": {},
+        "mean_accuracy": {},
+        "nll": {},
+    }
     for column, p in predictives.items():
         rows["agreement"][column] = float(predictive_agreement(p, reference))
         rows["tv"][column] = float(predictive_total_variation(p, reference))

@@ -94,7 +94,7 @@ def alignment_table(found: Mapping[str, Any]) -> Grid:
             ]
         )
     header = ["", "nets", "NoT mean", "NoT range", "random", "rms σ", "barrier"]
-    caption = "random: NoT of a random permutation on average; barrier: excess of the training loss in nats, mean of pairs"
+    caption = "random: mean NoT of a random permutation; barrier: excess of the training loss in nats, mean over pairs"
     return Grid("Alignments to the first network", header, body, caption)
 
 

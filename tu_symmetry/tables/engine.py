@@ -69,7 +69,9 @@ def run_table(
     recipe = load_recipe(folder, overrides)
     run_folder = Path(out) if out is not None else Path("runs") / recipe.name
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RecipeError(f"--device {device}: torch sees no CUDA device here; use --device cpu or a machine with a GPU")
+        raise RecipeError(
+            f"--device {device}: torch sees no CUDA device here; use --device cpu or a machine with a GPU"
+        )
     display = display or Display()
     data = load_data(recipe.table.data, Path(data_root))
     steps = _plan(recipe, data)
@@ -111,7 +113,13 @@ def _plan(recipe: Recipe, data: Data) -> list[_Step]:
 
 
 def _run(
-    recipe: Recipe, steps: list[_Step], run_folder: Path, data: Data, device: torch.device, fresh: bool, display: Display
+    recipe: Recipe,
+    steps: list[_Step],
+    run_folder: Path,
+    data: Data,
+    device: torch.device,
+    fresh: bool,
+    display: Display,
 ) -> dict[str, Results]:
     results: dict[str, Results] = {}
     resident = data.to(device)

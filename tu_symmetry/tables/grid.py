@@ -47,7 +47,9 @@ class Grid:
 
     def print(self, console: Console) -> None:
         """Print with rich, secondary values dimmed."""
-        table = Table(title=self.title, caption=self.caption or None, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(
+            title=self.title, caption=self.caption or None, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         for row in self.rows:

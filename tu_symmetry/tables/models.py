@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ class MLP(nn.Module):
     def __init__(self, in_features: int, num_classes: int, hidden: Sequence[int] = (128,)) -> None:
         super().__init__()
         widths = [in_features, *hidden, num_classes]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``[batch, num_classes]`` of inputs ``[batch, ...]``."""

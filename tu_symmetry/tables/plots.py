@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, PURPLE, GRAY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#777777"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
     "font.size": 9,
@@ -68,7 +68,7 @@ def sigma_histograms(path: Path, sigmas: Mapping[str, Mapping[str, np.ndarray]])
     with figure(path, len(sigmas)) as axes:
         for ax, (title, pair) in zip(axes, sigmas.items(), strict=True):
             top = max(float(np.quantile(s, 0.998)) for s in pair.values())
-            bins = np.linspace(0, top, 60)
+            bins = np.linspace(0, top, 60).tolist()
             for (name, values), color, symbol in zip(pair.items(), (GRAY, BLUE), ("d", "r"), strict=True):
                 label = rf"$\sigma_{symbol}$, {name} (median {np.median(values):.2g})"
                 ax.hist(values, bins=bins, color=color, alpha=0.55, label=label, density=True)
@@ -80,7 +80,11 @@ def sigma_histograms(path: Path, sigmas: Mapping[str, Mapping[str, np.ndarray]])
 
 def pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """Accuracy against the share of weights that is kept, those of lowest sigma first (arXiv 2401.00611, Figure 5)."""
-    panels = {"samples": "Samples, own σ", "ensemble mean": "Mean of the ensemble's $q_r$", "single networks": "Single networks"}
+    panels = {
+        "samples": "Samples, own σ",
+        "ensemble mean": "Mean of the ensemble's $q_r$",
+        "single networks": "Single networks",
+    }
     colors = {"HMC": ORANGE, "ensemble": BLUE, "VI": GREEN, "own σ": BLUE, "HMC's σ": ORANGE, "VI's σ": GREEN}
     with figure(path, 3) as axes:
         removed = [100 * (1 - k) for k in keep]
@@ -90,8 +94,10 @@ def pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[flo
                 if not (head == kind or (kind == "samples" and head.endswith(" samples"))):
                     continue
                 label = head.removesuffix(" samples") if kind == "samples" else order
-                style = {"linestyle": ":", "color": GRAY} if order == "random order" else {"color": colors[label], "marker": "o"}
-                ax.plot(removed, [100 * v for v in values], label=label, **style)
+                control = order == "random order"
+                line, mark = (":", "") if control else ("-", "o")
+                color = GRAY if control else colors[label]
+                ax.plot(removed, [100 * v for v in values], label=label, color=color, linestyle=line, marker=mark)
             ax.set(title=title, xlabel="weights pruned (%)", ylabel="test accuracy (%)", ylim=(0, 101), xlim=(-2, 101))
             ax.legend(loc="lower left")
 
@@ -99,7 +105,9 @@ def pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[flo
 def interpolation(path: Path, ratios: Sequence[float], paths: Mapping[str, Mapping[str, Any]]) -> None:
     """Training loss along the segments between networks before and after alignment, one panel for each source."""
     with figure(path, 2) as axes:
-        for ax, (source, title) in zip(axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True):
+        for ax, (source, title) in zip(
+            axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True
+        ):
             for when, color in (("before", GRAY), ("after", BLUE)):
                 found = paths[f"{source}/{when}"]
                 mean = sum(found["barrier"]) / len(found["barrier"])
@@ -110,7 +118,7 @@ def interpolation(path: Path, ratios: Sequence[float], paths: Mapping[str, Mappi
 
 
 def transpositions(path: Path, initial: Sequence[float], panels: Mapping[str, Any], walk: Mapping[str, Any]) -> None:
-    """arXiv 2401.00611, Figure 3: after training against the initial NoT, and NoT along the interpolation.
+    """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation.
 
     Args:
         path: of the PNG.
@@ -133,6 +141,8 @@ def transpositions(path: Path, initial: Sequence[float], panels: Mapping[str, An
             ax.set(title=title, xlabel="NoT at initialization", ylabel=unit)
             ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
         band(axes[3], walk["ratios"], walk["transpositions"], BLUE, None)
-        axes[3].set(title="NoT along the interpolation", xlabel=r"interpolation $\lambda$", ylabel="NoT to $W_0$", xlim=(0, 1))
+        axes[3].set(
+            title="NoT along the interpolation", xlabel=r"interpolation $\lambda$", ylabel="NoT to $W_0$", xlim=(0, 1)
+        )
         for ax in axes[:3]:
             ax.legend(loc="best")

@@ -8,8 +8,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.progress import ProgressColumn, Task, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from tu_symmetry.tables.grid import Grid
@@ -80,7 +89,7 @@ class Display:
 
     @contextmanager
     def stage(self, name: str, *, resumed: bool, following: str | None) -> Iterator[_Status]:
-        """Frame one stage: say that it starts and what follows; then that it is done, how long it took, and what for."""
+        """Frame one stage: that it starts and what follows, then how long it took and what came out."""
         after = f" [dim](next: {following})[/dim]" if following else ""
         self.console.print(f"[bold blue]▸[/bold blue] {name}{' [yellow](resuming)[/yellow]' if resumed else ''}{after}")
         status, started = _Status(), time.perf_counter()

@@ -160,7 +160,11 @@ def load_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = folder / "table.yaml"
     if not path.is_file():
         near = sorted(str(p.parent) for p in folder.parent.glob("*/table.yaml")) if folder.parent.is_dir() else []
-        hint = f"; recipes there: {', '.join(near)}" if near else "; give a folder such as recipes/compact_posterior/digits"
+        hint = (
+            f"; recipes there: {', '.join(near)}"
+            if near
+            else "; give a folder such as recipes/compact_posterior/digits"
+        )
         raise RecipeError(f"{folder} is no recipe folder: it has no table.yaml{hint}")
     raw = _read(path)
     names = raw.get("stages")

@@ -82,7 +82,7 @@ def permutation_with_count(size: int, count: int, generator: torch.Generator) ->
 
 @stage()
 def train_pairs(context: StageContext, options: PairsOptions) -> Results:
-    """Train an initialization and permuted copies of it, all runs at once; writes ``[runs, 1 + counts, ...]`` states."""
+    """Train an initialization and permuted copies of it, all runs at once: states ``[runs, 1 + counts, ...]``."""
     from tu_symmetry.symmetry.action import apply_permutation
     from tu_symmetry.symmetry.elements import transposition_count
 
@@ -187,7 +187,9 @@ def match_pairs(context: StageContext, options: MatchingOptions) -> Results:
             for key in keys:
                 panels[key].append(row[key])
             path = [between(first, others[-1], ratio) for ratio in ratios]
-            walks.append([transposition_count(activation_matching(graph, model, first, w, data.train).permutation) for w in path])
+            walks.append(
+                [transposition_count(activation_matching(graph, model, first, w, data.train).permutation) for w in path]
+            )
     counts = panels["transpositions"]
     ends = [sum(c[i] for c in counts) / len(counts) for i in (0, -1)]
     return {
@@ -220,7 +222,9 @@ def report(context: StageContext, options: ReportOptions) -> Results:
         for i, count in enumerate(found["initial"])
     ]
     header = ["NoT at initialization", "NoT after training", "squared distance", "barrier (nats)"]
-    grid = Grid(context.table.title, header, rows, "second line: after activation matching; ± one standard deviation over runs")
+    grid = Grid(
+        context.table.title, header, rows, "second line: after activation matching; ± one standard deviation over runs"
+    )
     environment = ", ".join(f"{k} {v}" for k, v in context.environment.items())
     parts = [f"# {context.table.title}", f"Reproduces: {context.table.source}.", context.table.note, grid.markdown()]
     parts += ["![transpositions](transpositions.png)", f"## Hardware and versions\n\n{environment}"]

@@ -1,0 +1,115 @@
+"""The command line: quick, readable help; errors as one line; the recipe for TorchUncertainty's command line."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tu_symmetry import cli
+
+ROOT = Path(__file__).parents[1]
+FIT = ROOT / "recipes" / "lightning" / "mnist_ensemble_rebasin.yaml"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("table", "fit", "validate", "test", "predict"):
+        assert f"  {name} " in text
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_every_command_has_help_with_its_arguments_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0
+    assert f"usage: tu-symmetry {name}" in capsys.readouterr().out
+    parser = argparse.ArgumentParser()
+    cli.COMMANDS[name][1](parser)
+    assert parser.description and all(action.help for action in parser._actions)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom tu_symmetry.cli import main\n"
+        "for words in (['--help'], ['table', '--help'], ['fit', '--help']):\n"
+        "    try: main(words)\n"
+        "    except SystemExit: pass\n"
+        "heavy = {'torch', 'lightning', 'torch_uncertainty', 'matplotlib', 'sklearn'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_subcommand_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", dict(cli.COMMANDS))
+
+    @cli.command("twice", "print a number twice")
+    def twice(parser: argparse.ArgumentParser) -> cli.Handler:
+        parser.add_argument("number", type=int)
+        return lambda arguments: 2 * arguments.number
+
+    assert cli.main(["twice", "21"]) == 42
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["table", "nowhere"], "nowhere is no recipe folder"),
+        (
+            ["table", str(ROOT / "recipes/compact_posterior/digits"), "--set", "hmc.leapfrogs=3"],
+            "unknown key 'leapfrogs'",
+        ),
+        (["fit"], "needs --config FILE"),
+        (["fit", "--config", "nowhere.yaml"], "no recipe nowhere.yaml"),
+    ],
+)
+def test_errors_are_one_line_and_a_status(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_unknown_arguments_of_table_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["table", "somewhere", "--frsh"])
+    assert "--frsh" in capsys.readouterr().err
+
+
+def write_idx(path: Path, tensor: torch.Tensor) -> None:
+    header = struct.pack(f">HBB{tensor.ndim}I", 0, 8, tensor.ndim, *tensor.shape)
+    path.write_bytes(header + tensor.numpy().tobytes())
+    Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes()))
+
+
+@pytest.mark.slow
+def test_the_recipe_for_lightning_fits_aligns_and_tests(tmp_path: Path) -> None:
+    """On random images in MNIST's format: the YAML parses, the callback aligns, the configuration is saved."""
+    raw = tmp_path / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 600), ("t10k", 100)):
+        images = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+        write_idx(raw / f"{split}-images-idx3-ubyte", images)
+        write_idx(raw / f"{split}-labels-idx1-ubyte", (torch.arange(count) % 10).to(torch.uint8))
+    words = ["fit", "--config", str(FIT), "--data.root", str(tmp_path / "data"), "--trainer.max_epochs", "1"]
+    words += ["--trainer.limit_train_batches", "3", "--trainer.enable_progress_bar", "false"]
+    words += ["--trainer.accelerator", "cpu", "--trainer.log_every_n_steps", "1"]
+    command = [sys.executable, "-m", "tu_symmetry.cli", *words]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "runs" / "mnist_ensemble_rebasin" / "version_0"
+    assert "Rebasin" in (run / "config.yaml").read_text()
+    names = (run / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"rebasin/NoT", "rebasin/barrier_after", "test/cls/Acc"} <= set(names)
