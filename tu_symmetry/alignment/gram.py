@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -113,7 +114,23 @@ def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]
     return PermutationMember(member.parameter, member.axis, index, member.within_axis, member.within)
 
 
-class Votes:
+class Votes(Protocol):
+    """What speaks for pairing units: similarities between the units of two networks, family by family."""
+
+    def plain(self, family: Family, permutation: Mapping[str, Tensor]) -> Tensor:
+        """Similarities ``[size, size]`` of a root group without nested groups, float64 on the host."""
+
+    def blocks(self, family: Family, permutation: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The root's own part ``[H, H]``, and ``[H, n, H, n]`` for each group nested directly in the root."""
+
+    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
+        """What the family contributes to the objective."""
+
+    def is_self_coupled(self, family: Family) -> bool:
+        """Whether the objective is quadratic in the family's own permutation."""
+
+
+class WeightVotes:
     """Gram matrices of the families for a reference and a state, with the other families' permutations applied."""
 
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -133,6 +150,16 @@ class Votes:
                 if outer in permutation and outer not in held:
                     touching[outer] = permutation[outer]
         return permute_tensors(self.graph, touching, {name: self.state[name] for name in names})
+
+    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
+        """Inner product of the family's tensors with all permutations applied."""
+        moved = self.moved(family.tensors, permutation, frozenset())
+        return sum(float((self.reference[n].double() * moved[n].double()).sum()) for n in family.tensors)
+
+    def is_self_coupled(self, family: Family) -> bool:
+        """Whether a tensor is moved along two axes by the root group (a layer from units to themselves)."""
+        moved = [m.parameter for m in trainable_members(self.graph, family.root)]
+        return len(set(moved)) < len(moved)
 
     def plain(self, family: Family, permutation: Mapping[str, Tensor]) -> Tensor:
         """Gram ``[size, size]`` of a root group without nested groups, float64 on the host."""

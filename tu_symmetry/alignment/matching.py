@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tu_symmetry.alignment.gram import Family, Votes, families
+from tu_symmetry.alignment.gram import Family, Votes, WeightVotes, families
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, random_permutation
@@ -103,7 +103,7 @@ def weight_matching(
     before = weight_distance(graph, reference_state, state)
     if not graph.permutations:
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
-    votes = Votes(graph, reference_state, state)
+    votes = WeightVotes(graph, reference_state, state)
     family_list = families(graph)
     best: Matching | None = None
     for attempt in range(restarts if method == "descent" else 1):
@@ -153,20 +153,13 @@ def descend(
             if solve_family(votes, family, permutation):
                 changed = True
                 stale |= family.neighbors
-                if family.children or _is_self_coupled(family):
+                if family.children or votes.is_self_coupled(family):
                     stale.add(family.root.name)
         if progress is not None:
             progress({"sweep": sweep, "stale": len(stale)})
         if not changed:
             return permutation, sweep, True
     return permutation, max_sweeps, False
-
-
-def _is_self_coupled(family: Family) -> bool:
-    axes: dict[str, set[int]] = {}
-    for member in family.root.members:
-        axes.setdefault(member.parameter, set()).add(member.axis)
-    return any(len(a) > 1 for a in axes.values())
 
 
 def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool:
@@ -178,9 +171,10 @@ def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool
         if gain <= 0:
             return False
         candidate = torch.from_numpy(new)
-        if _is_self_coupled(family):  # the objective is quadratic in this permutation: take only true improvements
+        if votes.is_self_coupled(family):  # the objective is quadratic in this permutation: take only true improvements
             trial = {**permutation, family.root.name: candidate}
-            if _value(votes, family, trial) <= _value(votes, family, permutation) + _slack(votes.plain(family, permutation)):
+            now = votes.value(family, permutation)
+            if votes.value(family, trial) <= now + 1e-9 * abs(now):
                 return False
         permutation[family.root.name] = candidate
         return True
@@ -188,15 +182,6 @@ def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool
     for child in (c for c in family.children if c.parent == family.root.name):
         changed |= _solve_nested(votes, family, child.name, permutation)
     return changed
-
-
-def _value(votes: Votes, family: Family, permutation: Permutation) -> float:
-    moved = votes.moved(family.tensors, permutation, frozenset())
-    return sum(float((votes.reference[n].double() * moved[n].double()).sum()) for n in family.tensors)
-
-
-def _slack(gram: Tensor) -> float:
-    return 1e-9 * float(gram.abs().max())
 
 
 def _assign(gram: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, float]:

@@ -9,14 +9,14 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tu_symmetry.alignment.gram import Family, Votes, trainable_members
+from tu_symmetry.alignment.gram import Family, WeightVotes, trainable_members
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation
 from tu_symmetry.symmetry.graph import PermutationMember, SymmetryGraph
 
 
 def frank_wolfe(
     graph: SymmetryGraph,
-    votes: Votes,
+    votes: WeightVotes,
     family_list: list[Family],
     *,
     max_iterations: int = 50,
@@ -89,7 +89,7 @@ def _vertex(gradient: Tensor) -> Tensor:
 class _Relaxation:
     """The relaxed objective ``sum_T <reference_T, (P on each axis) state_T>`` and its gradients."""
 
-    def __init__(self, graph: SymmetryGraph, votes: Votes, relaxed: list[Family]) -> None:
+    def __init__(self, graph: SymmetryGraph, votes: WeightVotes, relaxed: list[Family]) -> None:
         self.votes = votes
         self.members: dict[str, list[tuple[str, PermutationMember]]] = {}
         for family in relaxed:

@@ -1,0 +1,248 @@
+"""Aligning many networks of one architecture: an ensemble, posterior samples, snapshots of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.alignment.activations import activation_matching
+from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
+from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+State = dict[str, Tensor]
+States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
+
+
+@dataclass(frozen=True)
+class Alignment(Generic[States]):
+    """Networks in one basin.
+
+    Attributes:
+        states: the permuted networks, in the form in which they were given (a list, or a stack).
+        permutations: one element for each network.
+        transpositions: number of transpositions (NoT) of each.
+        distances_before: L2 distance of each network's parameters to the reference, as given.
+        distances_after: the same after the permutation.
+        reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
+        rounds: passes over the networks.
+    """
+
+    states: States
+    permutations: list[Permutation]
+    transpositions: list[int]
+    distances_before: list[float]
+    distances_after: list[float]
+    reference: int | None
+    rounds: int
+
+
+def unstack(states: Any) -> list[State]:
+    """A stack with a leading sample axis, or a sequence of states, as a list of states (views)."""
+    if isinstance(states, Mapping):
+        counts = {name: t.shape[0] if t.ndim else None for name, t in states.items()}
+        if not counts or None in counts.values() or len(set(counts.values())) != 1:
+            raise ValueError(
+                f"a stack of states needs the same leading sample axis on every tensor, got leading sizes {counts}; "
+                "pass a list of state dicts, or stack them with torch.stack for each name"
+            )
+        count = next(iter(counts.values()))
+        assert count is not None
+        return [{name: t[k] for name, t in states.items()} for k in range(count)]
+    return [dict(s) for s in states]
+
+
+def align(
+    graph: SymmetryGraph,
+    states: States,
+    reference: Literal["first", "medoid", "mean", "universe"] | Mapping[str, Tensor] = "first",
+    method: Literal["weight", "activation"] = "weight",
+    *,
+    model: nn.Module | None = None,
+    dataloader: Iterable[Any] | None = None,
+    max_rounds: int = 20,
+    threads: int = 1,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Alignment[States]:
+    """Permute networks so that they lie in one basin.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks.
+        reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
+            distances to the others after matching (quadratic in their number). ``mean``: the running mean of the aligned
+            networks, updated until nothing moves. ``universe``: each network against the sum of all others, until
+            nothing moves (the synchronized objective ``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and
+            consistent along every cycle by construction). Or a state dict.
+        method: by weights, or by activations on ``dataloader`` with ``model`` (``first``, ``medoid``, or a given state).
+        model: the module, for activation matching.
+        dataloader: batches for activation matching; read once for each network.
+        max_rounds: bound on the passes of ``mean`` and ``universe``.
+        threads: networks that are matched at the same time (assignments release the GIL).
+        generator: for the order of groups in descents; a fixed order without one.
+        progress: called after each network with ``{"done", "total", "round"}``.
+        options: passed on to :func:`weight_matching` or :func:`activation_matching`.
+
+    Returns:
+        The alignment. The aligned states compute the same functions as the given ones.
+
+    Raises:
+        SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: fewer than two networks, or a method without what it needs.
+    """
+    members = unstack(states)
+    given = isinstance(reference, Mapping)
+    if len(members) < (1 if given else 2):
+        raise ValueError(
+            f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the other "
+            "as reference=state"
+        )
+    graph.require_verified()
+    for k, member in enumerate(members):
+        graph.check_state(member, name=f"states[{k}]")
+    if method == "activation":
+        if model is None or dataloader is None:
+            raise ValueError("method='activation' needs model= and dataloader=: units are matched by what they compute")
+        if reference in ("mean", "universe"):
+            raise ValueError(
+                f"reference={reference!r} averages weights and has no activations of its own; use method='weight', or "
+                "reference='first' or 'medoid'"
+            )
+        if iter(dataloader) is dataloader:
+            dataloader = list(dataloader)  # an iterator can be read once only
+
+    def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], **more: Any) -> Matching:
+        if method == "activation":
+            assert model is not None and dataloader is not None
+            return activation_matching(graph, model, target, member, dataloader, **options)
+        return weight_matching(graph, target, member, generator=generator, **{**options, **more})
+
+    runner = _Runner(1 if method == "activation" else threads, progress)
+    identity = identity_permutation(graph)
+    index: int | None = None
+    rounds = 1
+    if given or reference == "first":
+        target: Mapping[str, Tensor] = reference if isinstance(reference, Mapping) else members[0]
+        if given:
+            graph.check_state(target, name="reference")
+        index = None if given else 0
+        todo = list(range(len(members))) if given else list(range(1, len(members)))
+        found = runner(lambda k: match(target, members[k]).permutation, todo)
+        permutations = [identity] * (len(members) - len(todo)) + found
+    elif reference == "medoid":
+        index, permutations = _medoid(graph, members, match, runner)
+        target = members[index]
+    elif reference in ("mean", "universe"):
+        permutations, rounds = _synchronize(graph, members, match, runner, max_rounds, leave_out=reference == "universe")
+        target = _mean([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
+    else:
+        raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
+
+    aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
+    result: Any = aligned
+    if isinstance(states, Mapping):
+        result = {name: torch.stack([a[name] for a in aligned]) for name in states}
+    return Alignment(
+        states=result,
+        permutations=permutations,
+        transpositions=[transposition_count(p) for p in permutations],
+        distances_before=[weight_distance(graph, target, m) for m in members],
+        distances_after=[weight_distance(graph, target, a) for a in aligned],
+        reference=index,
+        rounds=rounds,
+    )
+
+
+T = TypeVar("T")
+
+
+class _Runner:
+    """Applies a function to many items, in threads where asked, and reports progress."""
+
+    def __init__(self, threads: int, progress: Progress | None) -> None:
+        self.threads, self.progress = threads, progress
+
+    def __call__(self, function: Callable[[int], T], items: Sequence[int], round_: int = 1) -> list[T]:
+        results: list[T] = []
+
+        def done(result: T) -> None:
+            results.append(result)
+            if self.progress is not None:
+                self.progress({"done": len(results), "total": len(items), "round": round_})
+
+        if self.threads <= 1:
+            for item in items:
+                done(function(item))
+        else:
+            with ThreadPoolExecutor(self.threads) as pool:
+                for result in pool.map(function, items):
+                    done(result)
+        return results
+
+
+def _mean(states: Sequence[Mapping[str, Tensor]]) -> State:
+    first = states[0]
+    return {
+        name: torch.stack([s[name] for s in states]).mean(0) if t.is_floating_point() else t.clone()
+        for name, t in first.items()
+    }
+
+
+def _medoid(
+    graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner
+) -> tuple[int, list[Permutation]]:
+    count = len(members)
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    found = dict(zip(pairs, runner(lambda k: match(members[pairs[k][0]], members[pairs[k][1]]), range(len(pairs))), strict=True))
+    totals = [sum(found[i, j].distance_after for j in range(count) if j != i) for i in range(count)]
+    best = min(range(count), key=lambda i: totals[i])
+    identity = identity_permutation(graph)
+    return best, [identity if j == best else found[best, j].permutation for j in range(count)]
+
+
+def _synchronize(
+    graph: SymmetryGraph,
+    members: list[State],
+    match: Callable[..., Matching],
+    runner: _Runner,
+    max_rounds: int,
+    *,
+    leave_out: bool,
+) -> tuple[list[Permutation], int]:
+    """Start from the first network, then match each network to the others' sum (or to the mean of all)."""
+    count = len(members)
+    identity = identity_permutation(graph)
+    permutations = [identity, *runner(lambda k: match(members[0], members[k]).permutation, range(1, count))]
+    names = [n for n in graph.shapes if members[0][n].is_floating_point()]
+    aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
+    total = {n: sum((a[n] for a in aligned[1:]), aligned[0][n].clone()) for n in names}
+    rest = {n: t for n, t in members[0].items() if n not in names}
+    full = {alias: total[n] for n, aliases in graph.aliases.items() if n in total for alias in aliases}
+    for round_ in range(1, max_rounds + 1):
+        moved = False
+        for k in range(count):
+            divisor = count - 1 if leave_out else count
+            target = {
+                n: ((full[n] - aligned[k][n]) if leave_out else full[n]) / divisor if n in full else rest[n]
+                for n in members[k]
+            }
+            found = match(target, members[k], method="descent", init=permutations[k])
+            candidate = permute_tensors(graph, found.permutation, members[k])
+            if any(not torch.equal(found.permutation[g], permutations[k][g]) for g in found.permutation):
+                moved = True
+                for n in full:
+                    full[n] = full[n] - aligned[k][n] + candidate[n]
+                permutations[k], aligned[k] = found.permutation, candidate
+            if runner.progress is not None:
+                runner.progress({"done": k + 1, "total": count, "round": round_ + 1})
+        if not moved:
+            return permutations, round_ + 1
+    return permutations, max_rounds + 1
