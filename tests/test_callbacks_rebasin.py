@@ -149,7 +149,7 @@ class PlantPermutations(Callback):
 
 
 def test_planted_permutations_are_found_and_logged() -> None:
-    module, plant, rebasin = routine(), PlantPermutations(), Rebasin()
+    module, plant, rebasin = routine(), PlantPermutations(), Rebasin(barrier_loader="val")
     fit(module, plant, rebasin, max_epochs=1)
     (record,) = rebasin.history
     assert record["NoT"] == [transposition_count(plant.planted[i]) for i in (1, 2)]
@@ -157,6 +157,7 @@ def test_planted_permutations_are_found_and_logged() -> None:
         inverse = invert(plant.planted[i])
         assert all(torch.equal(rebasin.permutations[i][n], inverse[n]) for n in inverse)
     assert max(record["distance_after"]) < 1e-6 < 1.0 < min(record["distance_before"])
+    assert max(record["barrier_after"]) < 1e-6 < 1e-3 < min(record["barrier_before"])
     before = [distance(member_state(module, 0), member_state(module, i)) for i in (1, 2)]
     assert record["distance_before"] == pytest.approx(before)
 
@@ -180,7 +181,7 @@ def test_trajectory_is_unchanged_in_place(optimizer: str, interval: dict[str, in
 def test_without_moving_the_optimizer_the_trajectory_would_change(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = routine()
     fit(plain)
-    monkeypatch.setattr("tu_symmetry.callbacks.rebasin.move_optimizer_state", lambda *args, **kwargs: None)
+    monkeypatch.setattr("tu_symmetry.callbacks.in_place.move_optimizer_state", lambda *args, **kwargs: None)
     broken = routine()
     fit(broken, mlp_rebasin(in_place=True, every_n_epochs=1))
     assert max(abs(a - b) for a, b in zip(plain.losses, broken.losses, strict=True)) > 1e-4

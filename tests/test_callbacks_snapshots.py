@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tu_symmetry.posterior.samples import SampleStore
 
 from tu_symmetry.callbacks import PosteriorSnapshots
-from tu_symmetry.posterior.samples import SampleStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.alignment.barrier import loss_barrier
+from tu_symmetry.callbacks.in_place import permute_in_place
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     check_same_architecture,
@@ -27,7 +27,7 @@ from tu_symmetry.callbacks.members import (
     swag_statistics,
 )
 from tu_symmetry.callbacks.schedule import ScheduledCallback
-from tu_symmetry.symmetry.action import apply_permutation, move_optimizer_state, permute_tensors
+from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
@@ -54,8 +54,8 @@ class Rebasin(ScheduledCallback):
     to the order of floating-point sums. Dropout on hidden units keeps the trajectory in distribution only, since
     the random mask falls on other units. The callback draws nothing from the global random streams.
 
-    Under data parallelism rank 0 aligns and all ranks apply its permutations. Barriers are averages over the ranks'
-    shares of the loader.
+    Under data parallelism rank 0 aligns and all ranks apply its permutations. Barriers come from the mean
+    over the ranks' shares of the loader.
 
     Example:
         >>> model = deep_ensembles(networks, task="classification")                     # doctest: +SKIP
@@ -220,7 +220,14 @@ class Rebasin(ScheduledCallback):
                 record |= self._barriers(trainer, pl_module, graph, members[0], reference, states)
             if self.in_place:
                 for i, permutation in self.permutations.items():
-                    self._move(trainer, pl_module, graph, members, i, permutation)
+                    permute_in_place(
+                        graph,
+                        permutation,
+                        members[i],
+                        mirrors=list(self._mirrors(trainer, pl_module, members, i)),
+                        swag=swag_statistics(pl_module, members[i]),
+                        optimizers=trainer.optimizers,
+                    )
             if self.reference == "previous":
                 self._snapshot = _on_cpu(_detached_state(members[0]))
         self.history.append(record)
@@ -295,12 +302,13 @@ class Rebasin(ScheduledCallback):
         reference: dict[str, Tensor],
         states: list[dict[str, Tensor]],
     ) -> _Found:
-        every = [_as_float(s) for s in (reference, *states)]
+        model = loader = None
         if self.method == "activation":
-            loader = self._batches(trainer, self.dataloader, argument="dataloader")
-            alignment = align(graph, every, method="activation", model=_twin(member), dataloader=loader)
-        else:
-            alignment = align(graph, every)
+            model, loader = _twin(member), self._batches(trainer, self.dataloader, argument="dataloader")
+        moving = [_as_float(s) for s in states]
+        alignment = align(
+            graph, moving, reference=_as_float(reference), method=self.method, model=model, dataloader=loader
+        )
         return _Found.of(alignment)
 
     def _barriers(
@@ -316,41 +324,17 @@ class Rebasin(ScheduledCallback):
         if batches is None:
             return {}
         twin, loss = _twin(member), self._loss(pl_module)
-        before, after = [], []
+        curves = []
         for i, permutation in self.permutations.items():
-            aligned = apply_permutation(graph, permutation, states[i])
-            before.append(float(loss_barrier(twin, reference, states[i], batches, loss).barrier))
-            after.append(float(loss_barrier(twin, reference, aligned, batches, loss).barrier))
+            for state in (states[i], apply_permutation(graph, permutation, states[i])):
+                curves.append(loss_barrier(twin, reference, state, batches, loss).losses)
+        losses = torch.tensor(curves, dtype=torch.float64)
         if trainer.world_size > 1:
-            mean = trainer.strategy.reduce(
-                torch.tensor([before, after], dtype=torch.float64, device=pl_module.device), reduce_op="mean"
-            )
-            before, after = mean.tolist()
+            losses = trainer.strategy.reduce(losses.to(pl_module.device), reduce_op="mean").cpu()
+        ratio = torch.linspace(0, 1, losses.shape[-1], dtype=torch.float64)
+        chord = torch.lerp(losses[:, :1], losses[:, -1:], ratio)
+        before, after = (losses - chord).amax(-1).clamp(min=0).reshape(-1, 2).T.tolist()
         return {"barrier_before": before, "barrier_after": after}
-
-    def _move(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        graph: SymmetryGraph,
-        members: list[nn.Module],
-        index: int,
-        permutation: Permutation,
-    ) -> None:
-        """Permute one member in place: weights and buffers, gradients, optimizer state, and averages."""
-        if all(torch.equal(p, torch.arange(p.shape[-1]).expand(p.shape)) for p in permutation.values()):
-            return
-        member = members[index]
-        names = {id(p): name for name, p in member.named_parameters()}
-        for optimizer in trainer.optimizers:
-            _check_elementwise(optimizer)
-        mirrors = list(self._mirrors(trainer, pl_module, members, index))
-        for module in (member, *mirrors):
-            _permute_module(graph, permutation, module)
-        for stats, prefix in swag_statistics(pl_module, member):
-            _permute_swag(graph, permutation, stats, prefix)
-        for optimizer in trainer.optimizers:
-            move_optimizer_state(graph, optimizer, names, permutation=permutation)
 
     def _mirrors(
         self, trainer: Trainer, pl_module: LightningModule, members: list[nn.Module], index: int
@@ -407,12 +391,12 @@ class _Found:
     distances_after: list[float]
 
     @classmethod
-    def of(cls, alignment: Alignment) -> _Found:
+    def of(cls, alignment: Alignment[Any]) -> _Found:
         return cls(
-            permutations=[{n: t.cpu() for n, t in p.items()} for p in list(alignment.permutations)[1:]],
-            transpositions=[int(n) for n in list(alignment.transpositions)[1:]],
-            distances_before=[float(d) for d in list(alignment.distances_before)[1:]],
-            distances_after=[float(d) for d in list(alignment.distances_after)[1:]],
+            permutations=[{n: t.cpu() for n, t in p.items()} for p in alignment.permutations],
+            transpositions=alignment.transpositions,
+            distances_before=alignment.distances_before,
+            distances_after=alignment.distances_after,
         )
 
     def as_record(self, trainer: Trainer) -> dict[str, Any]:
@@ -491,40 +475,3 @@ def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _as_float(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for n, t in state.items()}
-
-
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose state is not shaped like the weights, before anything has been changed."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-            shaped = not isinstance(value, Tensor) or value.numel() == 1 or value.shape == parameter.shape
-            if listed or not shaped:
-                raise SymmetryError(
-                    f"{type(optimizer).__name__} keeps {key!r} in a form that is not its parameter's, so it cannot "
-                    "follow a permutation; use in_place=False, or an optimizer with elementwise state (SGD, Adam and "
-                    "their kin)"
-                )
-
-
-def _permute_module(graph: SymmetryGraph, permutation: Permutation, module: nn.Module) -> None:
-    state = _detached_state(module)
-    for name, tensor in apply_permutation(graph, permutation, state).items():
-        if tensor is not state[name]:
-            state[name].copy_(tensor)
-    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    for name, tensor in permute_tensors(graph, permutation, grads).items():
-        if tensor is not grads[name]:
-            grads[name].copy_(tensor)
-
-
-def _permute_swag(graph: SymmetryGraph, permutation: Permutation, stats: dict[str, Tensor], prefix: str) -> None:
-    """Permute SWAG's moments ``[*shape]`` and its flattened deviations ``[models, numel]``."""
-    for kind in ("_mean", "_sq_mean", "_covariance_sqrt"):
-        keys = {name: f"{prefix}{name}{kind}" for name in graph.shapes if f"{prefix}{name}{kind}" in stats}
-        tensors = {}
-        for name, key in keys.items():
-            shape = graph.shapes[name]
-            tensors[name] = stats[key].reshape(stats[key].numel() // math.prod(shape), *shape)
-        for name, tensor in permute_tensors(graph, permutation, tensors).items():
-            stats[keys[name]] = tensor.reshape(stats[keys[name]].shape)
