@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.tables.predict import accuracy, mean_probabilities, nll, sample_count, select
+from tu_symmetry.tables.predict import accuracy, evenly, mean_probabilities, nll, sample_count, select
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 
@@ -40,44 +40,40 @@ class EvaluateOptions:
     reference_samples: int | None = None
 
 
-def evenly(count: int, wanted: int | None) -> Tensor:
-    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
-    if wanted is None or wanted >= count:
-        return torch.arange(count)
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
-
-
 @stage(inputs=("samples",))
 def fit_compact(context: StageContext, options: CompactOptions) -> Results:
     """Align samples to a reference and fit the diagonal Gaussians q_d (as they are) and q_r (aligned)."""
     from tu_symmetry.alignment.align import align
     from tu_symmetry.posterior.compact import CompactPosterior
-    from tu_symmetry.symmetry.elements import transposition_count
     from tu_symmetry.tables.sampling import load_samples
 
     states = load_samples(context.inputs["samples"], context.device)
     states = select(states, evenly(sample_count(states), options.samples))
     graph = context.graph
-    alignment = align(
-        graph,
-        states,
-        reference=options.reference,
-        method=options.method,
-        model=context.model,
-        dataloader=context.data.train,
-    )
+    with context.track("aligning", sample_count(states)) as tracker:
+        alignment = align(
+            graph,
+            states,
+            reference=options.reference,
+            method=options.method,
+            model=context.model,
+            dataloader=context.data.train,
+            progress=lambda at: tracker.update(at["done"]),
+        )
     q_d = CompactPosterior.from_states(states, graph, align=False)
     q_r = CompactPosterior.from_states(alignment.states, graph, align=False)
     q_d.save(context.folder / "q_d.safetensors")
     q_r.save(context.folder / "q_r.safetensors")
-    counts = [transposition_count(p) for p in alignment.permutations]
-    moved = counts[1:] if options.reference == "first" else counts
+    counts = alignment.transpositions
+    moved = [count for i, count in enumerate(counts) if i != alignment.reference]
     largest = sum(g.size - 1 for g in graph.permutations)
     mean = sum(moved) / len(moved)
     sigma = {name: _root_mean_square(q.std) for name, q in (("q_d", q_d), ("q_r", q_r))}
     return {
         "aligned": len(counts),
         "transpositions": counts,
+        "distances_before": alignment.distances_before,
+        "distances_after": alignment.distances_after,
         "transpositions_mean": mean,
         "transpositions_min": min(moved),
         "transpositions_max": max(moved),

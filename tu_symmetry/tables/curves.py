@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tu_symmetry.tables.data import Batches
-from tu_symmetry.tables.predict import accuracy, logits, mean_probabilities, select, unstack
+from tu_symmetry.tables.predict import accuracy, evenly, logits, mean_probabilities, sample_count, select, unstack
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 
@@ -105,55 +104,36 @@ def prune(context: StageContext, options: PruningOptions) -> Results:
 
 @stage(inputs=("hmc", "ensemble"))
 def interpolate(context: StageContext, options: InterpolationOptions) -> Results:
-    """Training loss and test accuracy between networks, before and after activation matching."""
+    """Training loss between networks, before and after activation matching."""
     from tu_symmetry.alignment.activations import activation_matching
+    from tu_symmetry.alignment.barrier import loss_barrier
     from tu_symmetry.symmetry.action import apply_permutation
     from tu_symmetry.tables.sampling import load_samples
 
     data, model, graph = context.data, context.model, context.graph
-    ratios = torch.linspace(0, 1, options.points, dtype=torch.float64)
-    found: Results = {"ratios": ratios.tolist()}
+    found: Results = {}
     with context.track("interpolating", 4 * options.pairs) as tracker:
         done = 0
         for source in ("ensemble", "hmc"):
             states = load_samples(context.inputs[source], context.device)
-            count = len(next(iter(states.values())))
-            chosen = torch.linspace(0, count - 1, min(options.pairs + 1, count), dtype=torch.float64).round().long()
-            first, *others = unstack(select(states, chosen))
+            first, *others = unstack(select(states, evenly(sample_count(states), options.pairs + 1)))
             for kind in ("before", "after"):
-                losses, accuracies = [], []
+                paths = []
                 for other in others:
                     if kind == "after":
                         matching = activation_matching(graph, model, first, other, data.train)
                         other = apply_permutation(graph, matching.permutation, other)
-                    path = [between(first, other, float(r)) for r in ratios]
-                    losses.append([loss_of(context, w, data.train) for w in path])
-                    accuracies.append([_accuracy_of(context, w) for w in path])
+                    paths.append(loss_barrier(model, first, other, data.train, cross_entropy, points=options.points))
                     done += 1
                     tracker.update(done, path=f"{source} {kind}")
-                found[f"{source}/{kind}"] = {
-                    "loss": losses,
-                    "accuracy": accuracies,
-                    "barrier": [barrier(loss) for loss in losses],
-                }
+                found["ratios"] = paths[0].ratios
+                found[f"{source}/{kind}"] = {"loss": [p.losses for p in paths], "barrier": [p.barrier for p in paths]}
     means = {k: sum(v["barrier"]) / len(v["barrier"]) for k, v in found.items() if k != "ratios"}
     found["headline"] = (
         f"mean barrier before → after: ensemble {means['ensemble/before']:.3g} → {means['ensemble/after']:.3g}, "
         f"HMC {means['hmc/before']:.3g} → {means['hmc/after']:.3g} nats"
     )
     return found
-
-
-def barrier(losses: list[float]) -> float:
-    """Largest excess of the losses on a path over the chord between its ends (evenly spaced points)."""
-    path = torch.tensor(losses, dtype=torch.float64)
-    chord = torch.linspace(0, 1, len(path), dtype=torch.float64)
-    return (path - (1 - chord) * path[0] - chord * path[-1]).max().item()
-
-
-def between(a: dict[str, Tensor], b: dict[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """The point ``(1 - ratio) a + ratio b`` in weight space."""
-    return {name: torch.lerp(a[name], b[name], ratio) for name in a}
 
 
 def _times(state: dict[str, Tensor], mask: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -168,8 +148,3 @@ def _lowest(order: dict[str, Tensor], keep: float) -> dict[str, Tensor]:
 
 def _accuracy_of(context: StageContext, state: dict[str, Tensor]) -> float:
     return accuracy(logits(context.model, state, context.data.test), context.data.test_y)
-
-
-def loss_of(context: StageContext, state: dict[str, Tensor], data: Batches) -> float:
-    """Mean cross-entropy of one network, in nats."""
-    return cross_entropy(logits(context.model, state, data).double(), data.y).item()

@@ -18,6 +18,13 @@ def sample_count(states: States) -> int:
     return len(next(iter(states.values())))
 
 
+def evenly(count: int, wanted: int | None) -> Tensor:
+    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
+    if wanted is None or wanted >= count:
+        return torch.arange(count)
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
+
+
 def unstack(states: States) -> Iterator[dict[str, Tensor]]:
     """The single states of a stack."""
     for i in range(sample_count(states)):

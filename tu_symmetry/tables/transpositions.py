@@ -17,7 +17,6 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.tables import plots
-from tu_symmetry.tables.curves import barrier, between, loss_of
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.models import build_model
 from tu_symmetry.tables.predict import unstack
@@ -156,6 +155,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 def match_pairs(context: StageContext, options: MatchingOptions) -> Results:
     """Match every permuted copy to its original: NoT, squared distance and barrier, and NoT along one interpolation."""
     from tu_symmetry.alignment.activations import activation_matching
+    from tu_symmetry.alignment.barrier import interpolate, loss_barrier
+    from tu_symmetry.alignment.matching import weight_distance
     from tu_symmetry.symmetry.action import apply_permutation
     from tu_symmetry.symmetry.elements import transposition_count
 
@@ -168,8 +169,13 @@ def match_pairs(context: StageContext, options: MatchingOptions) -> Results:
     walks = []
 
     def measure(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
-        losses = [loss_of(context, between(a, b, ratio), data.train) for ratio in ratios]
-        return sum(float((a[k] - b[k]).double().square().sum()) for k in a), barrier(losses)
+        return (
+            weight_distance(graph, a, b) ** 2,
+            loss_barrier(model, a, b, data.train, cross_entropy, points=options.points).barrier,
+        )
+
+    def count(a: dict[str, Tensor], b: dict[str, Tensor]) -> int:
+        return transposition_count(activation_matching(graph, model, a, b, data.train).permutation)
 
     runs = list(unstack(pairs))
     with context.track("matching", len(runs) * len(initial)) as tracker:
@@ -186,10 +192,7 @@ def match_pairs(context: StageContext, options: MatchingOptions) -> Results:
                 tracker.update(r * len(initial) + i + 1)
             for key in keys:
                 panels[key].append(row[key])
-            path = [between(first, others[-1], ratio) for ratio in ratios]
-            walks.append(
-                [transposition_count(activation_matching(graph, model, first, w, data.train).permutation) for w in path]
-            )
+            walks.append([count(first, interpolate(first, others[-1], ratio)) for ratio in ratios])
     counts = panels["transpositions"]
     ends = [sum(c[i] for c in counts) / len(counts) for i in (0, -1)]
     return {
@@ -217,7 +220,7 @@ def report(context: StageContext, options: ReportOptions) -> Results:
             str(count),
             cell("transpositions", i, ".1f"),
             f"{cell('distance_unmatched', i, '.1f')}\n{cell('distance', i, '.1f')}",
-            f"{cell('barrier_unmatched', i, '.3f')}\n{cell('barrier', i, '.3f')}",
+            f"{cell('barrier_unmatched', i, '.2g')}\n{cell('barrier', i, '.2g')}",
         ]
         for i, count in enumerate(found["initial"])
     ]
