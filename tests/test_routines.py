@@ -10,12 +10,12 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
-
 from tu_symmetry.posterior.compact import CompactPosterior
+
 from tu_symmetry.symmetry.discovery import discover_symmetries
 
 pytest.importorskip("torch_uncertainty")
-from torch_uncertainty.routines import ClassificationRoutine  # noqa: E402
+from torch_uncertainty.routines import ClassificationRoutine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -49,7 +49,9 @@ def probabilities(posterior: CompactPosterior, x: Tensor) -> Tensor:
 def test_metrics_equal_a_hand_computation(posterior: CompactPosterior, data: tuple[Tensor, Tensor]) -> None:
     x, y = data
     module = posterior.as_module(mlp(), SAMPLES, torch.Generator().manual_seed(7))
-    routine = ClassificationRoutine(module, num_classes=CLASSES, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information")
+    routine = ClassificationRoutine(
+        module, num_classes=CLASSES, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information"
+    )
     assert not list(routine.parameters()) or all(not p.requires_grad for p in routine.parameters())
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
     far = DataLoader(TensorDataset(5 * x, y), batch_size=16)
