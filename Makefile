@@ -48,8 +48,8 @@ contract: $(VENV)/installed-dev
 
 package: $(VENV)/installed-dev
 	rm -rf build/wheel build/site
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(BIN)/python -m pip install --quiet --no-deps --target build/site build/wheel/*.whl
+	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir build/wheel .
+	$(BIN)/python -m pip install -qq --no-deps --target build/site build/wheel/*.whl
 	cd build/site && test -f tu_symmetry/py.typed && ../../$(BIN)/python -S -c "$$IMPORT_CHECK"
 
 # Run in the unpacked wheel without site-packages: whatever the import needed beyond the standard library would fail.
@@ -72,12 +72,12 @@ clean:
 
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing the development tools into $(VENV) (about a minute) ..."
-	@$(BIN)/python -m pip install --quiet -e '.[dev]' '$(TORCH)'
+	@$(BIN)/python -m pip install -qq -e '.[dev]' '$(TORCH)'
 	@touch $@
 
 $(VENV)/installed: $(BIN)/python pyproject.toml
 	@echo "Installing tu_symmetry and PyTorch into $(VENV) (several GB, 3 to 10 minutes, only this once) ..."
-	@start=$$SECONDS; $(BIN)/python -m pip install --quiet -e . '$(TORCH)' && echo "Installed in $$((SECONDS - start)) s."
+	@start=$$SECONDS; $(BIN)/python -m pip install -qq -e . '$(TORCH)' && echo "Installed in $$((SECONDS - start)) s."
 	@touch $@
 
 # A name on the PATH is not enough (version managers leave names behind that do not run), so each candidate is run.
@@ -96,5 +96,5 @@ $(BIN)/python:
 	if "$$found" -c 'import ensurepip' 2>/dev/null; then \
 	  "$$found" -m venv --clear $(VENV); \
 	else \
-	  "$$found" -m venv --clear --without-pip $(VENV) && "$$found" -m pip --python $(VENV)/bin/python install --quiet pip; \
+	  "$$found" -m venv --clear --without-pip $(VENV) && "$$found" -m pip --python $(VENV)/bin/python install -qq pip; \
 	fi

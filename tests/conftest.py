@@ -1,0 +1,34 @@
+"""What every test relies on: one thread for each process, no windows, and where the real data lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its pools
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+
+DATA_VARIABLE = "TU_SYMMETRY_DATA"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_root() -> Path:
+    """Folder of real data sets, laid out as torchvision does; tests that ask for it skip where there is none."""
+    given = os.environ.get(DATA_VARIABLE)
+    root = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    if not (root / "MNIST" / "raw").is_dir():
+        pytest.skip(f"no real data: {root} holds no MNIST/raw (set {DATA_VARIABLE} to a folder of data sets)")
+    return root
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A seeded generator: tests share no random state."""
+    return torch.Generator().manual_seed(0)
