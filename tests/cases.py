@@ -209,7 +209,9 @@ def layernorm_mlp() -> nn.Module:
 class Attention(nn.Module):
     """Self-attention by hand: separate or fused projections, grouped queries, rotary positions."""
 
-    def __init__(self, width: int, heads: int, kv: int | None = None, fused: bool = False, rotary: bool = False) -> None:
+    def __init__(
+        self, width: int, heads: int, kv: int | None = None, fused: bool = False, rotary: bool = False
+    ) -> None:
         super().__init__()
         self.heads, self.kv, self.size, self.rotary = heads, kv or heads, width // heads, rotary
         if fused:
@@ -260,8 +262,8 @@ class Transformer(nn.Module):
         return self.head(self.norm3(x).mean(1))
 
 
-# stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36), query-key
-# and value-output (24); the whole stream feeds normalizations only (1)
+# stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36),
+# query-key and value-output (24); the whole stream feeds normalizations only (1)
 @case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
 def transformer_separate() -> nn.Module:
     return Transformer(Attention(12, 3))
@@ -508,7 +510,12 @@ class UnknownOperator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(5, 4), nn.Linear(4, 6), nn.Parameter(torch.randn(3, 6)), nn.Linear(3, 2)
+        self.a, self.b, self.c, self.d = (
+            nn.Linear(5, 4),
+            nn.Linear(4, 6),
+            nn.Parameter(torch.randn(3, 6)),
+            nn.Linear(3, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.d(torch.cdist(self.b(F.relu(self.a(x))), self.c))

@@ -267,5 +267,7 @@ def _observe(
         result = accumulator.result(similarity)
         totals[target] = totals[target] + result if target in totals else result
     found = {name: total for name, total in totals.items() if not name.endswith("/")}
-    own = {g.name: totals.get(g.name + "/", torch.zeros(g.size, g.size, dtype=torch.float64)) for g in graph.permutations}
+    own = {
+        g.name: totals.get(g.name + "/", torch.zeros(g.size, g.size, dtype=torch.float64)) for g in graph.permutations
+    }
     return _ActivationVotes(graph, found, own)

@@ -78,11 +78,11 @@ def align(
         graph: the architecture's symmetry graph (verified on first use).
         states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks.
         reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
-            distances to the others after matching (quadratic in their number). ``mean``: the running mean of the aligned
+            distances to the others after matching (quadratic in number). ``mean``: the running mean of the aligned
             networks, updated until nothing moves. ``universe``: each network against the sum of all others, until
             nothing moves (the synchronized objective ``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and
             consistent along every cycle by construction). Or a state dict.
-        method: by weights, or by activations on ``dataloader`` with ``model`` (``first``, ``medoid``, or a given state).
+        method: by weights, or by activations on ``dataloader`` with ``model`` (``first``, ``medoid``, a given state).
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
         max_rounds: bound on the passes of ``mean`` and ``universe``.
@@ -102,8 +102,8 @@ def align(
     given = isinstance(reference, Mapping)
     if len(members) < (1 if given else 2):
         raise ValueError(
-            f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the other "
-            "as reference=state"
+            f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
+            "other as reference=state"
         )
     graph.require_verified()
     for k, member in enumerate(members):
@@ -141,7 +141,9 @@ def align(
         index, permutations = _medoid(graph, members, match, runner)
         target = members[index]
     elif reference in ("mean", "universe"):
-        permutations, rounds = _synchronize(graph, members, match, runner, max_rounds, leave_out=reference == "universe")
+        permutations, rounds = _synchronize(
+            graph, members, match, runner, max_rounds, leave_out=reference == "universe"
+        )
         target = _mean([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
     else:
         raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
@@ -201,7 +203,9 @@ def _medoid(
 ) -> tuple[int, list[Permutation]]:
     count = len(members)
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
-    found = dict(zip(pairs, runner(lambda k: match(members[pairs[k][0]], members[pairs[k][1]]), range(len(pairs))), strict=True))
+    found = dict(
+        zip(pairs, runner(lambda k: match(members[pairs[k][0]], members[pairs[k][1]]), range(len(pairs))), strict=True)
+    )
     totals = [sum(found[i, j].distance_after for j in range(count) if j != i) for i in range(count)]
     best = min(range(count), key=lambda i: totals[i])
     identity = identity_permutation(graph)

@@ -32,7 +32,7 @@ class LossBarrier:
 
 
 def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """``(1 - ratio) a + ratio b`` for floating-point tensors (running statistics too); other tensors come from ``a``."""
+    """``(1 - ratio) a + ratio b`` for floating-point tensors (running statistics too); others come from ``a``."""
     if state_a.keys() != state_b.keys():
         raise ValueError(f"the two states have different names: {sorted(state_a.keys() ^ state_b.keys())[:6]}")
     return {
@@ -117,7 +117,9 @@ def barrier_matrix(
     matrix = torch.zeros(len(states), len(states), dtype=torch.float64)
     for i in range(len(states)):
         for j in range(i + 1, len(states)):
-            matrix[i, j] = matrix[j, i] = loss_barrier(model, states[i], states[j], batches, loss, points=points).barrier
+            matrix[i, j] = matrix[j, i] = loss_barrier(
+                model, states[i], states[j], batches, loss, points=points
+            ).barrier
     return matrix
 
 
@@ -129,6 +131,8 @@ def mean_state(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def mean_model_loss(model: nn.Module, states: Sequence[Mapping[str, Tensor]], dataloader: Iterable[Any], loss: Loss) -> float:
+def mean_model_loss(
+    model: nn.Module, states: Sequence[Mapping[str, Tensor]], dataloader: Iterable[Any], loss: Loss
+) -> float:
     """Loss of the network whose weights are the mean of all."""
     return mean_loss(model, mean_state(states), dataloader, loss)

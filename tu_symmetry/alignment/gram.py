@@ -36,6 +36,7 @@ class Family:
 
     @property
     def names(self) -> frozenset[str]:
+        """Names of the root and of all groups in it."""
         return frozenset((self.root.name, *(c.name for c in self.children)))
 
 
@@ -64,7 +65,7 @@ def trainable_members(graph: SymmetryGraph, group: PermutationGroup) -> list[Per
 
 
 def _units_first(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
-    """``[units, everything else]``: the slices of a tensor that belong to each unit, ``index`` being [units, copies]."""
+    """``[units, everything else]``: the slices of a tensor that belong to each unit; ``index`` is [units, copies]."""
     picked = tensor.movedim(axis, 0).index_select(0, index.reshape(-1).to(tensor.device))
     return picked.reshape(index.shape[0], -1)
 
@@ -97,7 +98,7 @@ def _within(member: PermutationMember, tensor: Tensor) -> Tensor:
 
 
 def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]) -> PermutationMember | None:
-    """The positions of a root's member that belong to no nested group (they move with the block, and keep their slots)."""
+    """The positions of a root's member that belong to no nested group: they move with the block and keep slots."""
     covered = torch.zeros(int(member.index.max()) + 1, dtype=torch.bool)
     for child in children:
         for other in child.members:
@@ -112,6 +113,15 @@ def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]
         return None
     index = member.index[free].reshape(*member.index.shape[:-1], -1)
     return PermutationMember(member.parameter, member.axis, index, member.within_axis, member.within)
+
+
+def _interact(a: PermutationMember, b: PermutationMember) -> bool:
+    """Whether moving along ``b`` changes what ``a`` compares: another axis of the tensor, or some of the positions."""
+    if a.parameter != b.parameter:
+        return False
+    if a.axis != b.axis or a.within_axis != b.within_axis:
+        return True
+    return bool(torch.isin(a.index.reshape(-1), b.index.reshape(-1)).any())
 
 
 class Votes(Protocol):
@@ -136,7 +146,9 @@ class WeightVotes:
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         self.graph, self.reference, self.state = graph, reference, state
 
-    def moved(self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]) -> dict[str, Tensor]:
+    def moved(
+        self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]
+    ) -> dict[str, Tensor]:
         """Some tensors of the state with all permutations applied but those of the groups in ``held``."""
         touching = {
             g.name: permutation[g.name]
@@ -168,7 +180,9 @@ class WeightVotes:
         total: Tensor | None = None
         for member in trainable_members(self.graph, root):
             tensor = moved[member.parameter]
-            for other in root.members:  # a tensor that the group moves along two axes (a layer from units to themselves)
+            for (
+                other
+            ) in root.members:  # a tensor that the group moves along two axes (a layer from units to themselves)
                 if other.parameter == member.parameter and other.axis != member.axis:
                     ndim = len(self.graph.shapes[other.parameter])
                     tensor = permute_axis(tensor, other, permutation[root.name], ndim)
@@ -182,7 +196,7 @@ class WeightVotes:
         """Pieces of a family with nested groups, float64 on the host.
 
         Returns:
-            The root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested directly
+            The root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested right
             in the root the Gram of all pairs of units of all pairs of blocks, ``[H, n, H, n]``, given the inner
             permutations of the other nested groups.
         """
@@ -201,10 +215,7 @@ class WeightVotes:
             total = torch.zeros(heads, size, heads, size, dtype=torch.float64)
             for member in trainable_members(self.graph, child):
                 reference, tensor = self.reference[member.parameter], moved[member.parameter]
-                partners = [
-                    c for c in direct if c is not child and any(
-                        m.parameter == member.parameter and m.axis != member.axis for m in c.members)
-                ]  # fmt: skip
+                partners = [c for c in direct if c is not child and any(_interact(member, m) for m in c.members)]
                 if not partners:
                     gram = member_gram(member, reference, tensor).detach().to("cpu", torch.float64)
                     total += gram.reshape(heads, size, heads, size)

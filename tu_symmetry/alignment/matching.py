@@ -1,6 +1,6 @@
 """Weight matching: the permutation that brings one network closest to another.
 
-The objective is ``sum_T <reference_T, permuted_T>`` over all parameters; maximizing it minimizes the squared L2 distance
+The objective is ``sum_T <reference_T, permuted_T>`` over all parameters; maximizing it minimizes the squared distance
 (Ainsworth et al. 2023, section 3.2). Coordinate descent solves one linear assignment for each group in turn and misses
 the optimum of residual nets from most starts; Frank-Wolfe on doubly stochastic matrices, started at the barycenter,
 followed by assignment and a descent to polish, finds planted permutations reliably. That is the default.

@@ -109,7 +109,9 @@ class _Relaxation:
         moved = tensor.movedim(member.axis, 0)
         rows = moved.index_select(0, index.reshape(-1)).reshape(index.shape[0], -1)
         mixed = (matrix @ rows).reshape(index.numel(), *moved.shape[1:])
-        if index.numel() == moved.shape[0] and bool((index.reshape(-1) == torch.arange(index.numel(), device=tensor.device)).all()):
+        if index.numel() == moved.shape[0] and bool(
+            (index.reshape(-1) == torch.arange(index.numel(), device=tensor.device)).all()
+        ):
             return mixed.movedim(0, member.axis)
         result = moved.clone()
         result[index.reshape(-1)] = mixed
@@ -125,7 +127,9 @@ class _Relaxation:
         return total
 
     def gradients(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: torch.zeros(n, n, dtype=self.like.dtype, device=self.like.device) for name, n in self.sizes.items()}
+        found = {
+            name: torch.zeros(n, n, dtype=self.like.dtype, device=self.like.device) for name, n in self.sizes.items()
+        }
         for parameter, members in self.members.items():
             reference = self.votes.reference[parameter]
             for name, member in members:

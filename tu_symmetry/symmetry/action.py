@@ -165,9 +165,9 @@ def scale_tensors(
         for alias in graph.aliases[parameter]:
             if alias in scaled:
                 tensor = scaled[alias]
-                scaled[alias] = (tensor * factor.to(tensor.device, torch.promote_types(tensor.dtype, torch.float32))).to(
-                    tensor.dtype
-                )
+                scaled[alias] = (
+                    tensor * factor.to(tensor.device, torch.promote_types(tensor.dtype, torch.float32))
+                ).to(tensor.dtype)
     return scaled
 
 

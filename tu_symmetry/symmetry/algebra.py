@@ -49,6 +49,7 @@ class Value:
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
 
@@ -139,10 +140,12 @@ class Ledger:
     # -- creating -----------------------------------------------------------------------------------------------
 
     def fresh_units(self, count: int) -> Array:
+        """New hidden units, numbered on."""
         first, self.units = self.units, self.units + count
         return np.arange(first, first + count, dtype=np.int64)
 
     def fresh_variables(self, shape: tuple[int, ...]) -> Array:
+        """New scale variables in a given shape."""
         count = math.prod(shape)
         first, self.variables = self.variables, self.variables + count
         return np.arange(first, first + count, dtype=np.int64).reshape(shape)
@@ -179,7 +182,9 @@ class Ledger:
     def uniform(self, shape: Sequence[int]) -> Value:
         """A tensor whose entries are all alike: every position has the same code, so any order is as good."""
         shape = tuple(shape)
-        labels = tuple((along(np.full(n, -1, dtype=np.int64), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape))
+        labels = tuple(
+            (along(np.full(n, -1, dtype=np.int64), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape)
+        )
         return Value(shape, labels, ("",) * len(shape))
 
     # -- demands on units ---------------------------------------------------------------------------------------
@@ -221,16 +226,35 @@ class Ledger:
             self.pin_label(label, reason)
         self.pin_scale(value.scale)
 
-    def unify(self, a: Label, b: Label, reason_a: str = "", reason_b: str = "", axis: int | None = None) -> Label:
-        """Demand that two axes be indexed by the same units; returns the label with more structure.
+    def unify(
+        self,
+        a: Label,
+        b: Label,
+        reason_a: str = "",
+        reason_b: str = "",
+        axis: int | None = None,
+        others: Sequence[Label] | None = None,
+    ) -> Label:
+        """Demand that two axes be indexed by the same units; returns the label to go on with.
 
-        ``axis`` is the axis of both labels in their common frame, where it is known.
+        Args:
+            a: one label.
+            b: the other label, in the same frame.
+            reason_a: why ``a`` is pinned, if it is.
+            reason_b: the same for ``b``.
+            axis: the axis of both labels in their frame, where it is known.
+            others: labels of all axes of the frame, where they are known: units that are shared between blocks (by the
+                heads of an attention, say) are then told apart by their blocks.
         """
-        if a is b or len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True)):
+        if a is b or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))):
             return a
         if not a or not b:
             self.pin_label(a or b, (reason_b if a else reason_a) or "meets a fixed axis", axis)
             return ()
+        if axis is not None and others is not None and len(a) == len(b) == 1:
+            shared = self._share(a, b, axis, others) or self._share(b, a, axis, others)
+            if shared:
+                return shared
         arrays = np.broadcast_arrays(*a, *b)
         left, right = arrays[: len(a)], arrays[len(a) :]
         if len(a) == len(b):
@@ -263,6 +287,23 @@ class Ledger:
         self.pin_label(a, "factored in two ways")
         self.pin_label(b, "factored in two ways")
         return ()
+
+    def _share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
+        """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so."""
+        outer = [k for k in varies(own[0]) if k != axis]
+        if not outer or any(not others[k] for k in outer):
+            return ()
+        x, y, *blocks = np.broadcast_arrays(own[0], common[0], *(c for k in outer for c in others[k]))
+        if (x < 0).any() or (y < 0).any() or len(np.unique(y)) == len(np.unique(x)):
+            return ()
+        parts = (y.reshape(-1), *(z.reshape(-1) for z in blocks))
+        flat = x.reshape(-1)
+        _, first = np.unique(flat, return_index=True)
+        pairs = np.unique(np.stack(parts, axis=1), axis=0)
+        if len(pairs) != len(first) or len(np.unique(np.stack((flat, *parts), axis=1), axis=0)) != len(first):
+            return ()
+        self.bindings.append((flat[first], tuple(z[first] for z in parts)))
+        return common
 
     def mix(self, value: Value, axis: int, reason: str) -> Value:
         """The value before an operator that mixes fixed positions along an axis (a convolution's pixels)."""
@@ -324,6 +365,7 @@ class Ledger:
         return first
 
     def pin_scale(self, scale: tuple[Term, ...]) -> None:
+        """Demand that a log-scale be zero."""
         if scale:
             self.constraints.append(scale)
 
@@ -360,6 +402,7 @@ class Ledger:
     # -- moving data --------------------------------------------------------------------------------------------
 
     def permute(self, value: Value, order: Sequence[int]) -> Value:
+        """Reorder the axes."""
         return Value(
             tuple(value.shape[k] for k in order),
             tuple(tuple(c.transpose(order) for c in value.labels[k]) for k in order),

@@ -69,7 +69,7 @@ def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
-    """The element that acts as ``q`` first and then ``p``.
+    """Element that acts as ``q`` first and as ``p`` then.
 
     Raises:
         SymmetryError: if the two have different groups or shapes.

@@ -253,7 +253,7 @@ class Extraction:
         for part, o in enumerate(outer):
             fixed = _combine(fixed, np.where(o < 0, -o, 0))
             x, y = np.broadcast_arrays(component, o)
-            both = (x >= 0) & (y >= 0)
+            both = (x >= 0) & (y >= 0) & (x != y)
             if both.any():
                 pairs = np.unique(np.stack([x[both], y[both]], axis=1), axis=0)
                 tag = np.full((len(pairs), 1), relation * 8 + part, dtype=np.int64)
@@ -474,17 +474,27 @@ class Extraction:
                 index = table[node.color][0][np.where(moving, component, 0)]
                 inner = table[node.color][1][np.where(moving, component, 0)]
                 hit = moving & (index >= 0)
-                owner[hit], slot[hit] = index[hit], inner[hit]
+                owner[hit] = index[hit]
+                slot[hit] = slot[hit] * 100_003 + inner[hit]  # a position may hold several units of one block
             if not (owner >= 0).any():
                 continue
             rest = np.zeros(shape, dtype=np.uint64)
             for component in label:
                 mine = table[node.color][0][np.where(component >= 0, component, 0)]
                 foreign = ~((component >= 0) & (mine >= 0))
-                rest = _combine(rest, np.where(foreign, component, 0).astype(np.int64))
+                rest = _combine(rest, np.where(foreign, self._relative(component), 0))
             member = self._member(node, name, axis, nested, owner, slot, rest)
             if member is not None:
                 node.members.append(member)
+
+    def _relative(self, component: Array) -> Hash:
+        """Units by their color and their place in their block, everything else as it is."""
+        place: Array = np.arange(self.classes.count)
+        for node in self.nodes:
+            place[node.units] = np.arange(node.units.shape[-1])
+        moving = component >= 0
+        unit = np.where(moving, component, 0)
+        return np.where(moving, _combine(self.colors[unit], place[unit]), _combine(component))
 
     def _groups_over(self, colors: list[int]) -> list[_Node]:
         """The groups that units of these colors belong to, and those that these are nested in."""
@@ -533,8 +543,12 @@ class Extraction:
         if len(nested) > 1:
             raise _Contradiction(node, "nested along two axes of a parameter")
         (rows_axis,) = nested
-        flat = [np.moveaxis(a, (rows_axis, axis), (0, 1)).reshape(owner.shape[rows_axis], size) for a in (owner, slot, rest)]
-        _, first, kind = np.unique(np.concatenate([flat[0], flat[1]], axis=1), axis=0, return_index=True, return_inverse=True)
+        flat = [
+            np.moveaxis(a, (rows_axis, axis), (0, 1)).reshape(owner.shape[rows_axis], size) for a in (owner, slot, rest)
+        ]
+        _, first, kind = np.unique(
+            np.concatenate([flat[0], flat[1]], axis=1), axis=0, return_index=True, return_inverse=True
+        )
         kind = kind.reshape(-1)
         units_per_block = node.units.shape[-1]
         blocks = node.units.size // units_per_block

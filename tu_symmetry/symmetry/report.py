@@ -17,14 +17,19 @@ def describe(graph: SymmetryGraph) -> str:
     )
     lines.append(f"  scales          {len(graph.scales)} groups, {sum(g.size for g in graph.scales)} positive factors")
     lines.append(
-        f"  normalizations  {len(graph.normalizations)} groups, {sum(g.size for g in graph.normalizations)} positive factors"
+        f"  normalizations  {len(graph.normalizations)} groups, "
+        f"{sum(g.size for g in graph.normalizations)} positive factors"
     )
     reasons = Counter(p.reason for p in graph.pinned)
     if reasons:
         lines.append("  pinned          " + "; ".join(f"{n} axes: {r}" for r, n in reasons.most_common()))
     if graph.unknown_operators:
         lines.append("  no rule for     " + ", ".join(graph.unknown_operators))
-    for title, groups in (("permutation", graph.permutations), ("scale", graph.scales), ("normalization", graph.normalizations)):
+    for title, groups in (
+        ("permutation", graph.permutations),
+        ("scale", graph.scales),
+        ("normalization", graph.normalizations),
+    ):
         if not groups:
             continue
         width = max(len(g.name) for g in groups)

@@ -232,7 +232,9 @@ def scale_groups(
     """
     system = ScaleSystem(ledger)
     expanded = {
-        name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in order if name in ledger.parameters
+        name: system.expand(ledger.parameters[name].scale, len(shapes[name]))
+        for name in order
+        if name in ledger.parameters
     }
     signature: dict[int, list[tuple[str, tuple[int, ...], float]]] = defaultdict(list)
     first_seen: dict[int, tuple[int, int]] = {}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from tu_symmetry.symmetry.algebra import Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
-from tu_symmetry.symmetry.rules import RULES, Call, unknown
+from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.rules import Call, unknown
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
 
@@ -123,7 +124,9 @@ class _Interpreter:
         return held
 
     def _constant(self, tensor: Tensor) -> Value:
-        array = tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
+        array = (
+            tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
+        )
         value = self.ledger.uniform(array.shape)
         for axis, size in enumerate(array.shape):
             if size == 1 or bool((array == array.take([0], axis)).all()):
@@ -154,8 +157,14 @@ class _Interpreter:
             return
         writes = bool(target._schema.arguments) and _writes(target._schema.arguments[0])
         rule_name = name[:-1] if writes and name.endswith("_") else name
-        call = Call(self.ledger, rule_name, self._bind(node, target), _shapes(node.meta.get("val")), node.name,
-                    frozenset(u.args[1] for u in node.users if u.target is operator.getitem and u.users) or frozenset((0,)))  # fmt: skip
+        call = Call(
+            self.ledger,
+            rule_name,
+            self._bind(node, target),
+            _shapes(node.meta.get("val")),
+            node.name,
+            frozenset(u.args[1] for u in node.users if u.target is operator.getitem and u.users) or frozenset((0,)),
+        )
         rule = RULES.get(rule_name)
         if rule is None:
             self._note(rule_name)

@@ -62,7 +62,9 @@ def verify_symmetries(
             check.demand(name, "permutation", permute_tensors(graph, {name: p}, state))
         for name, s in exact.items():
             check.demand(name, "scale", scale_tensors(graph, {name: s}, state))
-        check.demand("all groups together", "combined", scale_tensors(graph, exact, permute_tensors(graph, permutation, state)))
+        check.demand(
+            "all groups together", "combined", scale_tensors(graph, exact, permute_tensors(graph, permutation, state))
+        )
     if inexact:
         for _ in _without_epsilon(twin):
             check.baseline(state)
@@ -109,8 +111,8 @@ class _Check:
         error = self.error(state)
         if not error <= self.tolerance:
             raise SymmetryError(
-                f"the {kind} group {name!r} is no symmetry of this network: the outputs change by {error:.1e} (relative; "
-                f"{self.tolerance:.0e} is allowed). Either the model or its inputs are not those that the graph was "
+                f"the {kind} group {name!r} is no symmetry of this network: the outputs change by {error:.1e} "
+                f"(relative; {self.tolerance:.0e} is allowed). Either the model or its inputs are not those that the graph was "
                 "discovered on, or a rule is wrong; please report the architecture."
             )
 

@@ -1,0 +1,213 @@
+"""Rules for sums of products: linear maps, matrix products, einsum, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Label, Value
+from tu_symmetry.symmetry.operators.movement import pin_tensor, repeat
+from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, nest_axis, replace_arguments
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+
+
+def contract(
+    call: Call, operands: Sequence[Value], letters: Sequence[str], output: str, *, absorbs: bool = False
+) -> Value:
+    """A sum of products: the general form of linear maps, matrix products and einsum.
+
+    Axes that share a letter are indexed by the same units. What is summed over must not scale. A parameter that comes
+    here unused and shares a letter with the output and another operand holds one map for each position of it (packed
+    or batched layers): its other axes are then nested in that axis. ``absorbs`` says that an operand is the view of a
+    fresh parameter.
+    """
+    ledger = call.ledger
+    every = "".join(dict.fromkeys("".join(letters)))
+    place = {letter: k for k, letter in enumerate(every)}
+    sizes: dict[str, int] = {}
+    for value, own in zip(operands, letters, strict=True):
+        for letter, n in zip(own, value.shape, strict=True):
+            sizes[letter] = max(sizes.get(letter, 1), n)
+
+    def frame(array: np.ndarray, own: str) -> np.ndarray:
+        """An array over an operand's axes, laid into the frame of all letters."""
+        order = sorted(range(len(own)), key=lambda k: place[own[k]])
+        shape = [1] * len(every)
+        for k in order:
+            shape[place[own[k]]] = array.shape[k]
+        return array.transpose(order).reshape(shape)
+
+    fresh: list[Value] = []
+    for value, own in zip(operands, letters, strict=True):
+        if is_fresh(ledger, value):
+            others = [o for v, o in zip(operands, letters, strict=True) if v is not value]
+            batch = [k for k, x in enumerate(own) if value.shape[k] > 1 and x in output and any(x in o for o in others)]
+            for axis, n in enumerate(value.shape):
+                if batch and axis not in batch and n > 1:
+                    value = nest_axis(ledger, value, axis, batch)
+        fresh.append(value)
+
+    labels: dict[str, Label] = {}
+    reasons: dict[str, str] = {}
+    for letter in sorted(every, key=lambda x: (x not in output, sum(x in own for own in letters) < 2)):
+        for value, own in zip(fresh, letters, strict=True):
+            axis = own.find(letter)
+            if axis < 0 or value.shape[axis] == 1:
+                continue
+            label = tuple(frame(c, own) for c in value.labels[axis])
+            if letter in labels:
+                others = [labels.get(x, ()) for x in every]
+                labels[letter] = ledger.unify(
+                    labels[letter], label, reasons[letter], value.reasons[axis], place[letter], others
+                )
+                reasons[letter] = reasons[letter] or value.reasons[axis]
+            else:
+                labels[letter], reasons[letter] = label, value.reasons[axis]
+    full = Value(
+        tuple(sizes[x] for x in every),
+        tuple(labels.get(x, ()) for x in every),
+        tuple(reasons.get(x, "") for x in every),
+    )
+    ledger.observe(full)
+    scale = tuple((c, frame(v, own)) for value, own in zip(fresh, letters, strict=True) for c, v in value.scale)
+    summed = [place[x] for x in every if x not in output]
+    varying = [any(v.shape[k] > 1 for k in summed) for _, v in scale]
+    inside = tuple(t for t, within in zip(scale, varying, strict=True) if within)
+    rest = tuple(t for t, within in zip(scale, varying, strict=True) if not within)
+    if inside and not absorbs and not any(is_fresh(ledger, v) for v in fresh):
+        # what is summed over may scale alike: the common factor passes on (a fresh parameter would absorb it)
+        common = [
+            max(n) if k not in summed else 1 for k, n in enumerate(zip(*(v.shape for _, v in inside), strict=True))
+        ]
+        factor = ledger.fresh_variables(tuple(common))
+        ledger.equate(inside, ((1.0, factor),))
+        rest = (*rest, (1.0, factor))
+    else:
+        ledger.pin_scale(inside)
+    result = replace(full, scale=ledger.merge(rest))
+    for axis in sorted(summed, reverse=True):
+        result = ledger.drop(result, axis)
+    remaining = [x for x in every if x in output]
+    result = ledger.permute(result, [remaining.index(x) for x in output])
+    return ledger.reshape(result, call.shape) if result.shape != call.shape else result
+
+
+@register_rule("linear")
+def _linear(call: Call) -> Value:
+    value, weight = call.get("input", call.get("self")), call["weight"]
+    lead = "abcdefgh"[: value.ndim - 1]
+    if weight.ndim == 1:
+        return contract(call, [value, weight], [lead + "y", "y"], lead)
+    result = contract(call, [value, weight], [lead + "y", "zy"], lead + "z")
+    return add_bias(call, result, call.get("bias"), result.ndim - 1)
+
+
+def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
+    """Add a one-dimensional bias along an axis."""
+    if bias is None:
+        return result
+    frame = [1] * result.ndim
+    frame[axis] = bias.shape[-1]
+    laid = call.ledger.reshape(bias, frame)
+    label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
+    call.ledger.equate(laid.scale, result.scale)
+    return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
+
+
+@register_rule("matmul", "mm", "bmm", "mv", "dot", "inner")
+def _matmul(call: Call) -> Value:
+    a, b = call.tensors[:2]
+    if call.operator == "aten.inner":
+        return unknown(call)
+    left, right = ("y", "yz") if a.ndim == 1 else ("xy", "y" if b.ndim == 1 else "yz")
+    right = "y" if b.ndim == 1 else right
+    lead_a, lead_b = max(a.ndim - 2, 0), max(b.ndim - 2, 0)
+    alphabet = "abcdefgh"[: max(lead_a, lead_b)]
+    left = alphabet[len(alphabet) - lead_a :] + left
+    right = alphabet[len(alphabet) - lead_b :] + right
+    output = alphabet + ("x" if a.ndim > 1 else "") + ("z" if b.ndim > 1 else "")
+    return contract(call, [a, b], [left, right], output)
+
+
+@register_rule("addmm", "baddbmm", "addbmm", "addmv")
+def _addmm(call: Call) -> Value:
+    names = ("mat1", "mat2") if "mat1" in call.arguments else ("batch1", "batch2")
+    if call.operator in ("aten.addbmm", "aten.addmv"):
+        return unknown(call)
+    product = _matmul(replace_arguments(call, [call[n] for n in names]))
+    return elementwise(replace_arguments(call, [call["self"], product]), additive=True)
+
+
+@register_rule("einsum")
+def _einsum(call: Call) -> Value:
+    equation = call["equation"].replace(" ", "")
+    operands = call["tensors"]
+    inputs, arrow, output = equation.partition("->")
+    specs = inputs.split(",")
+    spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    width = max(
+        (v.ndim - len(s.replace("...", "")) for v, s in zip(operands, specs, strict=True) if "..." in s), default=0
+    )
+    dots = "".join(spare[:width])
+    specs = [
+        s.replace("...", dots[width - (v.ndim - len(s.replace("...", ""))) :] if "..." in s else "")
+        for v, s in zip(operands, specs, strict=True)
+    ]
+    if any(len(set(s)) != len(s) for s in specs):
+        return unknown(call)
+    joined = "".join(specs)
+    output = output.replace("...", dots) if arrow else dots + "".join(sorted(c for c in joined if joined.count(c) == 1))
+    return contract(call, operands, specs, output)
+
+
+@register_rule("scaled_dot_product_attention")
+def _attention(call: Call) -> Value:
+    query, key, value = call["query"], call["key"], call["value"]
+    ledger = call.ledger
+    lead = query.ndim - 2
+    if call.get("enable_gqa", False) and key.shape[lead - 1] != query.shape[lead - 1]:
+        axis, count = lead - 1, query.shape[lead - 1] // key.shape[lead - 1]
+        key, value = (
+            repeat(
+                Call(
+                    ledger,
+                    "aten.repeat_interleave",
+                    {"self": v, "repeats": count, "dim": axis},
+                    [(*v.shape[:axis], v.shape[axis] * count, *v.shape[axis + 1 :])],
+                    call.place,
+                )
+            )
+            for v in (key, value)
+        )
+    letters = "abcdef"[:lead]
+    shape = (*np.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2], key.shape[-2])
+    scores = contract(replace(call, outputs=[shape]), [query, key], [letters + "xy", letters + "zy"], letters + "xz")
+    mask = call.get("attn_mask")
+    ledger.pin_scale(scores.scale)
+    scores = replace(scores, scale=())
+    if isinstance(mask, Value):
+        scores = elementwise(replace(call, arguments={"0": scores, "1": mask}, outputs=[shape]))
+    if call.get("is_causal", False):
+        scores = ledger.mix(ledger.mix(scores, lead, "causal mask"), lead + 1, "causal mask")
+    return contract(call, [scores, value], [letters + "xz", letters + "zw"], letters + "xw")
+
+
+@register_rule("bilinear")
+def _bilinear(call: Call) -> Value:
+    a, b, weight = call["input1"], call["input2"], call["weight"]
+    lead = "cdefgh"[: a.ndim - 1]
+    result = contract(call, [a, weight, b], [lead + "x", "oxy", lead + "y"], lead + "o")
+    return add_bias(call, result, call.get("bias"), result.ndim - 1)
+
+
+@register_rule("embedding")
+def _embedding(call: Call) -> Value:
+    weight: Value = call["weight"]
+    pin_tensor(call, call["indices"], "an index")
+    table = call.ledger.mix(weight, 0, "rows are looked up")
+    row = call.ledger.take(table, 0, 0)
+    lead = len(call.shape) - row.ndim
+    laid = call.ledger.pad_left(row, row.ndim + lead)
+    return replace(laid, shape=call.shape, reasons=("looked up",) * lead + row.reasons)

@@ -1,0 +1,171 @@
+"""Rules for convolutions, pooling and resampling."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.operators.contractions import add_bias, contract
+from tu_symmetry.symmetry.operators.pointwise import is_fresh
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+
+
+@register_rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _conv(call: Call) -> Value:
+    value, weight = call["input"], call["weight"]
+    ledger = call.ledger
+    transposed = "transpose" in call.operator or bool(call.get("transposed", False))
+    groups = int(call.get("groups", 1))
+    space = weight.ndim - 2
+    batched = value.ndim == space + 2
+    axis = 1 if batched else 0
+    for k in range(axis + 1, value.ndim):
+        value = ledger.mix(value, k, "spatial position")
+    if batched and value.shape[0] > 1:
+        value = ledger.unnest(value, 0)
+    for k in range(2, weight.ndim):
+        if weight.labels[k]:
+            ledger.pin_label(weight.labels[k], "kernel position")
+            weight = ledger.relabel(weight, k, (), "kernel position")
+    scale = []
+    for c, v in weight.scale:
+        if any(n > 1 for n in v.shape[2:]):
+            ledger.pin_scale(((c, v),))
+        else:
+            scale.append((c, v))
+    kernel = Value(
+        (weight.shape[0], weight.shape[1]),
+        tuple(tuple(c.reshape(c.shape[:2]) for c in lab) for lab in weight.labels[:2]),
+        weight.reasons[:2],
+        tuple((c, v.reshape(v.shape[:2])) for c, v in scale),
+        weight.parameter if groups > 1 else None,
+    )
+
+    absorbs = is_fresh(ledger, weight)
+    label, terms = ledger.channel(value, axis)
+    channels = value.shape[axis]
+    inputs = Value((channels,), (label,), (value.reasons[axis],), terms)
+    if groups == 1:
+        ledger.observe(kernel)
+        spec = ("y", "yz" if transposed else "zy", "z")
+    else:
+        inputs = ledger.reshape(inputs, (groups, channels // groups))
+        ledger.observe(inputs)
+        kernel = _grouped(call, kernel, groups)
+        spec = ("gy", "gyz" if transposed else "gzy", "gz")
+    shape = tuple(
+        n for n in ((groups,) if groups > 1 else ()) + (kernel.shape[-1] if transposed else kernel.shape[-2],)
+    )
+    out = contract(replace(call, outputs=[shape]), [inputs, kernel], [spec[0], spec[1]], spec[2], absorbs=absorbs)
+    if groups > 1:
+        out = ledger.reshape(out, (math.prod(out.shape),))
+    bias = call.get("bias")
+    if bias is not None:
+        out = add_bias(call, out, bias, 0)
+    frame = [1] * len(call.shape)
+    frame[axis] = out.shape[0]
+    laid = ledger.reshape(out, frame)
+    reasons = tuple(
+        laid.reasons[k] if k == axis else ("batch" if k < axis else "spatial position") for k in range(len(frame))
+    )
+    labels = list(laid.labels)
+    if batched and value.shape[0] > 1:
+        lead = value.labels[0]
+        labels[0] = tuple(
+            c[(slice(None),) + (slice(0, 1),) * (c.ndim - 1)].reshape(-1, *[1] * (len(frame) - 1)) for c in lead
+        )
+    return Value(call.shape, tuple(labels), reasons, laid.scale)
+
+
+def _grouped(call: Call, kernel: Value, groups: int) -> Value:
+    """A grouped convolution's kernel as (group, rows, columns), its columns nested in the groups."""
+    ledger = call.ledger
+    rows, columns = kernel.shape
+    owned = kernel.parameter
+    own = ledger.parameters[owned] if owned is not None and owned not in ledger.used else None
+    nested = ledger.fresh_units(groups * columns).reshape(groups, columns)
+    variables = ledger.fresh_variables((groups, columns))
+    wide_units = np.repeat(nested, rows // groups, axis=0)
+    wide_variables = np.repeat(variables, rows // groups, axis=0)
+    if own is not None and columns > 1:
+        tail = (1,) * (len(own.shape) - 2)
+        own = ledger.relabel(own, 1, (wide_units.reshape(rows, columns, *tail),))
+        terms = tuple(t for t in own.scale if t[1].shape[1] == 1)
+        own = ledger.rescale(own, (*terms, (1.0, wide_variables.reshape(rows, columns, *tail))))
+        kernel = replace(
+            kernel,
+            labels=(kernel.labels[0], (wide_units,)),
+            scale=(*(t for t in kernel.scale if t[1].shape[1] == 1), (1.0, wide_variables)),
+        )
+    return ledger.reshape(replace(kernel, parameter=None), (groups, rows // groups, columns))
+
+
+@register_rule(
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+    "max_pool3d_with_indices",
+    "max_pool2d_with_indices",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "_upsample_nearest_exact2d",
+    "_upsample_bilinear2d_aa",
+    "mean_pool",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "fractional_max_pool2d",
+    "_upsample_bicubic2d_aa",
+)
+def _pool(call: Call) -> Value | list[Value]:
+    value: Value = call.get("self", call.get("input"))
+    name = call.operator
+    space = next(n for n in (1, 2, 3) if f"{n}d" in name)
+    for axis in range(value.ndim - space, value.ndim):
+        value = call.ledger.mix(value, axis, "spatial position")
+    result = replace(value, shape=call.shape, parameter=None)
+    return [result] * len(call.outputs)
+
+
+@register_rule("grid_sampler", "im2col", "col2im")
+def _unfold(call: Call) -> Value:
+    if call.operator != "aten.im2col":
+        return unknown(call)
+    value: Value = call["self"]
+    batched = value.ndim == 4
+    for axis in range(value.ndim - 2, value.ndim):
+        value = call.ledger.mix(value, axis, "spatial position")
+    lead, channels = value.shape[: value.ndim - 3], value.shape[value.ndim - 3]
+    taps = math.prod(call["kernel_size"])
+    flat = call.ledger.take(call.ledger.take(value, value.ndim - 1, 0), value.ndim - 2, 0)
+    wide = call.ledger.reshape(flat, (*lead, channels, 1, 1))
+    blank = pinned_value((taps,), "kernel position")
+    wide = replace(wide, shape=(*lead, channels, taps, 1), reasons=(*wide.reasons[:-2], *blank.reasons, ""))
+    merged = call.ledger.reshape(wide, (*lead, channels * taps, 1))
+    assert batched or len(lead) == 0
+    return replace(merged, shape=call.shape)
+
+
+@register_rule("unfold")
+def _windows(call: Call) -> Value:
+    value: Value = call["self"]
+    axis = int(call["dimension"]) % value.ndim
+    value = call.ledger.mix(value, axis, "windows are cut")
+    frame = call.ledger.reshape(value, (*value.shape, 1)) if value.ndim else value
+    return replace(frame, shape=call.shape)

@@ -1,0 +1,286 @@
+"""Rules for operators that move data: views, slices, concatenations, indexing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+
+
+@register_rule(
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "flatten",
+    "unflatten",
+    "squeeze",
+    "unsqueeze",
+    "reshape_as",
+    "view_as",
+    "ravel",
+    "squeeze_copy",
+    "unsqueeze_copy",
+    "view_copy",
+)
+def _reshape(call: Call) -> Value:
+    if call.operator == "aten.view" and "dtype" in call.arguments:
+        return unknown(call)
+    return call.ledger.reshape(call["self"], call.shape)
+
+
+@register_rule(
+    "permute",
+    "transpose",
+    "t",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "adjoint",
+    "mT",
+    "numpy_T",
+    "transpose_copy",
+    "permute_copy",
+)
+def _permute(call: Call) -> Value:
+    value: Value = call["self"]
+    n = value.ndim
+    order = list(range(n))
+    name = call.operator.removeprefix("aten.").removesuffix("_copy")
+    if name == "permute":
+        order = [d % n for d in call["dims"]]
+    elif name in ("movedim", "moveaxis"):
+        source, target = call["source"], call["destination"]
+        source, target = ([s] if isinstance(s, int) else list(s) for s in (source, target))
+        rest = [d for d in range(n) if d not in {s % n for s in source}]
+        placed: dict[int, int] = {t % n: s % n for s, t in zip(source, target, strict=True)}
+        order = [placed[d] if d in placed else rest.pop(0) for d in range(n)]
+    elif name == "numpy_T" or name == "t":
+        order = order[::-1]
+    else:
+        a, b = (
+            (-1, -2)
+            if name in ("adjoint", "mT")
+            else (call.get("dim0", call.get("axis0", 0)), call.get("dim1", call.get("axis1", 0)))
+        )
+        order[a % n], order[b % n] = order[b % n], order[a % n]
+    return call.ledger.permute(value, order)
+
+
+@register_rule("expand", "expand_as", "broadcast_to", "expand_copy")
+def _expand(call: Call) -> Value:
+    return call.ledger.expand(call["self"], call.shape)
+
+
+@register_rule("repeat", "tile", "repeat_interleave")
+def repeat(call: Call) -> Value:
+    """Copies along axes: their order does not matter."""
+    value: Value = call["self"]
+    ledger = call.ledger
+    if call.operator == "aten.repeat_interleave":
+        count, axis = call["repeats"], call.arguments.get("dim")
+        if not isinstance(count, int) or axis is None:
+            return unknown(call)
+        axis %= value.ndim
+        inserted = ledger.reshape(value, (*value.shape[: axis + 1], 1, *value.shape[axis + 1 :]))
+        wide = ledger.expand(inserted, (*value.shape[: axis + 1], count, *value.shape[axis + 1 :]))
+        return ledger.reshape(wide, call.shape)
+    counts = list(call.get("repeats", call.get("dims")))
+    counts = [1] * (value.ndim - len(counts)) + counts
+    value = ledger.pad_left(value, len(counts))
+    for axis, count in enumerate(counts):
+        if count > 1:
+            if value.shape[axis] == 1:
+                target = (*value.shape[:axis], count, *value.shape[axis + 1 :])
+                value = ledger.expand(value, target)
+            else:
+                value = ledger.concatenate([value] * count, axis)
+    return value
+
+
+@register_rule("cat", "concat", "concatenate")
+def _cat(call: Call) -> Value:
+    values = [v for v in call["tensors"] if v.shape != (0,)]
+    return call.ledger.concatenate(values, call.axis(of=values[0], default=0))
+
+
+@register_rule("stack", "hstack", "vstack", "dstack", "column_stack")
+def _stack(call: Call) -> Value:
+    if call.operator != "aten.stack":
+        return unknown(call)
+    values = call["tensors"]
+    axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
+    shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
+    return call.ledger.concatenate([call.ledger.reshape(v, shape) for v in values], axis)
+
+
+def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
+    """Cut a value into pieces along an axis."""
+    starts = np.cumsum([0, *sizes])
+    return [call.ledger.take(value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
+
+
+@register_rule("chunk", "split", "split_with_sizes", "tensor_split", "split_copy", "unsafe_chunk", "unsafe_split")
+def _split(call: Call) -> list[Value]:
+    value = call["self"]
+    axis = call.axis(default=0)
+    return split(call, value, axis, [s[axis] for s in call.outputs])
+
+
+@register_rule("unbind")
+def _unbind(call: Call) -> list[Value]:
+    value = call["self"]
+    axis = call.axis(default=0)
+    return [call.ledger.take(value, axis, k) for k in range(value.shape[axis])]
+
+
+@register_rule("select", "select_copy")
+def _select(call: Call) -> Value:
+    value, axis = call["self"], call.axis()
+    index = call["index"]
+    if not isinstance(index, int):
+        return unknown(call)
+    return call.ledger.take(value, axis, index % value.shape[axis])
+
+
+@register_rule("slice", "narrow", "slice_copy")
+def _slice(call: Call) -> Value:
+    value = call["self"]
+    axis = call.axis(default=0)
+    if call.operator == "aten.narrow":
+        start, step = int(call["start"]) % max(value.shape[axis], 1), 1
+    else:
+        start, step = call.get("start", 0), call.get("step", 1)
+    if not isinstance(start, int) or not isinstance(step, int):
+        return unknown(call)
+    if call.operator != "aten.narrow":
+        start = slice(start, None, step).indices(value.shape[axis])[0]
+    count = call.shape[axis]
+    if count == value.shape[axis]:
+        return replace(value, parameter=None)
+    return call.ledger.take(value, axis, start + step * np.arange(count))
+
+
+@register_rule("flip", "roll")
+def _reorder(call: Call) -> Value:
+    value: Value = call["self"]
+    dims = call.get("dims", [])
+    if not dims:
+        return unknown(call)
+    for k, dim in enumerate(dims):
+        axis = dim % value.ndim
+        positions = np.arange(value.shape[axis])
+        shift = call["shifts"][k] if "shifts" in call.arguments else 0
+        positions = positions[::-1] if call.operator == "aten.flip" else np.roll(positions, shift)
+        if value.labels[axis] or any(v.shape[axis] > 1 for _, v in value.scale):
+            value = call.ledger.take(value, axis, positions.copy())
+    return value
+
+
+@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+def _shuffle(call: Call) -> Value:
+    value, ledger = call["self"], call.ledger
+    if call.operator == "aten.channel_shuffle":
+        n, c, *space = value.shape
+        g = call["groups"]
+        split_up = ledger.reshape(value, (n, g, c // g, *space))
+        swapped = ledger.permute(split_up, (0, 2, 1, *range(3, value.ndim + 1)))
+        return ledger.reshape(swapped, call.shape)
+    *lead, c, h, w = value.shape
+    k = len(lead)
+    if call.operator == "aten.pixel_shuffle":
+        r = call["upscale_factor"]
+        parts = ledger.reshape(value, (*lead, c // r**2, r, r, h, w))
+        order = (*range(k), k, k + 3, k + 1, k + 4, k + 2)
+    else:
+        r = call["downscale_factor"]
+        parts = ledger.reshape(value, (*lead, c, h // r, r, w // r, r))
+        order = (*range(k), k, k + 2, k + 4, k + 1, k + 3)
+    return ledger.reshape(ledger.permute(parts, order), call.shape)
+
+
+@register_rule("index", "index_select", "gather", "take_along_dim")
+def _index(call: Call) -> Value:
+    value: Value = call["self"]
+    if call.operator == "aten.index_select":
+        value = call.ledger.mix(value, call.axis(), "indexed")
+        pin_tensor(call, call["index"], "an index")
+        return replace(value, shape=call.shape, parameter=None)
+    if call.operator in ("aten.gather", "aten.take_along_dim"):
+        return unknown(call)
+    indices = call["indices"]
+    used = [k for k, i in enumerate(indices) if i is not None]
+    for k in used:
+        pin_tensor(call, indices[k], "an index")
+        value = call.ledger.mix(value, k, "indexed")
+    width = max(indices[k].ndim for k in used)
+    contiguous = used == list(range(used[0], used[-1] + 1))
+    start = used[0] if contiguous else 0
+    kept = [k for k in range(value.ndim) if k not in used]
+    # bring the kept axes into a frame without the indexed ones, then insert the index's own (pinned) axes
+    source = call.ledger.permute(value, [*kept, *used])
+    for _ in used:
+        source = call.ledger.take(source, source.ndim - 1, 0)
+    before = [k for k in kept if k < start] if contiguous else []
+    at = len(before)
+    frame = (*source.shape[:at], *[1] * width, *source.shape[at:])
+    result = call.ledger.reshape(source, frame)
+    labels = list(result.labels)
+    reasons = list(result.reasons)
+    for k in range(at, at + width):
+        labels[k], reasons[k] = (), "indexed"
+    return Value(call.shape, tuple(labels), tuple(reasons), result.scale)
+
+
+def pin_tensor(call: Call, value: Any, reason: str) -> None:
+    """Pin an argument, if it is a tensor that could move."""
+    if isinstance(value, Value):
+        call.ledger.pin(value, reason)
+
+
+@register_rule(
+    "pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "reflection_pad1d", "replication_pad1d"
+)
+def _pad(call: Call) -> Value:
+    value: Value = call["self"]
+    pad = call.get("pad", call.get("padding"))
+    filler = call.get("value", 0)
+    mode = call.get("mode", "constant")
+    result = value
+    for k in range(len(pad) // 2):
+        axis = value.ndim - 1 - k
+        low, high = pad[2 * k], pad[2 * k + 1]
+        if low == 0 and high == 0:
+            continue
+        if result.labels[axis] and call.operator in ("aten.pad", "aten.constant_pad_nd") and mode == "constant":
+            size, extra = result.shape[axis], [low, high]
+            if min(extra) < 0:
+                result = call.ledger.take(result, axis, np.arange(max(-low, 0), size - max(-high, 0)))
+            pieces = [result]
+            for side, n in zip((0, 1), extra, strict=True):
+                if n > 0:
+                    shape = (*result.shape[:axis], n, *result.shape[axis + 1 :])
+                    blank = replace(
+                        pinned_value(shape, "padding"),
+                        labels=tuple(() if j == axis else result.labels[j] for j in range(value.ndim)),
+                    )
+                    pieces.insert(0 if side == 0 else len(pieces), blank)
+            if len(pieces) > 1:
+                scale = result.scale
+                if scale and any(v.shape[axis] == 1 for _, v in scale):
+                    pieces = [replace(p, scale=scale) if p is not result else p for p in pieces]
+                result = call.ledger.concatenate(pieces, axis)
+        else:
+            result = call.ledger.mix(result, axis, "padded")
+            shape = (*result.shape[:axis], result.shape[axis] + low + high, *result.shape[axis + 1 :])
+            result = replace(result, shape=shape)
+    if filler not in (0, None, -math.inf, math.inf):
+        call.ledger.pin_scale(result.scale)
+        result = replace(result, scale=())
+    return replace(result, parameter=None)

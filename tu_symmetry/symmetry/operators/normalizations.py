@@ -1,0 +1,112 @@
+"""Rules for normalizations: what they undo, and what they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.operators.pointwise import join_labels, times
+from tu_symmetry.symmetry.rules import Call, register_rule
+
+
+def _absorb(call: Call, value: Value, eps: float | None) -> Value:
+    """After a normalization the scale of its input is gone; with an epsilon, up to that."""
+    if eps is None or eps > 0:
+        call.ledger.inexact += [v for _, v in value.scale]
+    return replace(value, scale=(), parameter=None)
+
+
+def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, axes: Sequence[int]) -> Value:
+    """Multiply by a weight and add a bias that lie along the given axes."""
+    for operand, multiply in ((weight, True), (bias, False)):
+        if operand is None:
+            continue
+        frame = [1] * value.ndim
+        for axis, n in zip(axes, operand.shape, strict=True):
+            frame[axis] = n
+        laid = call.ledger.reshape(operand, frame)
+        labels = list(value.labels)
+        for axis in axes:
+            labels[axis] = call.ledger.unify(labels[axis], laid.labels[axis], value.reasons[axis], laid.reasons[axis])
+        if multiply:
+            value = replace(value, labels=tuple(labels), scale=(*value.scale, *laid.scale))
+        else:
+            call.ledger.equate(laid.scale, value.scale)
+            value = replace(value, labels=tuple(labels))
+            if weight is None:
+                call.ledger.pin_scale(laid.scale)
+    return value
+
+
+@register_rule(
+    "batch_norm",
+    "instance_norm",
+    "_native_batch_norm_legit",
+    "native_batch_norm",
+    "cudnn_batch_norm",
+    "_native_batch_norm_legit_no_training",
+)
+def _batch_norm(call: Call) -> Value | list[Value]:
+    value: Value = call["input"]
+    ledger = call.ledger
+    mean, variance = call.get("running_mean"), call.get("running_var")
+    label, _ = ledger.channel(replace(value, scale=()), 1)
+    terms = value.scale
+    for axis in range(value.ndim):
+        if axis != 1:
+            terms = tuple((c, ledger._constant_along(v, axis)) for c, v in terms)
+    value = replace(value, scale=terms)
+    flat = tuple((c, v.reshape(-1) if v.size > 1 else np.repeat(v.reshape(-1), value.shape[1])) for c, v in terms)
+    for statistic, power in ((mean, 1.0), (variance, 2.0)):
+        if statistic is not None:
+            ledger.unify(statistic.labels[0], label, "", value.reasons[1])
+            target = times(flat, power)
+            if statistic.parameter is not None and statistic.parameter not in ledger.used:
+                ledger.rescale(statistic, target)
+            elif power == 1.0:
+                ledger.equate(statistic.scale, target)
+    inner = _absorb(call, value, call.get("eps"))
+    result = _affine(call, inner, call.get("weight"), call.get("bias"), [1])
+    return [result] * len(call.outputs)
+
+
+@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
+def _layer_norm(call: Call) -> Value | list[Value]:
+    value: Value = call["input"]
+    axes = list(range(value.ndim - len(call["normalized_shape"]), value.ndim))
+    scale = value.scale
+    for axis in axes:
+        scale = tuple((c, call.ledger._constant_along(v, axis)) for c, v in scale)
+    inner = _absorb(call, replace(value, scale=scale), call.get("eps"))
+    result = _affine(call, inner, call.get("weight"), call.get("bias"), axes)
+    return [result] * len(call.outputs)
+
+
+@register_rule("group_norm", "native_group_norm")
+def _group_norm(call: Call) -> Value:
+    value: Value = call["input"]
+    ledger = call.ledger
+    groups = int(call.get("num_groups", call.get("group", 1)))
+    n, channels, *space = value.shape
+    for axis in range(2, value.ndim):
+        value = replace(value, scale=tuple((c, ledger._constant_along(v, axis)) for c, v in value.scale))
+    blocks = ledger.reshape(value, (n, groups, channels // groups, *space))
+    ledger.observe(blocks)
+    for _, v in blocks.scale:
+        ledger._constant_along(v, 2)
+    inner = _absorb(call, value, call.get("eps"))
+    return _affine(call, inner, call.get("weight"), call.get("bias"), [1])
+
+
+@register_rule("_weight_norm", "_weight_norm_interface")
+def _weight_norm(call: Call) -> Value | list[Value]:
+    value, gain = call["v"], call["g"]
+    axis = int(call.get("dim", 0)) % value.ndim
+    for term in value.scale:
+        if term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
+            call.ledger.pin_scale((term,))
+    _, joined = join_labels(call, [value, gain], value.shape)
+    return [replace(joined, scale=gain.scale)] * len(call.outputs)

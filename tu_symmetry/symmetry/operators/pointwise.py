@@ -1,0 +1,357 @@
+"""Rules for operators that act entry by entry."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tu_symmetry.symmetry.algebra import Label, Ledger, Term, Value, pinned_value
+from tu_symmetry.symmetry.operators.movement import split
+from tu_symmetry.symmetry.rules import Call, register_rule
+
+SMALL = 1e-3  # a constant below this that is added to a statistic is taken for a normalization's epsilon
+
+
+def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
+    """Align broadcast operands, unify their labels, and return them with an unscaled result."""
+    ledger, ndim = call.ledger, len(shape)
+    aligned = [ledger.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
+    labels: list[Label] = []
+    reasons: list[str] = []
+    for axis in range(ndim):
+        label: Label = ()
+        reason, found = "", False
+        for value in aligned:
+            if value.shape[axis] == 1:
+                continue
+            if not found:
+                label, reason, found = value.labels[axis], value.reasons[axis], True
+            else:
+                others = [*labels, *((),) * (ndim - axis)]
+                label = ledger.unify(label, value.labels[axis], reason, value.reasons[axis], axis, others)
+                reason = reason or value.reasons[axis]
+        labels.append(label)
+        reasons.append(reason)
+    return aligned, Value(shape, tuple(labels), tuple(reasons))
+
+
+def _nest_parameters(ledger: Ledger, values: Sequence[Value], ndim: int) -> list[Value]:
+    """Nest the axes of unused parameters as their partners are nested (a bias for each packed member)."""
+    found = []
+    for value in values:
+        if is_fresh(ledger, value):
+            offset = ndim - value.ndim
+            for axis in range(value.ndim):
+                spread = {
+                    j + ndim - other.ndim
+                    for other in values
+                    if other is not value and axis + offset >= ndim - other.ndim
+                    for c in other.labels[axis + offset - (ndim - other.ndim)]
+                    for j, n in enumerate(c.shape)
+                    if n > 1
+                }
+                outer = [k for k in range(value.ndim) if k != axis and k + offset in spread and value.shape[k] > 1]
+                if outer and value.shape[axis] > 1:
+                    value = nest_axis(ledger, value, axis, outer)
+        found.append(value)
+    return found
+
+
+def is_fresh(ledger: Ledger, value: Value) -> bool:
+    """Whether a value is a parameter that nothing has read yet."""
+    return value.parameter is not None and value.parameter not in ledger.used
+
+
+def nest_axis(ledger: Ledger, value: Value, axis: int, outer: Sequence[int]) -> Value:
+    """Give a fresh parameter's axis units and scales of its own for each position along the outer axes."""
+    shape = tuple(n if k in outer or k == axis else 1 for k, n in enumerate(value.shape))
+    units = ledger.fresh_units(math.prod(shape)).reshape(shape)
+    value = ledger.relabel(value, axis, (units,))
+    ledger.pin_scale(
+        tuple(t for t in value.scale if all(t[1].shape[k] == 1 for k in range(value.ndim) if k not in outer))
+    )
+    terms = [(c, v) for c, v in value.scale if v.shape[axis] == 1]
+    return ledger.rescale(value, (*terms, (1.0, ledger.fresh_variables(shape))))
+
+
+def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False) -> Value:
+    """An operator that acts entry by entry on broadcast operands.
+
+    Args:
+        call: the call.
+        homogeneous: scaling all tensor operands by c > 0 scales the result by c (relu, maximum); with several
+            operands they must scale alike.
+        additive: as homogeneous, for sums.
+    """
+    aligned, result = join_labels(call, call.tensors, call.shape)
+    if not (homogeneous or additive):
+        for value in aligned:
+            call.ledger.pin_scale(value.scale)
+        return result
+    first, *rest = aligned
+    for value in rest:
+        call.ledger.equate(first.scale, value.scale)
+    return replace(result, scale=first.scale)
+
+
+@register_rule(
+    "relu",
+    "leaky_relu",
+    "abs",
+    "neg",
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "contiguous",
+    "clone",
+    "detach",
+    "alias",
+    "to",
+    "_to_copy",
+    "type_as",
+    "positive",
+    "rrelu",
+    "lift_fresh_copy",
+    "lift_fresh",
+    "native_dropout",
+    "maximum",
+    "minimum",
+    "hypot",
+    "conj",
+    "real",
+    "copysign",
+    "nan_to_num",
+    "float",
+    "half",
+    "double",
+    "_assert_tensor_metadata",
+)
+def _homogeneous(call: Call) -> Value | list[Value]:
+    if call.operator == "aten.type_as":
+        call.arguments = {"self": call["self"]}
+    value = elementwise(call, homogeneous=True)
+    return [value] * len(call.outputs)
+
+
+@register_rule(
+    "gelu",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "elu",
+    "selu",
+    "celu",
+    "mish",
+    "softplus",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "relu6",
+    "exp",
+    "log",
+    "log1p",
+    "expm1",
+    "sin",
+    "cos",
+    "tan",
+    "atan",
+    "erf",
+    "softsign",
+    "log_sigmoid",
+    "hardshrink",
+    "softshrink",
+    "tanhshrink",
+    "threshold",
+    "ceil",
+    "floor",
+    "round",
+    "frac",
+    "atan2",
+    "sinh",
+    "cosh",
+    "asin",
+    "acos",
+    "logaddexp",
+    "xlogy",
+    "lerp",
+    "fmod",
+    "remainder",
+    "heaviside",
+    "logit",
+    "erfinv",
+    "special_erf",
+    "logical_and",
+    "logical_or",
+    "bitwise_and",
+    "bitwise_or",
+    "floor_divide",
+    "quick_gelu",
+    "log2",
+    "log10",
+    "exp2",
+)
+def _inhomogeneous(call: Call) -> Value:
+    return elementwise(call)
+
+
+@register_rule("sign", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "bitwise_not", "sgn")
+def _scale_free(call: Call) -> Value:
+    aligned, result = join_labels(call, call.tensors, call.shape)
+    if len(aligned) > 1 or call.operator not in ("aten.sign", "aten.sgn", "aten.isnan", "aten.isinf"):
+        for value in aligned:
+            call.ledger.pin_scale(value.scale)
+    return result
+
+
+@register_rule(
+    "ones_like",
+    "zeros_like",
+    "full_like",
+    "empty_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "new_empty",
+)
+def _alike(call: Call) -> Value:
+    if "rand" in call.operator:
+        return pinned_value(call.shape, "random numbers")
+    return call.ledger.uniform(call.shape)
+
+
+@register_rule("add", "sub", "rsub")
+def _add(call: Call) -> Value:
+    values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
+    if len(values) == 2:
+        return elementwise(replace_arguments(call, values), additive=True)
+    (value,) = values
+    scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
+    if scalar == 0 or not value.scale:
+        return replace(value, parameter=None)
+    if abs(scalar) <= SMALL and call.operator == "aten.add":  # an epsilon in a normalization written by hand
+        call.ledger.inexact += [v for _, v in value.scale]
+        return replace(value, parameter=None)
+    call.ledger.pin_scale(value.scale)
+    return replace(value, scale=(), parameter=None)
+
+
+def replace_arguments(call: Call, values: Sequence[Value]) -> Call:
+    """The same call with these tensors as its only arguments."""
+    return replace(call, arguments={str(k): v for k, v in enumerate(values)})
+
+
+@register_rule("mul", "div", "true_divide", "divide", "multiply")
+def multiply(call: Call) -> Value:
+    """Products and quotients: scales add and subtract."""
+    values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
+    if "div" in call.operator and call.get("rounding_mode"):
+        return elementwise(call)
+    aligned, result = join_labels(call, values, call.shape)
+    if len(values) == 1:
+        scalar_first = not isinstance(call["self"], Value)
+        sign = -1.0 if "div" in call.operator and scalar_first else 1.0
+        return replace(result, scale=times(aligned[0].scale, sign))
+    sign = -1.0 if "div" in call.operator else 1.0
+    return replace(result, scale=call.ledger.merge((*aligned[0].scale, *times(aligned[1].scale, sign))))
+
+
+def times(scale: tuple[Term, ...], factor: float) -> tuple[Term, ...]:
+    """Multiply a log-scale by a number."""
+    return tuple((factor * c, v) for c, v in scale)
+
+
+@register_rule("pow", "square", "sqrt", "rsqrt", "reciprocal")
+def _power(call: Call) -> Value:
+    values = call.tensors
+    exponent = {"aten.square": 2.0, "aten.sqrt": 0.5, "aten.rsqrt": -0.5, "aten.reciprocal": -1.0}.get(call.operator)
+    if exponent is None:
+        exponent = call["exponent"]
+        if len(values) > 1 or isinstance(exponent, Value) or not isinstance(call["self"], Value):
+            return elementwise(call)
+    _, result = join_labels(call, values, call.shape)
+    return replace(result, scale=times(values[0].scale, float(exponent)))
+
+
+@register_rule("addcmul", "addcdiv")
+def _addcmul(call: Call) -> Value:
+    product = multiply(
+        Call(
+            call.ledger,
+            "aten.mul" if "mul" in call.operator else "aten.div",
+            {"self": call["tensor1"], "other": call["tensor2"]},
+            call.outputs,
+            call.place,
+        )
+    )
+    return elementwise(replace_arguments(call, [call["self"], product]), additive=True)
+
+
+@register_rule("clamp", "clamp_min", "clamp_max")
+def _clamp(call: Call) -> Value:
+    low, high = call.get("min"), call.get("max")
+    if isinstance(low, Value) or isinstance(high, Value):
+        return elementwise(call)
+    if high is None and low is not None and 0 <= low <= 1e-5:  # relu, or the guard of a norm: inactive in practice
+        return elementwise(call, homogeneous=True)
+    return elementwise(call)
+
+
+@register_rule("_prelu_kernel", "prelu")
+def _prelu(call: Call) -> Value:
+    value, weight = call["self"], call["weight"]
+    if call.operator == "aten.prelu" and value.ndim > 1 and weight.ndim == 1:
+        weight = call.ledger.reshape(weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
+    call.ledger.pin_scale(weight.scale)
+    aligned, result = join_labels(call, [value, weight], call.shape)
+    return replace(result, scale=aligned[0].scale)
+
+
+@register_rule("where", "masked_fill")
+def _where(call: Call) -> Value:
+    if call.operator == "aten.masked_fill":
+        condition, kept = call["mask"], [call["self"]]
+        other = call["value"]
+        fill = 0.0 if isinstance(other, Value) else float(other)
+        kept += [other] if isinstance(other, Value) else []
+    else:
+        condition = call["condition"]
+        kept = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
+        fill = next((float(call[n]) for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
+    _, result = join_labels(call, [condition, *kept], call.shape)
+    aligned = [call.ledger.pad_left(v, len(call.shape)) for v in kept]
+    if fill not in (0.0, math.inf, -math.inf):
+        for value in aligned:
+            call.ledger.pin_scale(value.scale)
+        return result
+    for value in aligned[1:]:
+        call.ledger.equate(aligned[0].scale, value.scale)
+    return replace(result, scale=aligned[0].scale if aligned else ())
+
+
+@register_rule("glu")
+def _glu(call: Call) -> Value:
+    axis = call.axis(default=-1)
+    left, right = split(call, call["self"], axis, [call["self"].shape[axis] // 2] * 2)
+    call.ledger.pin_scale(right.scale)
+    _, result = join_labels(call, [left, right], call.shape)
+    return replace(result, scale=left.scale)
+
+
+@register_rule("fill", "zero", "bernoulli", "uniform", "normal")
+def _fill(call: Call) -> Value:
+    filler = call.get("value")
+    if isinstance(filler, Value):
+        call.ledger.pin(filler, "fills a tensor")
+    if call.operator in ("aten.fill", "aten.zero"):
+        return call.ledger.uniform(call.shape)
+    return pinned_value(call.shape, "random numbers")
+
+
+@register_rule("copy")
+def _copy(call: Call) -> Value:
+    value, source = call["self"], call["src"]
+    _, result = join_labels(call, [value, source], call.shape)
+    return replace(result, scale=call.ledger.pad_left(source, len(call.shape)).scale)

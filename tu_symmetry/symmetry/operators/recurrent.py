@@ -1,0 +1,100 @@
+"""Rules for recurrent layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Value, along, pinned_value
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+
+
+@register_rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(call: Call) -> list[Value]:
+    ledger = call.ledger
+    if "data" in call.arguments and "batch_sizes" in call.arguments:
+        return unknown(call)
+    gates = {"aten.lstm": 4, "aten.gru": 3}.get(call.operator, 1)
+    value: Value = call["input"]
+    time = 1 if call["batch_first"] else 0
+    value = ledger.mix(value, time, "time step") if value.ndim == 3 else ledger.mix(value, 0, "time step")
+    directions = 2 if call["bidirectional"] else 1
+    parameters: list[Value] = list(call["params"])
+    states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
+    layers = int(call["num_layers"])
+    each = len(parameters) // (layers * directions)
+    label, terms = ledger.channel(value, value.ndim - 1)
+    source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
+    cells: list[Value] = []
+    finals: list[Value] = []
+    for layer in range(layers):
+        outs = []
+        for direction in range(directions):
+            w_ih, w_hh, *others = parameters[(layer * directions + direction) * each :][:each]
+            biases = [b for b in others if b.ndim == 1]
+            projection = next((b for b in others if b.ndim == 2), None)
+            hidden = w_hh.shape[0] // gates
+            units = ledger.fresh_units(hidden)
+            slots = np.tile(units, gates), np.repeat(-1 - np.arange(gates), hidden)
+            for w in (w_ih, w_hh, *biases):
+                gate = tuple(along(s, 0, w.ndim) for s in slots) if gates > 1 else (along(units, 0, w.ndim),)
+                ledger.pin_scale(w.scale if w is not w_ih else tuple(t for t in w.scale if t[1].shape[0] > 1))
+                ledger.relabel(w, 0, gate)
+            ledger.unify(
+                w_ih.labels[1],
+                (source.labels[0][0].reshape(1, -1),)
+                if len(source.labels[0]) == 1
+                else tuple(c.reshape(1, -1) for c in source.labels[0]),
+                "",
+                source.reasons[0],
+            )
+            incoming = tuple((c, v.reshape(1, -1)) for c, v in source.scale)
+            ledger.pin_scale((*(t for t in w_ih.scale if t[1].shape[1] > 1), *incoming))
+            out = units
+            if projection is not None:
+                ledger.pin_scale(projection.scale)
+                ledger.unify(projection.labels[1], (units.reshape(1, -1),))
+                out = ledger.fresh_units(projection.shape[0])
+                ledger.unify(projection.labels[0], (out.reshape(-1, 1),))
+            ledger.unify(w_hh.labels[1], (out.reshape(1, -1),))
+            cell = Value((hidden,), ((units,),), ("",))
+            ledger.observe(cell)
+            for state in states:
+                _initial_state(
+                    call,
+                    state,
+                    layer * directions + direction,
+                    cell if state.shape[-1] == hidden else Value((len(out),), ((out,),), ("",)),
+                )
+            outs.append(Value((len(out),), ((out,),), ("",)))
+            cells.append(cell)
+        finals += outs
+        source = outs[0] if directions == 1 else ledger.concatenate(outs, 0)
+    frame = [1] * (len(call.outputs[0]) - 1) + [source.shape[0]]
+    laid = ledger.reshape(source, frame)
+    sequence = replace(laid, shape=call.outputs[0], reasons=("time step",) * (len(frame) - 1) + laid.reasons[-1:])
+    return [sequence, *(_final_state(call, k, cells, finals) for k in range(1, len(call.outputs)))]
+
+
+def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value]) -> Value:
+    """The states after the last step: indexed by the hidden units where there is one layer, pinned where several."""
+    shape = call.outputs[position]
+    states = outs if position == 1 else cells
+    if len(states) > 1:
+        reason = "final states of several layers are stacked"
+        if position in call.used:
+            for state in states:
+                call.ledger.pin(state, reason)
+        return pinned_value(shape, reason)
+    return replace(call.ledger.reshape(states[0], [1] * (len(shape) - 1) + [states[0].shape[0]]), shape=shape)
+
+
+def _initial_state(call: Call, state: Value, index: int, cell: Value) -> None:
+    """An initial state is indexed by the hidden units, and must not scale."""
+    call.ledger.pin_scale(state.scale)
+    own = call.ledger.take(state, 0, index)
+    for axis in range(own.ndim - 1):
+        own = call.ledger.unnest(own, axis)
+    frame = tuple(c.reshape([1] * (own.ndim - 1) + [-1]) for c in cell.labels[0])
+    call.ledger.unify(own.labels[-1], frame, own.reasons[-1], "")

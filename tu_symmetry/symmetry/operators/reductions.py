@@ -1,0 +1,82 @@
+"""Rules for reductions, and for what acts along an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.operators.pointwise import elementwise, times
+from tu_symmetry.symmetry.rules import Call, register_rule
+
+
+def _dims(call: Call, value: Value) -> list[int]:
+    dims = call.arguments.get("dim", call.arguments.get("axis"))
+    if dims is None or dims == []:
+        return list(range(value.ndim))
+    return sorted({d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)})
+
+
+@register_rule(
+    "mean",
+    "sum",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "std",
+    "var",
+    "linalg_vector_norm",
+    "norm",
+    "nansum",
+    "median",
+    "var_mean",
+    "std_mean",
+    "logsumexp",
+    "prod",
+    "any",
+    "all",
+    "frobenius_norm",
+)
+def _reduce(call: Call) -> Value | list[Value]:
+    value: Value = call["self"]
+    name = call.operator.removeprefix("aten.")
+    if name in ("max", "min") and isinstance(call.get("other"), Value):
+        return elementwise(call, homogeneous=True)
+    dims = _dims(call, value)
+    if name in ("logsumexp", "prod", "any", "all"):
+        call.ledger.pin_scale(value.scale)
+        value = replace(value, scale=())
+    keep = len(call.outputs[0]) == value.ndim
+    for axis in sorted(dims, reverse=True):
+        value = call.ledger.drop(value, axis, keep=keep)
+    value = replace(value, parameter=None)
+    power = 2.0 if name in ("var", "var_mean") else 1.0
+    first = replace(value, scale=times(value.scale, power))
+    if len(call.outputs) == 1:
+        return first
+    if name in ("max", "min", "median"):  # the second output holds positions: they move with the units
+        return [first, pinned_value(call.outputs[1], "positions of a maximum")]
+    return [first, value]
+
+
+@register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin")
+def _softmax(call: Call) -> Value:
+    value: Value = call["self"]
+    call.ledger.pin_scale(value.scale)
+    return replace(value, scale=(), parameter=None)
+
+
+@register_rule("cumsum", "cumprod", "logcumsumexp", "diff")
+def _cumulative(call: Call) -> Value:
+    value = call.ledger.mix(call["self"], call.axis(default=-1), "accumulated along the axis")
+    if call.operator != "aten.cumsum":
+        call.ledger.pin_scale(value.scale)
+        value = replace(value, scale=())
+    return replace(value, shape=call.shape)
+
+
+@register_rule("argmax", "argmin", "argsort", "sort", "topk")
+def _positions(call: Call) -> Sequence[Value]:
+    call.ledger.pin(call["self"], "positions are returned")
+    return [pinned_value(s, "positions are returned") for s in call.outputs]
