@@ -15,7 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tu_symmetry.callbacks import Rebasin
+from tu_symmetry.callbacks import PosteriorSnapshots, Rebasin
+from tu_symmetry.posterior.samples import SampleStore
 
 
 def _mlp() -> nn.Sequential:
@@ -103,7 +104,8 @@ class _Failing(Rebasin):
 
 def _main(folder: Path) -> None:
     _fit(folder / "plain")
-    _fit(folder / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"))
+    snapshots = PosteriorSnapshots(folder / "store", every_n_steps=4)
+    _fit(folder / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"), snapshots)
     failing = _Failing(every_n_steps=2)
     failing.folder = folder / "failing"
     with contextlib.suppress(Exception):
@@ -131,6 +133,16 @@ def test_all_ranks_apply_the_same_permutations(runs: Path) -> None:
         assert torch.equal(tensor, ranks[1]["parameters"][name]), name
     for mine, reference in zip(ranks, plain, strict=True):
         assert mine["losses"] == pytest.approx(reference["losses"], rel=1e-9, abs=0)
+
+
+def test_rank_zero_writes_the_snapshots(runs: Path) -> None:
+    store = SampleStore.open(runs / "store")
+    assert [(r.chain, r.step) for r in store.records] == [(chain, step) for step in (4, 8) for chain in (0, 1, 2)]
+    final = _ranks(runs / "aligned")[0]["parameters"]  # eight steps in all, the last alignment came before
+    for chain in range(3):
+        member = {n: t for n, t in store[3 + chain].items() if f"model.core_models.{chain}.{n}" in final}
+        assert len(member) == 6
+        assert all(torch.equal(t, final[f"model.core_models.{chain}.{n}"]) for n, t in member.items())
 
 
 def test_an_error_on_rank_zero_ends_all_ranks(runs: Path) -> None:

@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from tu_symmetry.posterior.samples import SampleStore
 
 from tu_symmetry.callbacks import PosteriorSnapshots
+from tu_symmetry.posterior.samples import SampleFileError, SampleStore
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -119,6 +119,20 @@ def test_another_run_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
     assert before == {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
     fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=1))
     assert written(tmp_path / "s") == [(0, 4), (0, 8), (0, 12), (1, 12)]
+
+
+def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3))
+    other = Routine()
+    other.model = nn.Linear(4, 3)
+    with pytest.raises(SampleFileError, match="another architecture"):
+        fit(other, PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, chain=1))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(SampleFileError, match="no sample store"):
+        fit(Routine(), PosteriorSnapshots(tmp_path / "mine", every_n_epochs=1))
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    assert written(tmp_path / "s") == [(0, 12)]
 
 
 def test_contradictory_arguments(tmp_path: Path) -> None:

@@ -60,7 +60,6 @@ class PosteriorSnapshots(ScheduledCallback):
         self.method = method
         self.architecture = architecture
         self.seed = seed
-        self._resumed = False
 
     @property
     def state_key(self) -> str:
@@ -71,6 +70,7 @@ class PosteriorSnapshots(ScheduledCallback):
         """Drop what earlier runs left."""
         super().forget()
         self._resumed = False
+        self._store: SampleStore | None = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint stopped, in the store that is there."""
@@ -83,12 +83,14 @@ class PosteriorSnapshots(ScheduledCallback):
         Raises:
             ValueError: no network was found, or members of different architectures.
             FileExistsError: the folder holds these chains of another run already.
+            SampleFileError: the folder holds something else, or samples of another architecture.
         """
         require_whole_weights(trainer)
         members = find_members(pl_module, self.members)
         check_same_architecture(members)
+        self._store = self._open(members[0])
         chains = range(self.chain, self.chain + len(members))
-        taken = sorted({chain for chain, _ in self._written()} & set(chains))
+        taken = sorted({record.chain for record in self._store.records} & set(chains)) if self._store else []
         if taken and not self._resumed:
             raise FileExistsError(
                 f"{self.folder} already holds samples of chain(s) {taken} of another run; resume that run from its "
@@ -100,21 +102,16 @@ class PosteriorSnapshots(ScheduledCallback):
         if not trainer.is_global_zero:
             return
         members = find_members(pl_module, self.members)
-        written = self._written()
-        store = self._store(members[0])
-        for chain, member in enumerate(members, start=self.chain):
-            if (chain, trainer.global_step) not in written:
-                state = {name: t.detach().cpu() for name, t in member.state_dict().items()}
-                store.append(state, chain=chain, step=trainer.global_step)
+        if self._store is None:
+            architecture = self.architecture or type(members[0]).__name__
+            self._store = SampleStore.create(self.folder, architecture=architecture, method=self.method, seed=self.seed)
+        step = trainer.global_step
+        written = {record.chain for record in self._store.records if record.step == step}
+        new = {c: m for c, m in enumerate(members, start=self.chain) if c not in written}
+        if new:
+            self._store.append([m.state_dict() for m in new.values()], chain=list(new), step=[step] * len(new))
 
-    def _written(self) -> set[tuple[int, int]]:
-        """(chain, step) of every sample in the store."""
-        if not self.folder.exists():
-            return set()
-        return {(r.chain, r.step) for r in SampleStore.open(self.folder).records}
-
-    def _store(self, member: nn.Module) -> SampleStore:
-        if self.folder.exists():
-            return SampleStore.open(self.folder)
-        architecture = self.architecture or type(member).__name__
-        return SampleStore.create(self.folder, architecture=architecture, method=self.method, seed=self.seed)
+    def _open(self, member: nn.Module) -> SampleStore | None:
+        if not self.folder.is_dir() or not any(self.folder.iterdir()):
+            return None
+        return SampleStore.open(self.folder, like=member.state_dict())
