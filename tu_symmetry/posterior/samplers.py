@@ -177,7 +177,7 @@ def hmc_samples(
         kernel.initial_params = position
         kernel.setup(warmup_steps=0)
         kept: list[States] = []
-        for i in range(steps):
+        for _ in range(steps):
             with _seeded(_derived(seed, 0, done), network.device):
                 position = {name: value.detach() for name, value in kernel.sample(position).items()}
             done += 1
@@ -185,7 +185,7 @@ def hmc_samples(
                 kept.append(position)
             if progress is not None:
                 rate = float(kernel.diagnostics()["acceptance rate"])
-                progress({"done": done, "total": total, "acceptance_rate": rate, "step": i})
+                progress({"done": done, "total": total, "acceptance_rate": rate})
         chunk = HMCChunk(
             states=network.complete(_stack(kept, position)),
             last={name: tensor[0] for name, tensor in network.complete(_stack([position], position)).items()},
@@ -377,6 +377,9 @@ def initialized(model: nn.Module, seed: int) -> nn.Module:
 def effective_sample_size(states: Mapping[str, Tensor], log_likelihood: Tensor) -> dict[str, float]:
     """Effective sample sizes of one chain, as Pyro estimates them (Geyer's initial monotone sequence).
 
+    As in Stan, no size exceeds ``S * log10(S)`` (or ``S``, if larger): in short antithetic chains the estimated
+    autocorrelation time may be zero or negative.
+
     Args:
         states: stacked parameters ``(S, ...)``; each coordinate is one quantity.
         log_likelihood: ``(S,)``.
@@ -391,8 +394,11 @@ def effective_sample_size(states: Mapping[str, Tensor], log_likelihood: Tensor) 
     if len(log_likelihood) < 4:
         return dict.fromkeys(names, math.nan)
 
+    limit = len(log_likelihood) * max(1.0, math.log10(len(log_likelihood)))
+
     def of(series: Tensor) -> Tensor:
-        return estimate(series.detach().double().cpu().unsqueeze(0), chain_dim=0, sample_dim=1)
+        size = estimate(series.detach().double().cpu().unsqueeze(0), chain_dim=0, sample_dim=1)
+        return torch.where(size <= 0, limit, size.clamp(max=limit))
 
     sizes = torch.cat([of(part) for t in states.values() for part in t.flatten(1).split(8192, dim=1)])
     sizes = sizes[sizes.isfinite()]

@@ -1,0 +1,64 @@
+"""Number of transpositions of many permutations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from tu_symmetry.symmetry.elements import check_permutation, transposition_count
+
+
+class TranspositionCount(Metric):
+    """Number of transpositions (NoT) of permutation elements, for example those that align a posterior's samples.
+
+    NoT is the least number of swaps of two units that makes up a permutation (arXiv 2401.00611, section 2); see
+    :func:`~tu_symmetry.symmetry.elements.transposition_count`.
+
+    Args:
+        reduction: ``"mean"`` over the elements, or their ``"sum"``.
+
+    Example:
+        >>> metric = TranspositionCount()
+        >>> metric.update({"hidden": torch.tensor([1, 0, 2])})
+        >>> metric.update({"hidden": torch.tensor([1, 2, 0])})
+        >>> float(metric.compute())
+        1.5
+    """
+
+    is_differentiable = False
+    higher_is_better = False
+    full_state_update = False
+    plot_lower_bound = 0.0
+    total: Tensor
+    elements: Tensor
+
+    def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+        self.reduction = reduction
+        self.add_state("total", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        self.add_state("elements", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, permutation: Mapping[str, Tensor] | Tensor) -> None:
+        """Add one element.
+
+        Args:
+            permutation: group name to LongTensor, or one LongTensor ``[..., n]`` whose leading axes are independent
+                permutations that make up one element.
+
+        Raises:
+            SymmetryError: if it is no permutation.
+        """
+        element = {"permutation": permutation} if isinstance(permutation, Tensor) else permutation
+        check_permutation(element)
+        self.total = self.total + transposition_count({name: p.cpu() for name, p in element.items()})
+        self.elements = self.elements + 1
+
+    def compute(self) -> Tensor:
+        """NoT of all elements so far: their mean, or their sum."""
+        return self.total if self.reduction == "sum" else self.total.double() / self.elements
