@@ -266,8 +266,8 @@ def _observe(
     for (target, _), accumulator in sums.items():
         result = accumulator.result(similarity)
         totals[target] = totals[target] + result if target in totals else result
-    found = {name: total for name, total in totals.items() if not name.endswith("/")}
-    own = {
+    similarities = {name: total for name, total in totals.items() if not name.endswith("/")}
+    own_parts = {
         g.name: totals.get(g.name + "/", torch.zeros(g.size, g.size, dtype=torch.float64)) for g in graph.permutations
     }
-    return _ActivationVotes(graph, found, own)
+    return _ActivationVotes(graph, similarities, own_parts)

@@ -156,8 +156,8 @@ def scale_tensors(
     scaled = dict(tensors)
     for parameter, terms in graph.scale_terms.items():
         total: Tensor | None = None
-        for exponent, index in terms:
-            part = exponent * flat[index]
+        for term in terms:
+            part = term.exponent * flat[term.index]
             total = part if total is None else total + part
         if total is None or not total.any():
             continue

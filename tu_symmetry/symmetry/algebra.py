@@ -135,7 +135,7 @@ class Ledger:
         self.inexact: list[Array] = []
         self.parameters: dict[str, Value] = {}
         self.used: set[str] = set()
-        self.derived: dict[str, tuple[Term, ...]] = {}
+        self.unknown: list[str] = []
 
     # -- creating -----------------------------------------------------------------------------------------------
 
@@ -163,20 +163,22 @@ class Ledger:
 
     def relabel(self, value: Value, axis: int, label: Label, reason: str = "") -> Value:
         """Give a parameter's axis a label of the caller's; ties the old one to it if the parameter is in use."""
-        if value.parameter is None or value.parameter in self.used:
+        name = value.parameter
+        if name is None or name in self.used:
             self.unify(value.labels[axis], label, value.reasons[axis], reason)
             return value
         labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
         reasons = (*value.reasons[:axis], reason, *value.reasons[axis + 1 :])
-        self.parameters[value.parameter] = value = replace(value, labels=labels, reasons=reasons)
+        self.parameters[name] = value = replace(value, labels=labels, reasons=reasons)
         return value
 
     def rescale(self, value: Value, scale: tuple[Term, ...]) -> Value:
         """Set the log-scale of a parameter; equates the two if the parameter is in use."""
-        if value.parameter is None or value.parameter in self.used:
+        name = value.parameter
+        if name is None or name in self.used:
             self.equate(value.scale, scale)
             return value
-        self.parameters[value.parameter] = value = replace(value, scale=scale)
+        self.parameters[name] = value = replace(value, scale=scale)
         return value
 
     def uniform(self, shape: Sequence[int]) -> Value:

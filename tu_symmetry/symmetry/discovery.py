@@ -37,15 +37,15 @@ def discover_symmetries(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     aliases = tied_names(model)
-    trace = interpret(export(model, args, kwargs), aliases)
+    ledger = interpret(export(model, args, kwargs), aliases)
     state = model.state_dict()
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = frozenset(name for name in aliases if name not in trained)
     shapes = {name: tuple(state[name].shape) for name in aliases}
     order = list(aliases)
-    permutations, pinned = Extraction(trace.ledger).groups(order)
-    scales, normalizations, terms = scale_groups(trace.ledger, order, shapes, buffers)
-    unused = [n for n in order if n not in trace.ledger.parameters and state[n].is_floating_point()]
+    permutations, pinned = Extraction(ledger).groups(order)
+    scales, normalizations, terms = scale_groups(ledger, order, shapes, buffers)
+    unused = [n for n in order if n not in ledger.parameters and state[n].is_floating_point()]
     pinned += [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
     graph = SymmetryGraph(
         permutations=tuple(permutations),
@@ -55,7 +55,7 @@ def discover_symmetries(
         aliases=aliases,
         buffers=buffers,
         pinned=tuple(pinned),
-        unknown_operators=tuple(trace.unknown_operators),
+        unknown_operators=tuple(ledger.unknown),
         scale_terms=terms,
         architecture=type(model).__name__,
     )

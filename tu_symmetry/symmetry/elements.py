@@ -80,7 +80,7 @@ def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
 
 
 def invert(p: Mapping[str, Tensor]) -> Permutation:
-    """The inverse element: ``compose(p, invert(p))`` and ``compose(invert(p), p)`` are the identity."""
+    """The inverse element; composed with ``p``, in either order, it is the identity."""
     outer_inverse: Permutation = {}
     for name in sorted(p, key=lambda n: n.count("/")):  # parents first
         own = p[name].argsort(dim=-1)

@@ -139,7 +139,7 @@ def resolve_classes(ledger: Ledger) -> _Classes:
             return _Classes(of, count, pinned, bound, resolved)
 
 
-def _pin_rows(which: Array, rows: Array, of: Array, pinned: dict[int, str], pins: list, reason: str) -> bool:  # type: ignore[type-arg]
+def _pin_rows(which: Array, rows: Array, of: Array, pinned: dict[int, str], pins: list, reason: str) -> bool:
     units = rows[which]
     units = units[units >= 0]
     units = units[[c not in pinned for c in of[units].tolist()]] if units.size else units
@@ -180,6 +180,8 @@ class Extraction:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
+        self._cached_key: list[int] = []
+        self._cached_table: dict[int, tuple[Array, Array]] = {}
         self.twins: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
         self._build()
         while self.twins:
@@ -511,10 +513,9 @@ class Extraction:
     @property
     def _table(self) -> dict[int, tuple[Array, Array]]:
         """For each group: the flat index of the unit that a class belongs to, and its slot within that unit."""
-        cached: dict[int, tuple[Array, Array]] | None = getattr(self, "_cached_table", None)
         key = [id(n) for n in self.nodes]
-        if cached is not None and self._cached_key == key:
-            return cached
+        if self._cached_key == key:
+            return self._cached_table
         table: dict[int, tuple[Array, Array]] = {}
         for node in self.nodes:
             if not node.proper:
@@ -538,8 +539,8 @@ class Extraction:
     ) -> PermutationMember | None:
         size = owner.shape[axis]
         if not nested:
-            index = self._positions(node, owner.reshape(-1), slot.reshape(-1), rest.reshape(-1), size)
-            return PermutationMember(name, axis, torch.from_numpy(index.reshape(*node.units.shape, -1)))
+            grid = self._positions(node, owner.reshape(-1), slot.reshape(-1), rest.reshape(-1), size)
+            return PermutationMember(name, axis, torch.from_numpy(grid.reshape(*node.units.shape, -1)))
         if len(nested) > 1:
             raise _Contradiction(node, "nested along two axes of a parameter")
         (rows_axis,) = nested
@@ -562,7 +563,8 @@ class Extraction:
             if len(block_ids) > 1 or rows[block_ids[0]] is not None:
                 raise _Contradiction(node, "rows of a parameter mix several blocks")
             if len(np.unique(flat[0][row][flat[0][row] >= 0])) != units_per_block:
-                return self._still(node, flat)
+                self._still(node, np.asarray(flat[0], np.int64), np.asarray(flat[1], np.int64))
+                return None
             positions = self._positions(
                 node, flat[0][row] - block_ids[0] * units_per_block, flat[1][row], flat[2][row], size, units_per_block
             )
@@ -584,13 +586,13 @@ class Extraction:
             torch.from_numpy(within.reshape(*shape[:-1], -1)),
         )
 
-    def _still(self, node: _Node, flat: list[Array]) -> None:
+    def _still(self, node: _Node, owner: Array, slot: Array) -> None:
         """Blocks that move along the rows need no move along this axis, if their slots lie alike in every row."""
-        present = [r for r in range(len(flat[0])) if (flat[0][r] >= 0).any()]
+        present = [r for r in range(len(owner)) if (owner[r] >= 0).any()]
         first = present[0]
-        held = flat[0][first] >= 0
+        held = owner[first] >= 0
         for row in present[1:]:
-            if not np.array_equal(flat[0][row] >= 0, held) or (flat[1][row] != flat[1][first])[held].any():
+            if not np.array_equal(owner[row] >= 0, held) or (slot[row] != slot[first])[held].any():
                 raise _Contradiction(node, "blocks lie differently in the rows of a parameter")
 
     def _positions(

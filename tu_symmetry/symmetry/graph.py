@@ -138,7 +138,8 @@ class Pin(NamedTuple):
     reason: str
 
 
-class ScaleTerm(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ScaleTerm:
     """One term of the log-scale of a tensor: ``exponent * log_factor[index]``.
 
     ``index`` broadcasts against the tensor; its values number the factors of all scale groups, then of all

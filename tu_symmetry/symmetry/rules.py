@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tu_symmetry.symmetry.algebra import Ledger, Value, pinned_value
 
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
+R = TypeVar("R", bound=Rule)
 RULES: dict[str, Rule] = {}
 
 
-def register_rule(*operators: str) -> Callable[[Rule], Rule]:
+def register_rule(*operators: str) -> Callable[[R], R]:
     """Register a rule for one or more operators.
 
     Args:
@@ -32,7 +33,7 @@ def register_rule(*operators: str) -> Callable[[Rule], Rule]:
                 return elementwise(call, homogeneous=True)
     """
 
-    def add(rule: Rule) -> Rule:
+    def add(rule: R) -> R:
         for operator in operators:
             RULES[operator if "." in operator else f"aten.{operator}"] = rule
         return rule
@@ -88,12 +89,15 @@ class Call:
         """An axis argument, counted from the front."""
         value = of or self.tensors[0]
         axis = self.arguments.get(name, default)
-        return int(axis) % max(value.ndim, 1)
+        assert isinstance(axis, int), f"{self.operator} was called without {name}"
+        return axis % max(value.ndim, 1)
 
 
 def unknown(call: Call) -> Any:
     """Claim nothing: everything that the operator touches is pinned."""
     reason = f"operator {call.operator} has no rule"
+    if call.operator not in call.ledger.unknown:
+        call.ledger.unknown.append(call.operator)
     for value in call.tensors:
         call.ledger.pin(value, reason)
     values = [pinned_value(s, reason) for s in call.outputs]

@@ -252,10 +252,10 @@ def scale_groups(
         del signature[v]
     inexact = {int(r) for v in ledger.inexact for r in np.unique(system.root[v]).tolist()}
     inexact |= {u for r in list(inexact) for _, u in system.derived.get(r, [])}
-    by_signature: dict[tuple, list[int]] = defaultdict(list)  # type: ignore[type-arg]
+    by_signature: dict[tuple, list[int]] = defaultdict(list)
     for v in sorted(signature, key=lambda v: first_seen[v]):
         by_signature[(tuple(sorted(set(signature[v]))), v not in inexact)].append(v)
-    kinds: tuple[list, list] = ([], [])  # type: ignore[type-arg]
+    kinds: tuple[list[tuple[list[int], bool]], list[tuple[list[int], bool]]] = ([], [])
     for (parts, exact), variables in by_signature.items():
         trainable = [c for name, _, c in parts if name not in buffers]
         if not trainable:
@@ -295,7 +295,7 @@ def _redundant(
 ) -> list[int]:
     """Factors that multiply whole tensors, and change nothing or just what the factors of one axis change together."""
     whole: dict[int, dict[str, float]] = {}
-    by_parts: dict[tuple, list[int]] = defaultdict(list)  # type: ignore[type-arg]
+    by_parts: dict[tuple, list[int]] = defaultdict(list)
     for v, parts in signature.items():
         if all(axes == () for _, axes, _ in parts):
             net: dict[str, float] = defaultdict(float)
@@ -310,11 +310,11 @@ def _redundant(
         if not net:
             gone.append(v)
             continue
-        for parts, variables in by_parts.items():
-            names = [name for name, _, _ in parts]
+        for shared, variables in by_parts.items():
+            names = [name for name, _, _ in shared]
             if set(names) != set(net) or len(names) != len(net):
                 continue
-            ratios = {c / net[name] for name, _, c in parts}
+            ratios = {c / net[name] for name, _, c in shared}
             covers = all(any(np.isin(a, variables).all() for c, a in expanded[name]) for name in names)
             if len(ratios) == 1 and covers:
                 gone.append(v)
@@ -341,8 +341,9 @@ def _members(
 ) -> list[ScaleMember]:
     members = []
     for name, terms in terms_of.items():
-        for exponent, index in terms:
-            array = index.numpy() - start
+        for term in terms:
+            exponent = term.exponent
+            array = term.index.numpy() - start
             array = np.where((array >= 0) & (array < size), array, -1)
             if not (array >= 0).any():
                 continue

@@ -6,7 +6,7 @@ import copy
 import operator
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,6 @@ from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.rules import Call, unknown
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
-
-
-@dataclass
-class Trace:
-    """What interpretation of a graph yields: the demands, and the operators that had no rule."""
-
-    ledger: Ledger = field(default_factory=Ledger)
-    unknown_operators: list[str] = field(default_factory=list)
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
@@ -59,7 +51,7 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in groups.values()}
 
 
-def interpret(program: torch.export.ExportedProgram, aliases: Mapping[str, tuple[str, ...]]) -> Trace:
+def interpret(program: torch.export.ExportedProgram, aliases: Mapping[str, tuple[str, ...]]) -> Ledger:
     """Run the rules over an exported program.
 
     Args:
@@ -71,15 +63,14 @@ def interpret(program: torch.export.ExportedProgram, aliases: Mapping[str, tuple
 
 class _Interpreter:
     def __init__(self, program: torch.export.ExportedProgram, aliases: Mapping[str, tuple[str, ...]]) -> None:
-        self.trace = Trace()
-        self.ledger = self.trace.ledger
+        self.ledger = Ledger()
         self.program = program
         self.first_name = {name: first for first, names in aliases.items() for name in names}
         self.env: dict[torch.fx.Node, Any] = {}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
         self.order = {node: k for k, node in enumerate(program.graph.nodes)}
 
-    def run(self) -> Trace:
+    def run(self) -> Ledger:
         targets = {}
         for spec in self.program.graph_signature.input_specs:
             targets[getattr(spec.arg, "name", None)] = spec
@@ -98,7 +89,7 @@ class _Interpreter:
                             self.ledger.pin(value, "output of the network")
         for value in self.ledger.parameters.values():
             self.ledger.observe(value)
-        return self.trace
+        return self.ledger
 
     def _placeholder(self, node: torch.fx.Node, spec: Any) -> Any:
         kind = spec.kind.name
@@ -143,7 +134,9 @@ class _Interpreter:
     def _call(self, node: torch.fx.Node) -> None:
         target = node.target
         if target is operator.getitem:
-            self.env[node] = self.env[node.args[0]][node.args[1]]
+            source, position = node.args
+            assert isinstance(source, torch.fx.Node)
+            self.env[node] = self.env[source][position]
             return
         if not isinstance(target, torch._ops.OpOverload):
             self.env[node] = self._opaque(node)
@@ -163,14 +156,9 @@ class _Interpreter:
             self._bind(node, target),
             _shapes(node.meta.get("val")),
             node.name,
-            frozenset(u.args[1] for u in node.users if u.target is operator.getitem and u.users) or frozenset((0,)),
+            _read_outputs(node),
         )
-        rule = RULES.get(rule_name)
-        if rule is None:
-            self._note(rule_name)
-            result = unknown(call)
-        else:
-            result = rule(call)
+        result = RULES.get(rule_name, unknown)(call)
         values = [result] if isinstance(result, Value) else list(result)
         for value in values:
             self.ledger.observe(value)
@@ -183,10 +171,6 @@ class _Interpreter:
         if writes:
             self._write(node, node.args[0])
 
-    def _note(self, name: str) -> None:
-        if name not in self.trace.unknown_operators:
-            self.trace.unknown_operators.append(name)
-
     def _opaque(self, node: torch.fx.Node) -> Any:
         """A higher-order operator or a Python function: evaluated on plain numbers, otherwise pinned and named."""
         arguments = [self.env[a] for a in _flatten((node.args, node.kwargs)) if isinstance(a, torch.fx.Node)]
@@ -194,12 +178,10 @@ class _Interpreter:
         if not any(isinstance(h, (Value, _Parameter, Tensor)) for h in _flatten(arguments)) and output is not None:
             return output
         name = getattr(node.target, "__name__", str(node.target))
-        self._note(name)
-        for held in _flatten(arguments):
-            value = self._value(held)
-            if isinstance(value, Value):
-                self.ledger.pin(value, f"operator {name} has no rule")
-        values = [pinned_value(s, f"operator {name} has no rule") for s in _shapes(output)]
+        values = [v for v in map(self._value, _flatten(arguments)) if isinstance(v, Value)]
+        call = Call(self.ledger, name, {"arguments": values}, _shapes(output), node.name)
+        found = unknown(call)
+        values = [found] if isinstance(found, Value) else list(found)
         return values if isinstance(output, (tuple, list)) else (values[0] if values else None)
 
     def _evaluate(self, node: torch.fx.Node) -> Any:
@@ -219,8 +201,15 @@ class _Interpreter:
                 given = argument.default_value
             else:
                 continue
-            bound[argument.name] = torch.fx.node.map_arg(given, lambda n: _Held(self._value(self.env[n])))
-        return {k: _release(v) for k, v in bound.items()}
+            bound[argument.name] = self._bound(given)
+        return bound
+
+    def _bound(self, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return self._value(self.env[argument])
+        if isinstance(argument, (list, tuple)):
+            return [self._bound(a) for a in argument]
+        return argument
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
@@ -254,27 +243,18 @@ class _Parameter:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Keeps a value out of the reach of map_arg's own containers."""
-
-    value: Any
-
-
-def _release(argument: Any) -> Any:
-    if isinstance(argument, _Held):
-        return argument.value
-    if isinstance(argument, (list, tuple)):
-        return [_release(a) for a in argument]
-    return argument
-
-
 def _flatten(nested: Any) -> list[Any]:
     if isinstance(nested, (list, tuple)):
         return [leaf for item in nested for leaf in _flatten(item)]
     if isinstance(nested, dict):
         return [leaf for item in nested.values() for leaf in _flatten(item)]
     return [nested]
+
+
+def _read_outputs(node: torch.fx.Node) -> frozenset[int]:
+    """Positions of the outputs that something reads."""
+    positions = (u.args[1] for u in node.users if u.target is operator.getitem and u.users)
+    return frozenset(p for p in positions if isinstance(p, int)) or frozenset((0,))
 
 
 def _shapes(output: Any) -> list[tuple[int, ...]]:

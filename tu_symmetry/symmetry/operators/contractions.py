@@ -42,8 +42,10 @@ def contract(
     fresh: list[Value] = []
     for value, own in zip(operands, letters, strict=True):
         if is_fresh(ledger, value):
-            others = [o for v, o in zip(operands, letters, strict=True) if v is not value]
-            batch = [k for k, x in enumerate(own) if value.shape[k] > 1 and x in output and any(x in o for o in others)]
+            partners = [o for v, o in zip(operands, letters, strict=True) if v is not value]
+            batch = [
+                k for k, x in enumerate(own) if value.shape[k] > 1 and x in output and any(x in o for o in partners)
+            ]
             for axis, n in enumerate(value.shape):
                 if batch and axis not in batch and n > 1:
                     value = nest_axis(ledger, value, axis, batch)
