@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.tables.predict import accuracy, evenly, mean_probabilities, nll, sample_count, select
+from tu_symmetry.tables.predict import accuracy, mean_probabilities, nll, sample_count
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 
@@ -47,8 +47,7 @@ def fit_compact(context: StageContext, options: CompactOptions) -> Results:
     from tu_symmetry.posterior.compact import CompactPosterior
     from tu_symmetry.tables.sampling import load_samples
 
-    states = load_samples(context.inputs["samples"], context.device)
-    states = select(states, evenly(sample_count(states), options.samples))
+    states = load_samples(context.inputs["samples"], context.device, options.samples)
     graph = context.graph
     with context.track("aligning", sample_count(states)) as tracker:
         alignment = align(
@@ -92,8 +91,7 @@ def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
     from tu_symmetry.tables.sampling import load_samples
 
     model, data = context.model, context.data
-    hmc = load_samples(context.inputs["hmc"], context.device)
-    hmc = select(hmc, evenly(sample_count(hmc), options.reference_samples))
+    hmc = load_samples(context.inputs["hmc"], context.device, options.reference_samples)
     compacts = {
         "hmc/q_d": context.inputs["hmc_compact"].folder / "q_d.safetensors",
         "hmc/q_r": context.inputs["hmc_compact"].folder / "q_r.safetensors",

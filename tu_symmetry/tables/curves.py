@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tu_symmetry.tables.predict import accuracy, evenly, logits, mean_probabilities, sample_count, select, unstack
+from tu_symmetry.tables.predict import accuracy, logits, mean_probabilities, unstack
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 
@@ -115,8 +115,7 @@ def interpolate(context: StageContext, options: InterpolationOptions) -> Results
     with context.track("interpolating", 4 * options.pairs) as tracker:
         done = 0
         for source in ("ensemble", "hmc"):
-            states = load_samples(context.inputs[source], context.device)
-            first, *others = unstack(select(states, evenly(sample_count(states), options.pairs + 1)))
+            first, *others = unstack(load_samples(context.inputs[source], context.device, options.pairs + 1))
             for kind in ("before", "after"):
                 paths = []
                 for other in others:

@@ -31,11 +31,6 @@ def unstack(states: States) -> Iterator[dict[str, Tensor]]:
         yield {name: tensor[i] for name, tensor in states.items()}
 
 
-def select(states: States, indices: Tensor) -> dict[str, Tensor]:
-    """Some networks of a stack."""
-    return {name: tensor[indices.to(tensor.device)] for name, tensor in states.items()}
-
-
 @torch.no_grad()
 def logits(model: nn.Module, state: States, data: Batches) -> Tensor:
     """Logits ``[n, classes]`` of one network on all of the data."""

@@ -89,10 +89,14 @@ class StageContext:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The table's module on the device; its weights are only a template."""
+        """The table's module on the device, initialized by the stage's seed."""
+        import torch
+
         from tu_symmetry.tables.models import build_model
 
-        return build_model(self.table.model, self.data).to(self.device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed("initialization"))
+            return build_model(self.table.model, self.data).to(self.device)
 
     @cached_property
     def graph(self) -> SymmetryGraph:
