@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -17,8 +19,8 @@ class _PointwiseMean(Metric):
     total: Tensor
     points: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.add_state("total", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("points", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
@@ -51,6 +53,9 @@ class PredictiveAgreement(_PointwiseMean):
 
     See :func:`~tu_symmetry.metrics.functional.predictive_agreement`.
 
+    Args:
+        kwargs: see :class:`torchmetrics.Metric`.
+
     Example:
         >>> metric = PredictiveAgreement()
         >>> metric.update(torch.tensor([[0.9, 0.1], [0.4, 0.6]]), torch.tensor([[0.6, 0.4], [0.7, 0.3]]))
@@ -69,6 +74,9 @@ class PredictiveTotalVariation(_PointwiseMean):
     """Mean over the points of half the L1 distance between two predictives.
 
     See :func:`~tu_symmetry.metrics.functional.predictive_total_variation`.
+
+    Args:
+        kwargs: see :class:`torchmetrics.Metric`.
 
     Example:
         >>> metric = PredictiveTotalVariation()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class TranspositionCount(Metric):
 
     Args:
         reduction: ``"mean"`` over the elements, or their ``"sum"``.
+        kwargs: see :class:`torchmetrics.Metric`.
 
     Example:
         >>> metric = TranspositionCount()
@@ -36,8 +37,8 @@ class TranspositionCount(Metric):
     total: Tensor
     elements: Tensor
 
-    def __init__(self, reduction: Literal["mean", "sum"] = "mean") -> None:
-        super().__init__()
+    def __init__(self, reduction: Literal["mean", "sum"] = "mean", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         if reduction not in ("mean", "sum"):
             raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
         self.reduction = reduction
