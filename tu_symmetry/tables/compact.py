@@ -61,6 +61,7 @@ def fit_compact(context: StageContext, options: CompactOptions) -> Results:
         )
     q_d = CompactPosterior.from_states(states, graph, align=False)
     q_r = CompactPosterior.from_states(alignment.states, graph, align=False)
+    q_r.metadata |= {"aligned": True, "method": options.method, "reference": options.reference}
     q_d.save(context.folder / "q_d.safetensors")
     q_r.save(context.folder / "q_r.safetensors")
     counts = alignment.transpositions

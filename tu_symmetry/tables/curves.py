@@ -47,6 +47,7 @@ def prune(context: StageContext, options: PruningOptions) -> Results:
     """
     from tu_symmetry.alignment.activations import activation_matching
     from tu_symmetry.posterior.compact import CompactPosterior
+    from tu_symmetry.posterior.compact import prune as masked
     from tu_symmetry.symmetry.action import apply_permutation
     from tu_symmetry.tables.sampling import load_samples
 
@@ -82,15 +83,15 @@ def prune(context: StageContext, options: PruningOptions) -> Results:
         for i, keep in enumerate(options.keep):
             for name, posterior in q.items():
                 mask = posterior.pruning_mask(keep)
-                predictive = mean_probabilities(model, _times(draws[name], mask), data.test)
+                predictive = mean_probabilities(model, masked(draws[name], mask), data.test)
                 add(f"{name} samples, own σ", accuracy(predictive, data.test_y))
-                add(f"{name} mean, own σ", _accuracy_of(context, _times(posterior.mean, mask)))
+                add(f"{name} mean, own σ", _accuracy_of(context, masked(posterior.mean, mask)))
             foreign = {name: apply_permutation(graph, p, q[name].pruning_mask(keep)) for name, p in moves.items()}
             foreign["random"] = _lowest(order, keep)
             for name, mask in foreign.items():
                 label = "random order" if name == "random" else f"{name}'s σ"
-                add(f"ensemble mean, {label}", _accuracy_of(context, _times(center, mask)))
-                single = [_accuracy_of(context, _times(m, mask)) for m in aligned]
+                add(f"ensemble mean, {label}", _accuracy_of(context, masked(center, mask)))
+                single = [_accuracy_of(context, masked(m, mask)) for m in aligned]
                 add(f"single networks, {label}", sum(single) / len(single))
             tracker.update(i + 1)
     half = min(range(len(options.keep)), key=lambda i: abs(options.keep[i] - 0.5))
@@ -133,10 +134,6 @@ def interpolate(context: StageContext, options: InterpolationOptions) -> Results
         f"HMC {means['hmc/before']:.3g} → {means['hmc/after']:.3g} nats"
     )
     return found
-
-
-def _times(state: dict[str, Tensor], mask: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor * mask[name] for name, tensor in state.items()}
 
 
 def _lowest(order: dict[str, Tensor], keep: float) -> dict[str, Tensor]:
