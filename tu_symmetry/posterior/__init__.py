@@ -1,1 +1,1 @@
-"""Room: posterior."""
+"""Posterior samples and their files, compact Gaussian posteriors, and adapters to samplers."""
