@@ -70,7 +70,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
-    out, results, text = tiny
+    _, results, text = tiny
     rows = results["evaluation"]["rows"]
     assert rows["agreement"]["hmc/sample"] == 1 and rows["tv"]["hmc/sample"] == 0
     for row in ("agreement", "tv", "accuracy", "mean_accuracy"):

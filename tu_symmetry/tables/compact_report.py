@@ -129,8 +129,8 @@ def _markdown(context: StageContext, grids: list[Grid], found: Mapping[str, Any]
     parts += [f"## {g.title}\n\n{g.markdown()}" for g in grids]
     parts += [
         "## Standard deviations before and after alignment\n\n![sigma histograms](sigma.png)",
-        "## Accuracy against pruning level\n\n![pruning](pruning.png)\n\nKept are the weights of lowest σ. For HMC's and "
-        "VI's σ on the ensemble's mean and members, all are matched to the ensemble's mean first.",
+        "## Accuracy against pruning level\n\n![pruning](pruning.png)\n\nKept are the weights of lowest σ. For "
+        "HMC's and VI's σ on the ensemble's mean and members, all are matched to the ensemble's mean first.",
         "## Loss along the interpolation\n\n![interpolation](interpolation.png)\n\nShaded: one standard deviation over "
         f"{len(found['interpolation']['ensemble/before']['loss'])} pairs.",
         f"## Hardware and versions\n\n{environment}",

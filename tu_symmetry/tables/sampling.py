@@ -120,7 +120,7 @@ def train_ensemble(context: StageContext, options: EnsembleOptions) -> Results:
 @stage()
 def sample_hmc(context: StageContext, options: HMCOptions) -> Results:
     """Run the chain; each chunk goes to the sample store, and an interrupted chain goes on after the last of them."""
-    from tu_symmetry.posterior.samplers import HMCChunk, hmc_samples
+    from tu_symmetry.posterior.samplers import hmc_samples
     from tu_symmetry.posterior.samples import SampleStore, write_safetensors
 
     folder, chain = context.folder / SAMPLES, context.folder / CHAIN
@@ -192,9 +192,7 @@ def _origin(context: StageContext, method: str) -> dict[str, Any]:
     return {"architecture": type(context.model).__name__, "method": method, "seed": context.seed()}
 
 
-def _read_chain(
-    path: Path, store: SampleStore, device: torch.device
-) -> tuple[list[dict[str, Any]], list[HMCChunk]]:
+def _read_chain(path: Path, store: SampleStore, device: torch.device) -> tuple[list[dict[str, Any]], list[HMCChunk]]:
     """What an interrupted chain has left: its records, and its chunks as the sampler resumes from them."""
     from safetensors import safe_open
 
