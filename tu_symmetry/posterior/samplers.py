@@ -1,81 +1,99 @@
-"""Networks to begin with: Hamiltonian Monte Carlo, deep ensembles and mean-field variational inference.
+"""Samples of a network's posterior: full-batch HMC (Pyro's kernel), deep ensembles, and mean-field VI.
 
-All three take a module as the architecture, data that are resident on one device, and full states to start from; they
-return states and leave the module and the global random state as they were. The model is a likelihood with an
-independent normal prior on every weight,
+All three share one model. The prior of every parameter is ``N(0, 1 / prior_precision)``, the likelihood is ``nll``, a
+summed negative log-likelihood in nats. The settings of arXiv 2401.00611 are the defaults where it states them.
 
-    U(theta) = sum_i loss(f(x_i; theta), y_i) + (precision / 2) ||theta||^2        (nats, up to a constant),
-
-where ``loss`` is a negative log-likelihood, by default the cross-entropy. Hamiltonian Monte Carlo samples from
-``exp(-U)``, a member of the ensemble minimizes ``U / N`` over batches, and variational inference minimizes
-``E_q[sum loss] + beta KL(q || prior)``.
+Networks here are deterministic functions of their parameters: they run in eval mode, buffers stay as they are, and
+networks with running statistics are refused. Nothing touches the global random state; results depend on ``seed`` alone.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from pyro.infer.mcmc import HMC
-from pyro.ops.stats import effective_sample_size
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
-from torch.nn import functional as F
+from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
-from tu_symmetry.posterior.compact import CompactPosterior
-from tu_symmetry.posterior.samples import SampleStore, State, stack_states, unstack_states
-
-Loss = Callable[[Tensor, Tensor], Tensor]
+States = dict[str, Tensor]
+NLL = Callable[[Tensor, Tensor], Tensor]
 Progress = Callable[[dict[str, Any]], None]
 
-_TRACED_WEIGHTS = 1000
 
-
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits ``[B, C]``, summed over the batch, in nats."""
-    return F.cross_entropy(outputs, targets, reduction="sum")
-
-
-def initial_states(make_model: Callable[[], nn.Module], count: int, seed: int) -> State:
-    """Freshly initialized networks as a stack ``[count, ...]``.
-
-    Args:
-        make_model: builds a module with random weights.
-        count: how many.
-        seed: each network gets its own stream; the global random state is left as it was.
-    """
-    states = []
-    for k in range(count):
-        with _seeded(torch.device("cpu"), seed, k):
-            states.append({name: t.detach().clone() for name, t in make_model().state_dict().items()})
-    return stack_states(states)
+def categorical_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed cross-entropy in nats of ``logits (B, C)`` and ``labels (B,)``."""
+    return F.cross_entropy(logits, labels, reduction="sum")
 
 
 @dataclass(frozen=True)
-class HMCResult:
-    """What a run of Hamiltonian Monte Carlo says about its chains.
+class HMCChunk:
+    """Consecutive transitions of one chain: what has to be kept to continue it.
 
     Attributes:
-        samples: the samples, a store or (without one) a list of states, chain after chain.
-        acceptance_rate: share of accepted proposals among the kept samples, for each chain.
-        potential: ``U`` of every sample, for each chain, in nats.
-        effective_sample_size: over all chains, of ``potential``, of the ``squared norm`` of the weights, and median and
-            minimum over a random thousand of the weights (``weights, median`` and ``weights, minimum``).
-        divergences: proposals of this process after the warmup whose energy grew by over 1000 nats, over all chains.
+        states: the samples, stacked ``(S, ...)``; of a chunk of the burn-in none, ``S = 0``.
+        last: state after the last transition.
+        transitions: transitions of the chain up to the end of this chunk, burn-in included.
+        acceptance_rate: share of this chunk's proposals that were accepted.
+        log_likelihood: mean log-likelihood of a training point under each sample, in nats, ``(S,)``.
     """
 
-    samples: SampleStore | list[State]
-    acceptance_rate: list[float]
-    potential: list[list[float]]
+    states: States
+    last: States
+    transitions: int
+    acceptance_rate: float
+    log_likelihood: Tensor
+
+
+@dataclass(frozen=True)
+class HMCChain:
+    """One chain without its burn-in.
+
+    Attributes:
+        states: the samples, stacked ``(S, ...)``.
+        acceptance_rate: share of accepted proposals after the burn-in.
+        effective_sample_size: by name; of the parameters the median and the minimum, and of the log-likelihood.
+        log_likelihood: mean log-likelihood of a training point under each sample, in nats, ``(S,)``.
+    """
+
+    states: States
+    acceptance_rate: float
     effective_sample_size: dict[str, float]
-    divergences: int
+    log_likelihood: Tensor
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Independently trained networks.
+
+    Attributes:
+        states: the members, stacked ``(M, ...)``.
+        loss: mean training loss of each epoch and member, ``(epochs, M)``, in nats for each data point.
+    """
+
+    states: States
+    loss: Tensor
+
+
+@dataclass(frozen=True)
+class MeanFieldFit:
+    """A Gaussian with independent parameters, fitted by variational inference.
+
+    Attributes:
+        mean: its mean, by parameter.
+        std: its standard deviation, by parameter.
+        elbo: evidence lower bound in nats, of the whole data set, averaged over the steps of each epoch.
+    """
+
+    mean: States
+    std: States
+    elbo: Tensor
 
 
 def hmc_samples(
@@ -84,210 +102,172 @@ def hmc_samples(
     y: Tensor,
     *,
     num_samples: int,
-    step_size: float,
-    num_steps: int,
-    warmup: int = 0,
+    burn_in: int = 100,
+    step_size: float = 1e-3,
+    leapfrog_steps: int = 500,
     prior_precision: float = 1.0,
-    init: Mapping[str, Tensor] | None = None,
-    chains: int = 1,
+    nll: NLL = categorical_nll,
+    initial_state: Mapping[str, Tensor] | None = None,
     seed: int = 0,
-    loss: Loss = cross_entropy,
-    adapt_step_size: bool = False,
-    store: SampleStore | None = None,
-    shard_size: int = 10,
+    device: torch.device | str = "cpu",
+    chunk_size: int = 10,
+    on_chunk: Callable[[HMCChunk], None] | None = None,
+    resume: Sequence[HMCChunk] = (),
     progress: Progress | None = None,
-) -> HMCResult:
-    """Full-batch Hamiltonian Monte Carlo with Pyro's kernel (unit mass matrix).
+) -> HMCChain:
+    """One chain of Hamiltonian Monte Carlo over the full batch, with Pyro's kernel.
 
-    A run with a store resumes: it goes on from the last sample of each chain that the store holds, until there are
-    ``num_samples``. Every transition draws its randomness from (seed, chain, step) alone, and depends on nothing but
-    the sample before it, so on a device with deterministic arithmetic a resumed run is bit-identical to an
-    uninterrupted one. Exceptions: an interruption during the warmup repeats the warmup (with the same outcome), at
-    most ``shard_size - 1`` samples are drawn again, and with ``adapt_step_size`` a store cannot be resumed, since the
-    adapted step is not kept.
+    The potential is ``nll(model(x), y) + prior_precision / 2 * ||w||^2``, the mass matrix the identity, the trajectory
+    ``leapfrog_steps`` steps of ``step_size``; nothing adapts.
+
+    The random numbers of a transition depend on ``seed`` and the transition's place in the chain only. A resumed chain
+    therefore continues with the numbers that the uninterrupted one would have drawn, whatever ``chunk_size`` is. The
+    gradient at its first state is computed anew: where the device's kernels are deterministic, and the number of
+    threads is the same, the two chains are equal bit for bit; elsewhere they agree in distribution.
 
     Args:
-        model: the architecture, evaluated as in ``eval`` mode; its buffers are constants and part of every sample.
-        x: all inputs ``[N, ...]``, on the device of the computation.
-        y: all targets ``[N, ...]``.
-        num_samples: samples to keep of each chain, all of them consecutive.
-        step_size: of the leapfrog integrator.
-        num_steps: leapfrog steps of each proposal.
-        warmup: transitions that are discarded first.
-        prior_precision: of the normal prior.
-        init: state to start from (a stack ``[chains, ...]`` for several chains). Default: the model's weights.
-        chains: number of chains, which run one after the other.
-        seed: of the randomness.
-        loss: negative log-likelihood, summed over the batch.
-        adapt_step_size: adapt the step during the warmup to an acceptance of 0.8 (dual averaging).
-        store: where to write the samples; without one they are kept in memory.
-        shard_size: samples in one file of the store.
-        progress: called after each transition with ``chain``, ``done``, ``total``, ``warmup``, ``acceptance``,
-            ``potential`` and ``step_size``.
+        model: the network; its own parameters are the start.
+        x: all inputs ``(N, ...)``.
+        y: all targets ``(N, ...)``.
+        num_samples: samples kept, every transition after the burn-in.
+        burn_in: transitions before the first sample.
+        step_size: leapfrog step.
+        leapfrog_steps: leapfrog steps of a trajectory.
+        prior_precision: inverse variance of the prior of every parameter.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        initial_state: start of the chain; the parameters of ``model`` by default.
+        seed: of the chain.
+        device: where the chain runs and its samples stay.
+        chunk_size: transitions between two calls of ``on_chunk``.
+        on_chunk: receives each chunk as soon as it is done, to write it to a file.
+        resume: all chunks of an earlier call with the same arguments, in order.
+        progress: receives a dict with ``done``, ``total``, ``acceptance_rate`` after each transition.
 
     Returns:
-        The samples, acceptance rates and effective sample sizes.
+        The chain, earlier chunks included.
 
     Raises:
-        ValueError: data or numbers that make no sense, a start where ``U`` is not finite, a store of another run.
+        ValueError: for arguments out of range, chunks that do not fit, or a start with infinite potential.
+        RuntimeError: if no proposal of the whole chain was accepted.
     """
-    if num_samples < 1 or num_steps < 1 or warmup < 0 or step_size <= 0 or shard_size < 1 or chains < 1:
-        raise ValueError(
-            "num_samples, num_steps, shard_size and chains must be at least 1, warmup not negative and step_size "
-            f"positive; got {num_samples}, {num_steps}, {shard_size}, {chains}, {warmup} and {step_size}"
-        )
-    _check_data(x, y, prior_precision)
-    starts = _starts(model, init, chains)
-    there = _resumable(store, chains, num_samples)
-    if adapt_step_size and (any(there) or not warmup):
-        raise ValueError(
-            "adapt_step_size needs a warmup to adapt in, and a new store: the step that the earlier run adapted to is "
-            "not kept; give the step_size that it reported, with adapt_step_size=False"
-        )
-    network = _Network(model, x.device)
+    from pyro.infer.mcmc import HMC
 
-    def potential(z: Mapping[str, Tensor]) -> Tensor:
-        theta = z["theta"]
-        return loss(network(theta, x), y) + 0.5 * prior_precision * theta.square().sum()
-
-    memory: list[State] = []
-    divergences = 0
-    for chain in range(chains):
-        done = there[chain]
-        if done == num_samples:
-            continue
-        start, discard = starts[chain], warmup
-        if store is not None and done:
-            start, discard = _last_of(store, chain), 0
-        theta = network.flatten(start)
-        if not math.isfinite(float(potential({"theta": theta}))):
-            raise ValueError(f"U is not finite where chain {chain} starts: start from finite, moderate weights")
-        # Half a step more, since the kernel truncates trajectory_length / step_size to an integer.
+    _positive(step_size=step_size, leapfrog_steps=leapfrog_steps, num_samples=num_samples, chunk_size=chunk_size)
+    network = _Network(model, x, y, prior_precision, nll, device)
+    total = burn_in + num_samples
+    chunks = list(resume)
+    done = chunks[-1].transitions if chunks else 0
+    _check_resume(chunks, burn_in, total)
+    start = chunks[-1].last if chunks else initial_state
+    position = network.parameters if start is None else network.parameters_of(start)
+    if not torch.isfinite(network.potential(position)):
+        raise ValueError("the chain starts where the posterior's density is zero or NaN: check the data and the start")
+    while done < total:
+        boundary = burn_in if done < burn_in else total
+        steps = min(chunk_size, boundary - done)
+        # Pyro takes int(length / step) leapfrog steps; the half keeps rounding from dropping one.
+        length = (leapfrog_steps + 0.5) * step_size
         kernel = HMC(
-            potential_fn=potential,
+            potential_fn=network.potential,
             step_size=step_size,
-            trajectory_length=step_size * (num_steps + 0.5),
-            adapt_step_size=adapt_step_size,
+            trajectory_length=length,
+            adapt_step_size=False,
             adapt_mass_matrix=False,
         )
-        kernel.initial_params = z = {"theta": theta}
-        with _seeded(x.device, seed, chain):
-            kernel.setup(discard)
-        pending: list[State] = []
-        accepted = 0
-        first = warmup + done if not discard else 0
-        for step in range(first, warmup + num_samples):
-            before = z["theta"]
-            with _seeded(x.device, seed, chain, step):
-                z = kernel.sample(z)
-            moved = z["theta"] is not before
-            accepted += moved
-            if step >= warmup:
-                pending.append(network.state(z["theta"]))
-            if store is not None and pending and (len(pending) == shard_size or step == warmup + num_samples - 1):
-                steps = range(step - warmup - len(pending) + 1, step - warmup + 1)
-                store.append([_on_cpu(s) for s in pending], chain=chain, step=list(steps))
-                pending = []
+        kernel.initial_params = position
+        kernel.setup(warmup_steps=0)
+        kept: list[States] = []
+        for _ in range(steps):
+            with _seeded(_derived(seed, 0, done), network.device):
+                position = {name: value.detach() for name, value in kernel.sample(position).items()}
+            done += 1
+            if done > burn_in:
+                kept.append(position)
             if progress is not None:
-                progress(
-                    {
-                        "chain": chain,
-                        "done": step + 1,
-                        "total": warmup + num_samples,
-                        "warmup": step < warmup,
-                        "acceptance": accepted / (step - first + 1),
-                        "potential": float(kernel._potential_energy_last),
-                        "step_size": kernel.step_size,
-                    }
-                )
-        memory += pending
-        divergences += len(kernel.diagnostics()["divergences"])
-    samples = memory if store is None else store
-    numbers = [c for c in range(chains) for _ in range(num_samples)] if store is None else store.chains
-    return _diagnose(samples, numbers, network, potential, divergences)
+                rate = float(kernel.diagnostics()["acceptance rate"])
+                progress({"done": done, "total": total, "acceptance_rate": rate})
+        chunk = HMCChunk(
+            states=network.complete(_stack(kept, position)),
+            last={name: tensor[0] for name, tensor in network.complete(_stack([position], position)).items()},
+            transitions=done,
+            acceptance_rate=float(kernel.diagnostics()["acceptance rate"]),
+            log_likelihood=torch.tensor([network.log_likelihood(w) for w in kept], dtype=torch.float64),
+        )
+        chunks.append(chunk)
+        if on_chunk is not None:
+            on_chunk(chunk)
+    return _join(chunks, network)
 
 
 def deep_ensemble(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    init: Mapping[str, Tensor],
     *,
-    epochs: int,
-    batch_size: int,
+    members: int = 5,
+    epochs: int = 50,
+    batch_size: int = 100,
     learning_rate: float = 1e-3,
     prior_precision: float = 1.0,
+    nll: NLL = categorical_nll,
     seed: int = 0,
-    loss: Loss = cross_entropy,
+    device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> State:
-    """Train the members of an ensemble at once, each to a maximum of the posterior, with Adam.
+) -> Ensemble:
+    """Trains independent networks to maxima of the posterior, all at once, with Adam.
 
-    Every member has its own start and its own order of the data; the step of one does not depend on the others.
+    The loss of a member is ``nll / B + prior_precision / (2 N) * ||w||^2`` on batches of ``B``: an unbiased estimate
+    of the negative log joint density divided by the number of data points ``N``. Members differ in their
+    initialization and in the order of the data; member ``m`` does not depend on how many members there are.
 
     Args:
-        model: the architecture; normalization layers train as usual, each member with its own running statistics.
-        x: all inputs ``[N, ...]``, on the device of the computation.
-        y: all targets ``[N, ...]``.
-        init: stack ``[M, ...]`` of states to start from, see :func:`initial_states`.
+        model: the architecture; every layer with parameters needs ``reset_parameters``.
+        x: all inputs ``(N, ...)``.
+        y: all targets ``(N, ...)``.
+        members: number of networks.
         epochs: passes over the data.
-        batch_size: the last batch of an epoch may be smaller.
+        batch_size: points in a batch; the last batch of an epoch may be smaller.
         learning_rate: of Adam.
-        prior_precision: of the normal prior; 0 for none.
-        seed: of the orders of the data.
-        loss: negative log-likelihood, summed over the batch.
-        progress: called after each epoch with ``done``, ``total`` and ``loss``, the members' mean of ``U / N``.
+        prior_precision: inverse variance of the prior of every parameter.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        seed: of all initializations and data orders.
+        device: where the networks are trained and stay.
+        progress: receives a dict with ``done``, ``total`` and ``loss`` after each epoch.
 
     Returns:
-        Stack ``[M, ...]`` of the trained states.
+        The trained members and their losses.
 
     Raises:
-        ValueError: data or numbers that make no sense, or a run that diverges.
+        ValueError: for arguments out of range or a layer that cannot be initialized anew.
+        RuntimeError: if the loss is not finite.
     """
-    _check_data(x, y, prior_precision)
-    _check_training(epochs, batch_size, learning_rate)
-    count = len(next(iter(init.values())))
-    _starts(model, init, count)
-    network = _Network(model, x.device, train=True)
-    parameters = {n: init[n].detach().to(x.device, copy=True) for n in network.shapes}
-    buffers = {n: init[n].detach().to(x.device, copy=True) for n in network.buffers}
-    total = len(x)
+    _positive(members=members, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
+    network = _Network(model, x, y, prior_precision, nll, device)
+    parameters, _ = stack_module_state([initialized(network.module, _derived(seed, 1, m)) for m in range(members)])
+    parameters = {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
+    optimizer = torch.optim.Adam(parameters.values(), lr=learning_rate)
+    orders = [torch.Generator().manual_seed(_derived(seed, 2, m)) for m in range(members)]
+    n = len(network.x)
 
-    def objective(weights: State, moving: State, inputs: Tensor, targets: Tensor) -> tuple[Tensor, State]:
-        moving = {name: t.clone() for name, t in moving.items()}
-        outputs = functional_call(network.template, {**weights, **moving}, (inputs,))
-        norm = sum(w.square().sum() for w in weights.values())
-        return loss(outputs, targets) / len(inputs) + 0.5 * prior_precision / total * norm, moving
+    def loss(w: States, inputs: Tensor, targets: Tensor) -> Tensor:
+        return network.nll(w, inputs, targets) / len(inputs) + network.penalty(w) / n
 
-    step = vmap(grad_and_value(objective, has_aux=True), randomness="different")
-    optimizer = torch.optim.Adam(list(parameters.values()), lr=learning_rate)
-    generator = torch.Generator().manual_seed(_derive(seed, 0))
-    with _seeded(x.device, seed, 1):
-        for epoch in range(epochs):
-            orders = torch.stack([torch.randperm(total, generator=generator) for _ in range(count)]).to(x.device)
-            running = torch.zeros((), device=x.device)
-            for batch in orders.split(batch_size, dim=1):
-                gradients, (values, buffers) = step(parameters, buffers, x[batch], y[batch])
-                for name, weight in parameters.items():
-                    weight.grad = gradients[name]
-                optimizer.step()
-                running += values.mean() * batch.shape[1] / total
-            _report(progress, epoch, epochs, "loss", float(running))
-    trained = {n: t.detach() for n, t in parameters.items()} | buffers
-    return {name: trained[network.source[name]] for name in init}
-
-
-@dataclass(frozen=True)
-class VIResult:
-    """A fitted mean-field posterior.
-
-    Attributes:
-        posterior: ``N(mean, diag sigma^2)`` over the weights.
-        elbo: mean estimate of the evidence lower bound over each epoch, in nats, of the whole data set.
-    """
-
-    posterior: CompactPosterior
-    elbo: list[float]
+    step = vmap(grad_and_value(loss), randomness="error")
+    curve = torch.zeros(epochs, members, dtype=torch.float64)
+    for epoch in range(epochs):
+        order = torch.stack([torch.randperm(n, generator=g) for g in orders]).to(network.device)
+        running = torch.zeros(members, device=network.device, dtype=torch.float64)
+        for batch in order.split(batch_size, dim=1):
+            gradients, losses = step(parameters, network.x[batch], network.y[batch])
+            for name, tensor in parameters.items():
+                tensor.grad = gradients[name]
+            optimizer.step()
+            running += losses.detach().double() * batch.shape[1] / n
+        curve[epoch] = running.cpu()
+        _check_finite(curve[epoch], "loss", epoch, learning_rate)
+        if progress is not None:
+            progress({"done": epoch + 1, "total": epochs, "loss": float(curve[epoch].mean())})
+    return Ensemble(network.complete({name: tensor.detach() for name, tensor in parameters.items()}), curve)
 
 
 def mean_field_vi(
@@ -295,253 +275,255 @@ def mean_field_vi(
     x: Tensor,
     y: Tensor,
     *,
-    epochs: int,
-    batch_size: int,
+    epochs: int = 50,
+    batch_size: int = 100,
     learning_rate: float = 1e-3,
     initial_std: float = 0.05,
     prior_precision: float = 1.0,
-    beta: float = 1.0,
-    init: Mapping[str, Tensor] | None = None,
+    nll: NLL = categorical_nll,
     seed: int = 0,
-    loss: Loss = cross_entropy,
+    device: torch.device | str = "cpu",
     progress: Progress | None = None,
-) -> VIResult:
-    """Mean-field variational inference: maximize the evidence lower bound over ``q = N(mean, diag sigma^2)``.
+) -> MeanFieldFit:
+    """Fits a Gaussian with independent parameters by the full evidence lower bound, with Adam.
 
-        ELBO = -E_q[ sum_i loss_i ] - beta KL(q || prior),   KL = sum_j (tau (s_j^2 + m_j^2) - 1 - log(tau s_j^2)) / 2
-
-    with the sum over all data (batches are scaled up) and the whole divergence once. One reparameterized draw of all
-    weights for each batch; ``sigma = softplus(rho)``; Adam on ``-ELBO / N`` (Bayes by Backprop, arXiv 1505.05424).
+    The bound is ``-N / B * nll(batch) - KL(q || prior)`` with one reparameterized draw of the weights for each batch
+    of ``B``, and one closed-form KL of the whole network, untempered. The standard deviation is ``softplus(rho)``.
 
     Args:
-        model: the architecture.
-        x: all inputs ``[N, ...]``, on the device of the computation.
-        y: all targets ``[N, ...]``.
+        model: the architecture; every layer with parameters needs ``reset_parameters``, which gives the first mean.
+        x: all inputs ``(N, ...)``.
+        y: all targets ``(N, ...)``.
         epochs: passes over the data.
-        batch_size: the last batch of an epoch may be smaller.
+        batch_size: points in a batch; the last batch of an epoch may be smaller.
         learning_rate: of Adam.
-        initial_std: of every weight.
-        prior_precision: tau, of the normal prior.
-        beta: weight of the divergence; the bound holds for 1.
-        init: state with the initial means. Default: the model's weights.
-        seed: of the draws and of the order of the data.
-        loss: negative log-likelihood, summed over the batch.
-        progress: called after each epoch with ``done``, ``total`` and ``elbo``.
+        initial_std: standard deviation of every parameter at the start.
+        prior_precision: inverse variance of the prior of every parameter.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        seed: of the initialization, the order of the data and the draws.
+        device: where the fit runs and stays.
+        progress: receives a dict with ``done``, ``total`` and ``elbo`` after each epoch.
 
     Returns:
-        The posterior and the curve of the bound.
+        Mean, standard deviation, and the bound's curve.
 
     Raises:
-        ValueError: data or numbers that make no sense, or a run that diverges.
+        ValueError: for arguments out of range or a layer that cannot be initialized anew.
+        RuntimeError: if the bound is not finite.
     """
-    _check_data(x, y, prior_precision)
-    _check_training(epochs, batch_size, learning_rate)
-    if initial_std <= 0 or prior_precision <= 0 or beta < 0:
-        raise ValueError(
-            f"initial_std and prior_precision must be positive and beta not negative, got {initial_std}, "
-            f"{prior_precision}, {beta}"
-        )
-    network = _Network(model, x.device, train=True)
-    (start,) = _starts(model, init, 1)
-    network.buffers = {name: start[name].detach().to(x.device, copy=True) for name in network.buffers}
-    mean = network.flatten(start).requires_grad_()
-    rho = torch.full_like(mean, math.log(math.expm1(initial_std))).requires_grad_()
-    optimizer = torch.optim.Adam([mean, rho], lr=learning_rate)
-    generator = torch.Generator(x.device).manual_seed(_derive(seed, 0))
-    orders = torch.Generator().manual_seed(_derive(seed, 1))
-    total = len(x)
-    curve: list[float] = []
-    with _seeded(x.device, seed, 2):
-        for epoch in range(epochs):
-            running = torch.zeros((), device=x.device)
-            for batch in torch.randperm(total, generator=orders).to(x.device).split(batch_size):
-                std = F.softplus(rho)
-                noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-                likelihood = loss(network(mean + std * noise, x[batch]), y[batch]) * (total / len(batch))
-                bound = -likelihood - beta * kl_to_normal(mean, std, prior_precision)
-                optimizer.zero_grad()
-                (-bound / total).backward()
-                optimizer.step()
-                running += bound.detach() * len(batch) / total
-            curve.append(float(running))
-            _report(progress, epoch, epochs, "elbo", curve[-1])
-    means, stds = network.state(mean.detach()), network.state(F.softplus(rho).detach())
-    weights = [name for name in means if network.source[name] in network.shapes]
-    aliases: dict[str, list[str]] = {}
-    for name in weights:
-        aliases.setdefault(network.source[name], []).append(name)
-    posterior = CompactPosterior(
-        means,
-        {name: stds[name] for name in weights},
-        aliases={name: names for name, names in aliases.items() if len(names) > 1},
-        metadata={"method": "mean_field_vi", "architecture": type(model).__name__, "seed": seed, "beta": beta},
-    )
-    return VIResult(posterior, curve)
+    _positive(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, initial_std=initial_std)
+    network = _Network(model, x, y, prior_precision, nll, device)
+    start = initialized(network.module, _derived(seed, 1, 0))
+    mean = {name: p.detach().clone().requires_grad_() for name, p in start.named_parameters()}
+    rho = {name: torch.full_like(p, math.log(math.expm1(initial_std))).requires_grad_() for name, p in mean.items()}
+    optimizer = torch.optim.Adam([*mean.values(), *rho.values()], lr=learning_rate)
+    order = torch.Generator().manual_seed(_derived(seed, 2, 0))
+    noise = torch.Generator(network.device).manual_seed(_derived(seed, 3, 0))
+    n = len(network.x)
+    curve = torch.zeros(epochs, dtype=torch.float64)
+    for epoch in range(epochs):
+        running = torch.zeros((), device=network.device, dtype=torch.float64)
+        for batch in torch.randperm(n, generator=order).to(network.device).split(batch_size):
+            std = {name: F.softplus(r) for name, r in rho.items()}
+            draw = {
+                name: m + std[name] * torch.randn(m.shape, generator=noise, device=m.device, dtype=m.dtype)
+                for name, m in mean.items()
+            }
+            kl = gaussian_kl(mean, std, prior_precision)
+            negative_elbo = network.nll(draw, network.x[batch], network.y[batch]) * (n / len(batch)) + kl
+            optimizer.zero_grad()
+            negative_elbo.backward()
+            optimizer.step()
+            running -= negative_elbo.detach().double() * len(batch) / n
+        curve[epoch] = running.cpu()
+        _check_finite(curve[epoch], "evidence lower bound", epoch, learning_rate)
+        if progress is not None:
+            progress({"done": epoch + 1, "total": epochs, "elbo": float(curve[epoch])})
+    means = {name: m.detach() for name, m in mean.items()}
+    stds = {name: F.softplus(r.detach()) for name, r in rho.items()}
+    return MeanFieldFit(means, stds, curve)
 
 
-def kl_to_normal(mean: Tensor, std: Tensor, precision: float) -> Tensor:
-    """``KL(N(mean, diag std^2) || N(0, 1 / precision))`` in nats."""
-    return 0.5 * (precision * (std.square() + mean.square()) - 1 - 2 * std.log() - math.log(precision)).sum()
+def gaussian_kl(mean: Mapping[str, Tensor], std: Mapping[str, Tensor], prior_precision: float) -> Tensor:
+    """``KL(N(mean, std^2) || N(0, 1 / prior_precision))``, summed over all parameters, in nats."""
+    terms = []
+    for name, m in mean.items():
+        variance = std[name].square() * prior_precision
+        terms.append((variance + prior_precision * m.square() - 1 - variance.log()).sum() / 2)
+    return torch.stack(terms).sum()
+
+
+def initialized(model: nn.Module, seed: int) -> nn.Module:
+    """A copy of a network with freshly drawn parameters, by the ``reset_parameters`` of its layers.
+
+    Raises:
+        ValueError: if a layer owns parameters and has no ``reset_parameters``.
+    """
+    fresh = copy.deepcopy(model)
+    device = next(fresh.parameters()).device
+    with _seeded(seed, device):
+        for name, layer in fresh.named_modules():
+            reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+            if reset is not None:
+                reset()
+            elif any(True for _ in layer.parameters(recurse=False)):
+                raise ValueError(
+                    f"layer {name or '(the network itself)'} of type {type(layer).__name__} has parameters but no "
+                    "reset_parameters(), so it cannot be initialized anew: give its class that method"
+                )
+    return fresh
+
+
+def effective_sample_size(states: Mapping[str, Tensor], log_likelihood: Tensor) -> dict[str, float]:
+    """Effective sample sizes of one chain, as Pyro estimates them (Geyer's initial monotone sequence).
+
+    As in Stan, no size exceeds ``S * log10(S)`` (or ``S``, if larger): in short antithetic chains the estimated
+    autocorrelation time may be zero or negative.
+
+    Args:
+        states: stacked parameters ``(S, ...)``; each coordinate is one quantity.
+        log_likelihood: ``(S,)``.
+
+    Returns:
+        ``parameters, median``, ``parameters, minimum`` and ``log-likelihood``; NaN for fewer than four samples, and
+        coordinates that never moved are left out of the parameters'.
+    """
+    from pyro.ops.stats import effective_sample_size as estimate
+
+    names = ("parameters, median", "parameters, minimum", "log-likelihood")
+    if len(log_likelihood) < 4:
+        return dict.fromkeys(names, math.nan)
+
+    limit = len(log_likelihood) * max(1.0, math.log10(len(log_likelihood)))
+
+    def of(series: Tensor) -> Tensor:
+        size = estimate(series.detach().double().cpu().unsqueeze(0), chain_dim=0, sample_dim=1)
+        return torch.where(size <= 0, limit, size.clamp(max=limit))
+
+    sizes = torch.cat([of(part) for t in states.values() for part in t.flatten(1).split(8192, dim=1)])
+    sizes = sizes[sizes.isfinite()]
+    if len(sizes) == 0:
+        return dict.fromkeys(names, math.nan)
+    values = (sizes.median(), sizes.min(), of(log_likelihood))
+    return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
 class _Network:
-    """A module as a function of one flat vector of weights; the module that was given is left alone."""
+    """A network as a function of its parameters, its data, and its prior."""
 
-    def __init__(self, model: nn.Module, device: torch.device, *, train: bool = False) -> None:
-        self.template = copy.deepcopy(model).to(device).train(train).requires_grad_(False)
-        names = {id(t): name for name, t in self.template.named_parameters()}
-        self.shapes = {name: t.shape for name, t in self.template.named_parameters()}
-        held = self.template.state_dict(keep_vars=True)
-        self.source = {name: names.get(id(t), name) for name, t in held.items()}
-        self.buffers = {name: t.detach() for name, t in held.items() if id(t) not in names}
-        if not self.shapes:
-            raise ValueError(f"{type(model).__name__} has no parameters")
+    def __init__(
+        self, model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, nll: NLL, device: torch.device | str
+    ) -> None:
+        _positive(prior_precision=prior_precision)
+        if len(x) == 0 or len(x) != len(y):
+            raise ValueError(f"got {len(x)} inputs and {len(y)} targets: there must be as many, and at least one")
+        if x.is_floating_point() and not torch.isfinite(x).all():
+            raise ValueError("the inputs hold NaN or infinite values")
+        for name, layer in model.named_modules():
+            if getattr(layer, "running_mean", None) is not None:
+                raise ValueError(
+                    f"{name or 'the network'} ({type(layer).__name__}) has running statistics, so the likelihood is no "
+                    "function of the parameters alone: use a normalization without them, such as GroupNorm"
+                )
+        self.device = torch.device(device)
+        self.module = copy.deepcopy(model).to(self.device).eval()
+        self.x, self.y = x.to(self.device), y.to(self.device)
+        self.prior_precision = prior_precision
+        self._nll = nll
+        self.parameters = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        if not self.parameters:
+            raise ValueError("the network has no parameters")
 
-    def flatten(self, state: Mapping[str, Tensor]) -> Tensor:
-        device = next(self.template.parameters()).device
-        return torch.cat([state[name].detach().flatten() for name in self.shapes]).to(device)
+    def nll(self, w: States, inputs: Tensor, targets: Tensor) -> Tensor:
+        return self._nll(functional_call(self.module, w, (inputs,)), targets)
 
-    def unflatten(self, theta: Tensor) -> State:
-        parts = theta.split([shape.numel() for shape in self.shapes.values()])
-        return {n: part.view(shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
+    def penalty(self, w: States) -> Tensor:
+        """Negative log-density of the prior without its constant."""
+        return self.prior_precision / 2 * torch.stack([t.square().sum() for t in w.values()]).sum()
 
-    def state(self, theta: Tensor) -> State:
-        """A full state dict, a copy."""
-        weights = self.unflatten(theta) | self.buffers
-        return {name: weights[source].detach().clone() for name, source in self.source.items()}
+    def potential(self, w: States) -> Tensor:
+        return self.nll(w, self.x, self.y) + self.penalty(w)
 
-    def __call__(self, theta: Tensor, x: Tensor) -> Tensor:
-        return functional_call(self.template, self.unflatten(theta) | self.buffers, (x,))
-
-
-def _diagnose(
-    samples: SampleStore | list[State],
-    numbers: list[int],
-    network: _Network,
-    potential: Callable[[Mapping[str, Tensor]], Tensor],
-    divergences: int,
-) -> HMCResult:
-    """Acceptance and effective sample sizes from the samples alone, so that a resumed run reports the whole chain."""
-    traces: dict[int, list[Tensor]] = {}
-    energies: dict[int, list[float]] = {}
-    accepted: dict[int, int] = {}
-    last: dict[int, Tensor] = {}
-    chosen: Tensor | None = None
-    for number, state in zip(numbers, samples, strict=True):
-        theta = network.flatten(state)
-        if chosen is None:
-            order = torch.randperm(len(theta), generator=torch.Generator().manual_seed(0))
-            chosen = order[:_TRACED_WEIGHTS].to(theta.device)
-        same = number in last and torch.equal(theta, last[number])
-        if number in last:
-            accepted[number] += not same
+    def log_likelihood(self, w: States) -> float:
         with torch.no_grad():
-            energy = energies[number][-1] if same else float(potential({"theta": theta}))
-        energies.setdefault(number, []).append(energy)
-        accepted.setdefault(number, 0)
-        trace = torch.cat([theta.double().square().sum().view(1), theta[chosen].double()]).cpu()
-        traces.setdefault(number, []).append(trace)
-        last[number] = theta
-    rates = [accepted[c] / max(len(traces[c]) - 1, 1) for c in sorted(traces)]
-    if min(rates) < 0.05:
-        warnings.warn(
-            f"acceptance rates {rates}: the chain hardly moves; take a smaller step_size, or start from better weights",
-            stacklevel=3,
-        )
-    length = min(len(t) for t in traces.values())
-    sizes = {"potential": math.nan, "squared norm": math.nan, "weights, median": math.nan, "weights, minimum": math.nan}
-    if length >= 4:
-        stacked = torch.stack([torch.stack(traces[c][:length]) for c in sorted(traces)])
-        energy_trace = torch.tensor([energies[c][:length] for c in sorted(traces)], dtype=torch.float64)
-        found = effective_sample_size(
-            torch.cat([energy_trace.unsqueeze(-1), stacked], dim=-1), chain_dim=0, sample_dim=1
-        )
-        sizes = {
-            "potential": float(found[0]),
-            "squared norm": float(found[1]),
-            "weights, median": float(found[2:].median()),
-            "weights, minimum": float(found[2:].min()),
+            return -float(self.nll(w, self.x, self.y)) / len(self.x)
+
+    def parameters_of(self, state: Mapping[str, Tensor]) -> States:
+        """The parameters in a state of this network, checked."""
+        for name, p in self.parameters.items():
+            if name not in state or state[name].shape != p.shape:
+                seen = tuple(state[name].shape) if name in state else "nothing"
+                raise ValueError(f"the start is of another network: {name} must be {tuple(p.shape)}, got {seen}")
+        return {name: state[name].detach().to(p).clone() for name, p in self.parameters.items()}
+
+    def complete(self, stack: States) -> States:
+        """A stack of whole states from one of parameters: tied names and buffers are added."""
+        count = len(next(iter(stack.values())))
+        owners = {id(p): name for name, p in self.module.named_parameters()}
+        return {
+            name: stack[owners[id(t)]] if id(t) in owners else t.detach().expand(count, *t.shape).clone()
+            for name, t in self.module.state_dict(keep_vars=True).items()
         }
-    return HMCResult(samples, rates, [energies[c] for c in sorted(energies)], sizes, divergences)
 
 
-def _resumable(store: SampleStore | None, chains: int, num_samples: int) -> list[int]:
-    """Number of samples that the store holds of each chain."""
-    counts = [0] * chains
-    for record in store.records if store is not None else []:
-        if record.chain >= chains or record.step != counts[record.chain]:
-            raise ValueError(
-                f"{store} holds sample (chain {record.chain}, step {record.step}), which is not what a run of "
-                f"{chains} chains writes there: resume with the same arguments, or give another store"
-            )
-        counts[record.chain] += 1
-    if max(counts) > num_samples:
-        raise ValueError(f"{store} holds {max(counts)} samples of a chain already, more than num_samples={num_samples}")
-    return counts
+def _join(chunks: Sequence[HMCChunk], network: _Network) -> HMCChain:
+    kept = [c for c in chunks if len(c.log_likelihood)]
+    states = {name: torch.cat([c.states[name] for c in kept]) for name in kept[0].states}
+    log_likelihood = torch.cat([c.log_likelihood for c in kept])
+    rate = sum(c.acceptance_rate * len(c.log_likelihood) for c in kept) / len(log_likelihood)
+    if not any(c.acceptance_rate for c in chunks):
+        raise RuntimeError(
+            "no proposal was accepted: the leapfrog step is too long. Divide step_size by a power of two until the "
+            "acceptance rate is about 0.8"
+        )
+    parameters = {name: states[name] for name in network.parameters}
+    return HMCChain(states, rate, effective_sample_size(parameters, log_likelihood), log_likelihood)
 
 
-def _last_of(store: SampleStore, chain: int) -> State:
-    index = max(i for i, record in enumerate(store.records) if record.chain == chain)
-    state: State = store[index]
-    return state
-
-
-def _starts(model: nn.Module, init: Mapping[str, Tensor] | None, count: int) -> list[State]:
-    """``count`` full states of the model's architecture."""
-    expected = model.state_dict()
-    if init is None:
-        if count > 1:
-            raise ValueError(f"{count} chains need a stack of {count} states to start from: init=initial_states(...)")
-        return [dict(expected)]
-    single = init.keys() == expected.keys() and all(init[n].shape == t.shape for n, t in expected.items())
-    states = [dict(init)] if single else unstack_states(init)
-    wrong = next((n for n in sorted(expected.keys() ^ states[0].keys())), None)
-    wrong = wrong or next((n for n, t in expected.items() if states[0][n].shape != t.shape), None)
-    if wrong is not None:
-        raise ValueError(f"init is of another architecture than {type(model).__name__}: {wrong!r} differs")
-    if len(states) != count:
-        raise ValueError(f"init holds {len(states)} states, {count} are needed")
-    return states
-
-
-def _check_data(x: Tensor, y: Tensor, prior_precision: float) -> None:
-    if len(x) == 0 or len(x) != len(y):
-        raise ValueError(f"{len(x)} inputs and {len(y)} targets: there must be one target for each input, and some")
-    if x.device != y.device:
-        raise ValueError(f"inputs are on {x.device}, targets on {y.device}; put both where the computation shall be")
-    if x.is_floating_point() and not torch.isfinite(x).all():
-        raise ValueError("the inputs hold NaN or infinite values")
-    if not (math.isfinite(prior_precision) and prior_precision >= 0):
-        raise ValueError(f"prior_precision must be finite and not negative, got {prior_precision}")
-
-
-def _check_training(epochs: int, batch_size: int, learning_rate: float) -> None:
-    if epochs < 1 or batch_size < 1 or learning_rate <= 0:
+def _check_resume(chunks: Sequence[HMCChunk], burn_in: int, total: int) -> None:
+    if not chunks:
+        return
+    done, kept = chunks[-1].transitions, sum(len(c.log_likelihood) for c in chunks)
+    if kept != max(0, done - burn_in) or done > total:
         raise ValueError(
-            f"epochs and batch_size must be at least 1 and learning_rate positive, got {epochs}, {batch_size}, "
-            f"{learning_rate}"
+            f"the chunks to resume from end after {done} transitions and hold {kept} samples; a chain of {total} "
+            f"with a burn-in of {burn_in} does not pass there. Pass all of its chunks, and its own arguments"
         )
 
 
-def _report(progress: Progress | None, epoch: int, epochs: int, name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is {value} in epoch {epoch}: the run diverges; take a smaller learning rate")
-    if progress is not None:
-        progress({"done": epoch + 1, "total": epochs, name: value})
-
-
-def _derive(*entropy: int) -> int:
-    """A seed from several numbers, as good as independent of the seeds from others."""
-    return int(np.random.SeedSequence([e % 2**64 for e in entropy]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def _stack(states: Sequence[States], like: States) -> States:
+    if not states:
+        return {name: t.new_empty((0, *t.shape)) for name, t in like.items()}
+    return {name: torch.stack([s[name] for s in states]) for name in like}
 
 
 @contextmanager
-def _seeded(device: torch.device, *entropy: int) -> Iterator[None]:
-    """Global random state seeded inside, for code that knows no generators, and as before outside."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(_derive(*entropy))
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators that ``device`` uses, and restore them afterwards."""
+    cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for index in cuda:
+            torch.cuda.default_generators[index].manual_seed(seed)
         yield
 
 
-def _on_cpu(state: State) -> State:
-    return {name: t.cpu() for name, t in state.items()}
+def _derived(seed: int, stream: int, index: int) -> int:
+    """An independent seed for one of several streams of random numbers."""
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    return int(np.random.SeedSequence([seed, stream, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_finite(value: Tensor, what: str, epoch: int, learning_rate: float) -> None:
+    if not torch.isfinite(value).all():
+        raise RuntimeError(
+            f"the {what} is not finite in epoch {epoch + 1}: look for NaN in the data, or lower the learning rate "
+            f"({learning_rate:g})"
+        )
