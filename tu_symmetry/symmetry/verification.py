@@ -112,8 +112,8 @@ class _Check:
         if not error <= self.tolerance:
             raise SymmetryError(
                 f"the {kind} group {name!r} is no symmetry of this network: the outputs change by {error:.1e} "
-                f"(relative; {self.tolerance:.0e} is allowed). Either the model or its inputs are not those that the graph was "
-                "discovered on, or a rule is wrong; please report the architecture."
+                f"(relative; {self.tolerance:.0e} is allowed). Either the model or its inputs are not those that the "
+                "graph was discovered on, or a rule is wrong; please report the architecture."
             )
 
 
