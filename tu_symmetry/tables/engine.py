@@ -154,7 +154,7 @@ def _run(
         )
         following = next((s.name for s in steps[number + 1 :] if s.name not in done), None)
         with display.stage(step.name, resumed=resumed, following=following) as status:
-            started = time.perf_counter()
+            started, processor = time.perf_counter(), time.process_time()
             outcome = plain(step.kind.run(context, step.options))
             seconds = time.perf_counter() - started
             status.done(outcome)
@@ -163,6 +163,7 @@ def _run(
             "status": "done",
             "results": outcome,
             "seconds": round(seconds, 2),
+            "processor_seconds": round(time.process_time() - processor, 2),
             "resumed": resumed,
             "environment": environment,
         }
@@ -204,8 +205,8 @@ def _write_results(
     for step in steps:
         mark = marks[step.name]
         if mark is not None and mark["fingerprint"] == step.fingerprint:
-            keep = ("results", "seconds", "resumed", "environment")
-            stages[step.name] = {"options": dataclasses.asdict(step.options)} | {k: mark[k] for k in keep}
+            keep = ("results", "seconds", "processor_seconds", "resumed", "environment")
+            stages[step.name] = {"options": dataclasses.asdict(step.options)} | {k: mark.get(k) for k in keep}
     table = dataclasses.asdict(recipe.table)
     content = {"recipe": recipe.name, "table": table, "environment": environment, "stages": stages}
     write_json(run_folder / "results.json", plain(content))
