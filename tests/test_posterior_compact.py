@@ -138,7 +138,7 @@ def test_low_rank_is_the_best_of_its_rank_and_samples_have_its_covariance(
     names = sorted(WEIGHTS)
     values = flat(stack_states(members), names)
     deviations = (values - values.mean(0)) / 2  # sqrt(M - 1) = 2
-    u, s, vt = np.linalg.svd(deviations, full_matrices=False)
+    _, s, vt = np.linalg.svd(deviations, full_matrices=False)
     best = (vt[:rank].T * s[:rank] ** 2) @ vt[:rank]
     found = flat(q.factors, names)
     assert q.rank == rank and found.shape == (rank, values.shape[1])
@@ -241,7 +241,7 @@ def test_bad_networks(members: list[dict[str, Tensor]], graph: SymmetryGraph) ->
 
 
 def test_without_a_graph_buffers_must_be_named(members: list[dict[str, Tensor]], graph: SymmetryGraph) -> None:
-    with pytest.raises(ValueError, match="1.num_batches_tracked.*running variances would be sampled"):
+    with pytest.raises(ValueError, match=r"1\.num_batches_tracked.*running variances would be sampled"):
         CompactPosterior.from_states(members, align=False)
     names = ["1.running_mean", "1.running_var"]
     q = CompactPosterior.from_states(members, align=False, buffers=names)
@@ -286,7 +286,7 @@ def test_an_ensemble_of_draws_is_member_major(
 
 
 def test_states_of_another_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="do not belong to Sequential: '0.bias'"):
+    with pytest.raises(ValueError, match=r"do not belong to Sequential: '0\.bias'"):
         CompactEnsemble(net(), stack_states([randomized(0) | {"0.bias": torch.zeros(7)}]))
     with pytest.raises(ValueError, match="must be finite, not negative"):
         CompactPosterior({"w": torch.zeros(2)}, {"w": torch.tensor([1.0, -1.0])})

@@ -1,4 +1,4 @@
-"""Sample stores: what is written is read back, kill -9 leaves a readable store, foreign files are named and left alone."""
+"""Sample stores: what is written comes back, kill -9 leaves a readable store, foreign files are named and left alone."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_states_that_do_not_belong_are_refused(store: SampleStore) -> None:
             store.append(bad, step=99)
     with pytest.raises(ValueError, match=r"\(0, 20\)"):
         store.append(good, chain=0, step=20)
-    with pytest.raises(ValueError, match="2 steps, but .* one entry for each step"):
+    with pytest.raises(ValueError, match=r"2 steps, but .* one entry for each step"):
         store.append(stack_states([good]), step=[50, 51])
     with pytest.raises(ValueError, match="sequence of steps"):
         store.append([good], step=50)
@@ -221,7 +221,7 @@ def test_load_state_reads_the_usual_checkpoints(tmp_path: Path, suffix: str) -> 
         torch.save({"epoch": 1, "state_dict": wrapped, "hyper_parameters": {"lr": 0.1}}, path)
     prefix = "model." if suffix == ".ckpt" else ""
     assert same(load_state(path, prefix=prefix), dict(plain))
-    with pytest.raises(SampleFileError, match="starts with 'net.'"):
+    with pytest.raises(SampleFileError, match=r"starts with 'net\.'"):
         load_state(path, prefix="net.")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(SampleFileError, match=rf"model\{suffix}.*truncated|model\{suffix}.*damaged"):
