@@ -1,4 +1,4 @@
-"""Sample stores: what is written comes back, kill -9 leaves a readable store, foreign files are named and left alone."""
+"""Sample stores: what is written comes back, kill -9 leaves a readable store, foreign files are named and left."""
 
 from __future__ import annotations
 
