@@ -211,8 +211,6 @@ class Extraction:
             components = self.classes.resolve(label)
             others = {k: self.classes.resolve(lab) for k, lab in enumerate(labels) if k != axis}
             for r, component in enumerate(components):
-                if not (component >= 0).any():
-                    continue
                 context = _combine(seen, r)
                 for other in components:
                     if other is not component:
@@ -222,6 +220,8 @@ class Extraction:
                     fixed, found = self._relation(color, component, others.get(k, ()), k, seen * 64 + k)
                     context = _combine(context, fixed)
                     edges += found
+                if not (component >= 0).any():
+                    continue
                 spread, ctx = np.broadcast_arrays(component, context)
                 moving = spread >= 0
                 with np.errstate(over="ignore"):
