@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import socket
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
@@ -136,30 +133,3 @@ def test_transposition_count_refuses_what_is_no_permutation() -> None:
         TranspositionCount().update({"a": torch.tensor([0.0, 1.0])})
     with pytest.raises(ValueError, match="reduction"):
         TranspositionCount(reduction="max")  # type: ignore[arg-type]
-
-
-def worker(rank: int, port: int, results: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    a, b = probabilities(31, 4), probabilities(31, 4, seed=1)
-    share = slice(0, 11) if rank == 0 else slice(11, None)
-    metrics, count = make_metrics(), TranspositionCount()
-    metrics.update(a[share], b[share])
-    count.update(ELEMENTS[rank])
-    values = {name: float(value) for name, value in metrics.compute().items()}
-    results[rank] = {**values, "not": float(count.compute())}
-    dist.destroy_process_group()
-
-
-def test_two_processes_equal_one() -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    results = mp.get_context("spawn").Manager().dict()
-    mp.spawn(worker, args=(port, results), nprocs=2)
-    a, b = probabilities(31, 4), probabilities(31, 4, seed=1)
-    expected = {
-        "agreement": float(predictive_agreement(a, b)),
-        "tv": float(predictive_total_variation(a, b)),
-        "not": 2.0,
-    }
-    assert results[0] == results[1] == pytest.approx(expected, abs=1e-14)

@@ -9,14 +9,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "MaximumMeanDiscrepancy": "discrepancy",
+    "PairwiseMutualInformation": "diversity",
     "PredictiveAgreement": "predictive",
     "PredictiveTotalVariation": "predictive",
     "TranspositionCount": "transpositions",
 }
 
-__all__ = ["PredictiveAgreement", "PredictiveTotalVariation", "TranspositionCount"]
+__all__ = [
+    "MaximumMeanDiscrepancy",
+    "PairwiseMutualInformation",
+    "PredictiveAgreement",
+    "PredictiveTotalVariation",
+    "TranspositionCount",
+]
 
 if TYPE_CHECKING:
+    from tu_symmetry.metrics.discrepancy import MaximumMeanDiscrepancy
+    from tu_symmetry.metrics.diversity import PairwiseMutualInformation
     from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
     from tu_symmetry.metrics.transpositions import TranspositionCount
 

@@ -47,17 +47,14 @@ def predictive_total_variation(probs_a: Tensor, probs_b: Tensor) -> Tensor:
     return (a - b).abs().sum(dim=-1).mean() / 2
 
 
-def mean_predictive(probs: Tensor, name: str = "probs") -> Tensor:
-    """Checked predictive ``(B, C)`` of probabilities ``(B, C)`` or ``(M, B, C)``, in float32 at least.
+def checked_probabilities(probs: Tensor, name: str = "probs") -> Tensor:
+    """Probabilities ``(..., C)`` in float32 at least.
 
     Raises:
-        ValueError: for another number of axes, no points, values that are no probabilities.
+        ValueError: for empty tensors or values that are no probabilities.
     """
-    if probs.ndim not in (2, 3) or 0 in probs.shape:
-        raise ValueError(
-            f"{name} has the shape {tuple(probs.shape)}; expected (points, classes), or (members, points, classes), "
-            "with at least one of each"
-        )
+    if probs.ndim == 0 or 0 in probs.shape:
+        raise ValueError(f"{name} has the shape {tuple(probs.shape)}; expected at least one of each axis")
     if not probs.is_floating_point():
         raise ValueError(f"{name} is of {probs.dtype}; expected floating-point probabilities, not class labels")
     # Half-precision softmax sums to 1 only within one unit in the last place per class.
@@ -71,11 +68,20 @@ def mean_predictive(probs: Tensor, name: str = "probs") -> Tensor:
             f"{name} holds no probabilities: the least value is {float(probs.min()):.4g} and the sums over the classes "
             f"lie in [{float(total.min()):.4g}, {float(total.max()):.4g}]. For logits, apply softmax(-1) first"
         )
+    return probs
+
+
+def _mean_predictive(probs: Tensor, name: str) -> Tensor:
+    if probs.ndim not in (2, 3):
+        raise ValueError(
+            f"{name} has the shape {tuple(probs.shape)}; expected (points, classes), or (members, points, classes)"
+        )
+    probs = checked_probabilities(probs, name)
     return probs.mean(dim=0) if probs.ndim == 3 else probs
 
 
 def _two_predictives(probs_a: Tensor, probs_b: Tensor) -> tuple[Tensor, Tensor]:
-    a, b = mean_predictive(probs_a, "probs_a"), mean_predictive(probs_b, "probs_b")
+    a, b = _mean_predictive(probs_a, "probs_a"), _mean_predictive(probs_b, "probs_b")
     if a.shape != b.shape:
         raise ValueError(
             f"probs_a and probs_b describe different points or classes: (points, classes) is {tuple(a.shape)} "

@@ -1,0 +1,71 @@
+"""Every metric on two processes equals the metric on one."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torchmetrics import Metric
+
+from tu_symmetry.metrics import (
+    MaximumMeanDiscrepancy,
+    PairwiseMutualInformation,
+    PredictiveAgreement,
+    PredictiveTotalVariation,
+    TranspositionCount,
+)
+
+ELEMENTS = [{"a": torch.tensor([1, 0, 2]), "b": torch.tensor([3, 0, 1, 2])}, {"a": torch.tensor([0, 1, 2])}]
+WHOLE = slice(None)
+SHARES = (slice(0, 5), slice(5, None))
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def networks(share: slice, seed: int) -> dict[str, Tensor]:
+    return {"w": normal(12, 3, 2, seed=seed)[share], "b": 0.5 + normal(12, 3, seed=seed + 1)[share]}
+
+
+def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
+    a, b = (2 * normal(3, 31, 4, seed=0)).softmax(-1)[:, share], (2 * normal(31, 4, seed=1)).softmax(-1)[share]
+    metrics: dict[str, Metric] = {
+        "agreement": PredictiveAgreement(),
+        "variation": PredictiveTotalVariation(),
+        "transpositions": TranspositionCount(),
+        "information": PairwiseMutualInformation(3),
+        "discrepancy": MaximumMeanDiscrepancy(),
+    }
+    metrics["agreement"].update(a, b)
+    metrics["variation"].update(a, b)
+    metrics["information"].update(a)
+    for element in elements:
+        metrics["transpositions"].update(element)
+    metrics["discrepancy"].update(networks(share, 2), reference=True)
+    metrics["discrepancy"].update(networks(share, 4), reference=False)
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
+
+def worker(rank: int, port: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    (folder / f"{rank}.json").write_text(json.dumps(values(SHARES[rank], ELEMENTS[rank : rank + 1])))
+    dist.destroy_process_group()
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(worker, args=(port, tmp_path), nprocs=2)
+    expected = values(WHOLE, ELEMENTS)
+    assert all(values(share, ELEMENTS[:1])["variation"] != expected["variation"] for share in SHARES)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found == pytest.approx(expected, abs=1e-13)
