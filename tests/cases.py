@@ -301,7 +301,7 @@ def transformer_multihead() -> nn.Module:
     return Transformer(_SelfAttention(12, 3))
 
 
-@case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=32)
+@case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1)
 class EncoderLayer(nn.Module):
     """torch's own TransformerEncoderLayer (post-norm) behind a linear embedding."""
 

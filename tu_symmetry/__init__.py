@@ -36,22 +36,20 @@ _EXPORTS: dict[str, str] = {
     "loss_barrier": "alignment.barrier",
     "CanonicalForm": "scaling.canonical",
     "canonicalize": "scaling.canonical",
+    "MassProfile": "scaling.profiles",
     "mass_profile": "scaling.profiles",
     "remove_symmetries": "scaling.removal",
     "representation_cost": "scaling.canonical",
-    "LinearizedLaplace": "laplace.model",
     "CompactPosterior": "posterior.compact",
     "SampleStore": "posterior.samples",
-    "FitLaplace": "callbacks",
+    "load_state": "posterior.samples",
     "PosteriorSnapshots": "callbacks",
     "Rebasin": "callbacks",
-    "ScaleCanonicalization": "callbacks",
-    "MarginalHomogeneity": "metrics",
+    "posterior_ensemble": "routines",
     "MaximumMeanDiscrepancy": "metrics",
     "PairwiseMutualInformation": "metrics",
     "PredictiveAgreement": "metrics",
     "PredictiveTotalVariation": "metrics",
-    "RepresentationCost": "metrics",
     "TranspositionCount": "metrics",
 }
 
@@ -67,7 +65,13 @@ if TYPE_CHECKING:
         random_scale,
         transposition_count,
     )
-    from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryError, SymmetryGraph
+    from tu_symmetry.symmetry.graph import (
+        NormalizationGroup,
+        PermutationGroup,
+        ScaleGroup,
+        SymmetryError,
+        SymmetryGraph,
+    )
 
 
 def __getattr__(name: str) -> Any:

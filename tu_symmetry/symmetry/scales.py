@@ -9,11 +9,12 @@ be settled so is pinned to scale zero: fewer symmetries are claimed, never a wro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
@@ -236,20 +237,13 @@ def scale_groups(
         for name in order
         if name in ledger.parameters
     }
-    signature: dict[int, list[tuple[str, tuple[int, ...], float]]] = defaultdict(list)
-    first_seen: dict[int, tuple[int, int]] = {}
-    for rank, (name, terms) in enumerate(expanded.items()):
-        for coefficient, variable in terms:
-            flat = variable.reshape(-1)
-            uniques, where = np.unique(flat, return_index=True)
-            for v, position in zip(uniques.tolist(), where.tolist(), strict=True):
-                if v != ZERO:
-                    signature[v].append((name, varies(variable), coefficient))
-                    first_seen.setdefault(v, (rank, position))
+    signature, first_seen = _signatures(expanded)
     for v in _redundant(expanded, signature):
         for name, terms in expanded.items():
             expanded[name] = [(c, np.where(a == v, ZERO, a)) for c, a in terms]
         del signature[v]
+    if _expose_normalizations(expanded, signature, buffers):
+        signature, first_seen = _signatures(expanded)
     inexact = {int(r) for v in ledger.inexact for r in np.unique(system.root[v]).tolist()}
     inexact |= {u for r in list(inexact) for _, u in system.derived.get(r, [])}
     by_signature: dict[tuple, list[int]] = defaultdict(list)
@@ -289,9 +283,108 @@ def scale_groups(
     return tuple(groups[0]), tuple(groups[1]), terms_of
 
 
+Expanded = dict[str, list[tuple[float, Array]]]
+Signature = dict[int, list[tuple[str, tuple[int, ...], float]]]
+
+
+def _signatures(expanded: Expanded) -> tuple[Signature, dict[int, tuple[int, int]]]:
+    """For each free variable what it multiplies, and where it is met first."""
+    signature: Signature = defaultdict(list)
+    first_seen: dict[int, tuple[int, int]] = {}
+    for rank, (name, terms) in enumerate(expanded.items()):
+        for coefficient, variable in terms:
+            uniques, where = np.unique(variable.reshape(-1), return_index=True)
+            for v, position in zip(uniques.tolist(), where.tolist(), strict=True):
+                if v != ZERO:
+                    signature[v].append((name, varies(variable), coefficient))
+                    first_seen.setdefault(v, (rank, position))
+    return signature, first_seen
+
+
+def _expose_normalizations(expanded: Expanded, signature: Signature, buffers: frozenset[str]) -> bool:
+    """Change the basis so that a factor under which nothing shrinks is a factor of its own.
+
+    A single factor may trade off against others, while a combination of them only ever grows weights: a residual stream
+    that a normalization reads, with biases on the branch. Such combinations are found by linear programming over the
+    groups (each moving as one); the single factor is then redefined as the combination.
+    """
+    if not any(all(axes == () for _, axes, _ in parts) for parts in signature.values()):
+        return False  # no factor multiplies whole tensors
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for v, parts in signature.items():
+        groups[tuple(sorted(set(parts)))].append(v)
+    members = list(groups.values())
+    number = np.full(max(signature, default=0) + 1, -1, dtype=np.int64)
+    for k, variables in enumerate(members):
+        number[variables] = k
+    rows = np.unique(
+        np.array(list(_exponent_rows(expanded, number, len(members), buffers))).reshape(-1, len(members)), axis=0
+    )
+    changed = False
+    for k, variables in enumerate(members):
+        if len(variables) != 1 or not (rows[:, k] < 0).any() or not (rows[:, k] > 0).any():
+            continue
+        n = len(members)
+        fixed = np.zeros((1, 2 * n))
+        fixed[0, k], fixed[0, n + k] = 1.0, -1.0
+        found = linprog(
+            np.ones(2 * n), A_ub=-np.hstack([rows, -rows]), b_ub=np.zeros(len(rows)), A_eq=fixed, b_eq=[1.0]
+        )
+        if not found.success:
+            continue
+        direction = np.round(found.x[:n] - found.x[n:], 9)
+        for name, terms in expanded.items():
+            added = []
+            for coefficient, array in terms:
+                for other in np.flatnonzero(direction).tolist():
+                    if other != k:
+                        hit = np.isin(array, members[other])
+                        if hit.any():
+                            added.append((coefficient * direction[other], np.where(hit, variables[0], ZERO)))
+            expanded[name] = _collected([*terms, *added], variables[0])
+        rows = rows @ (np.eye(n) + np.outer(direction, np.eye(n)[k]) - np.outer(np.eye(n)[k], np.eye(n)[k]))
+        changed = True
+    return changed
+
+
+def _exponent_rows(
+    expanded: Expanded, number: Array, count: int, buffers: frozenset[str]
+) -> Iterator[NDArray[np.float64]]:
+    """Exponents of every group, for each kind of entry of every parameter."""
+    for name, terms in expanded.items():
+        if name in buffers:
+            continue
+        kinds: dict[tuple[int, ...], NDArray[np.float64]] = {}
+        for axes in dict.fromkeys(varies(v) for _, v in terms):
+            own = [(c, v) for c, v in terms if varies(v) == axes]
+            stacked = np.stack([v.reshape(-1) for _, v in own], axis=1)
+            table = np.zeros((len(stacked), count))
+            for column, (c, _) in enumerate(own):
+                held = stacked[:, column] != ZERO
+                np.add.at(table, (np.flatnonzero(held), number[stacked[held, column]]), c)
+            kinds[axes] = np.unique(table, axis=0)
+        total = np.zeros((1, count))
+        for table in kinds.values():
+            total = (total[:, None, :] + table[None]).reshape(-1, count)
+        yield from total
+
+
+def _collected(terms: list[tuple[float, Array]], variable: int) -> list[tuple[float, Array]]:
+    """Terms with those that multiply a whole tensor by one variable added up."""
+    kept, whole, shape = [], 0.0, None
+    for coefficient, array in terms:
+        if (array == variable).all():
+            whole, shape = whole + coefficient, (1,) * array.ndim
+        else:
+            kept.append((coefficient, array))
+    if shape is not None and abs(whole) > 1e-9:
+        kept.append((whole, np.full(shape, variable, dtype=np.int64)))
+    return kept
+
+
 def _redundant(
-    expanded: Mapping[str, list[tuple[float, Array]]],
-    signature: Mapping[int, list[tuple[str, tuple[int, ...], float]]],
+    expanded: Expanded,
+    signature: Signature,
 ) -> list[int]:
     """Factors that multiply whole tensors, and change nothing or just what the factors of one axis change together."""
     whole: dict[int, dict[str, float]] = {}
