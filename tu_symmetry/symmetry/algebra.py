@@ -191,9 +191,11 @@ class Ledger:
 
     # -- demands on units ---------------------------------------------------------------------------------------
 
-    def observe(self, value: Value) -> None:
+    def observe(self, value: Value, *, nested: bool = True) -> None:
         """Record that this tensor exists: a symmetry has to map its labels onto themselves."""
         for axis, label in enumerate(value.labels):
+            if not nested and any(n > 1 for c in label for k, n in enumerate(c.shape) if k != axis):
+                continue
             key = (axis, *(id(c) for c in label))
             if label and key not in self._seen_ids:
                 self._seen_ids.add(key)

@@ -286,8 +286,12 @@ class Extraction:
 
     def _present(self) -> Array:
         """Classes that index some parameter, free to move."""
-        found = [c[c >= 0].reshape(-1) for labels in self.labels.values() for label in labels for c in label]
-        units = np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
+        held = np.zeros(self.classes.count, dtype=bool)
+        for labels in self.labels.values():
+            for label in labels:
+                for component in label:
+                    held[component[component >= 0]] = True
+        units = np.flatnonzero(held)
         if len(self.edges):  # and the blocks that hold such units
             while True:
                 more = np.union1d(units, self.edges[np.isin(self.edges[:, 0], units), 1])

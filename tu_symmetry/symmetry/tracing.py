@@ -88,7 +88,7 @@ class _Interpreter:
                         if isinstance(value, Value):
                             self.ledger.pin(value, "output of the network")
         for value in self.ledger.parameters.values():
-            self.ledger.observe(value)
+            self.ledger.observe(value, nested=False)  # the operators that nested them have seen them in blocks
         return self.ledger
 
     def _placeholder(self, node: torch.fx.Node, spec: Any) -> Any:
