@@ -156,6 +156,20 @@ class GroupedConv(nn.Module):
         return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
 
 
+# groups of two channels each, every channel with a multiplier of three: blocks in blocks
+@case((2, 2, 6, 6), permutations=[2, (2, 2), (2, 2, 3)], scales=12, normalizations=2)
+class BlocksInBlocks(nn.Module):
+    """GroupNorm over channels that a depthwise convolution then multiplies by three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)
+        self.depth, self.head = nn.Conv2d(4, 12, 3, groups=4), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.depth(torch.tanh(self.norm(self.a(x))))).mean((2, 3)))
+
+
 @case((2, 2, 6, 6), permutations=[6, 2, 4], scales=6, normalizations=16)
 class InvertedResidual(nn.Module):
     """MobileNet's block: expansion, depthwise, squeeze-excitation, projection."""

@@ -7,6 +7,7 @@ product as similarity this is the matching of arXiv 2401.00611, section 2: maxim
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.gram import Family, WeightVotes, families, own_member
 from tu_symmetry.alignment.matching import Matching, Progress, descend, solve_family, weight_distance
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import identity_permutation
+from tu_symmetry.symmetry.elements import block_origin, identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -127,7 +128,7 @@ class _ActivationVotes:
 
     def shows(self, family: Family) -> bool:
         """Whether the data showed the family's units (those of its nested groups, where it has some)."""
-        groups = [c.name for c in family.children if c.parent == family.root.name] or [family.root.name]
+        groups = [c.name for c in family.children] or [family.root.name]
         return all(name in self.found for name in groups)
 
     def is_self_coupled(self, family: Family) -> bool:
@@ -143,6 +144,13 @@ class _ActivationVotes:
                 heads, size = child.blocks[0], child.size
                 inner[child.name] = self.found[child.name].reshape(heads, size, heads, size)
         return self.own[family.root.name], inner
+
+    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
+        blocks = math.prod(group.blocks)
+        pairs = self.found[group.name].reshape(blocks, group.size, blocks, group.size)
+        numbers = torch.arange(blocks).reshape(group.blocks)
+        source = numbers[block_origin(group.name, permutation)].reshape(-1)
+        return torch.stack([pairs[b, :, k] for b, k in enumerate(source.tolist())])
 
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         outer = permutation[family.root.name]

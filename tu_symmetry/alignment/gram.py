@@ -7,6 +7,7 @@ with the groups nested in it (heads with their units): its pieces are Gram matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -133,6 +134,9 @@ class Votes(Protocol):
     def blocks(self, family: Family, permutation: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The root's own part ``[H, H]``, and ``[H, n, H, n]`` for each group nested directly in the root."""
 
+    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
+        """Similarities ``[blocks, n, n]`` in each block of a deeper group, the blocks being where they are moved to."""
+
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         """What the family contributes to the objective."""
 
@@ -162,6 +166,17 @@ class WeightVotes:
                 if outer in permutation and outer not in held:
                     touching[outer] = permutation[outer]
         return permute_tensors(self.graph, touching, {name: self.state[name] for name in names})
+
+    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
+        """Inner products ``[blocks, n, n]`` within the blocks of a deeper group, all other groups applied."""
+        moved = self.moved(family.tensors, permutation, frozenset((group.name,)))
+        blocks = math.prod(group.blocks)
+        total = torch.zeros(blocks, group.size, group.size, dtype=torch.float64)
+        for member in trainable_members(self.graph, group):
+            gram = member_gram(member, self.reference[member.parameter], moved[member.parameter])
+            pairs = gram.detach().to("cpu", torch.float64).reshape(blocks, group.size, blocks, group.size)
+            total += torch.diagonal(pairs, dim1=0, dim2=2).permute(2, 0, 1)
+        return total
 
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         """Inner product of the family's tensors with all permutations applied."""

@@ -181,6 +181,15 @@ def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool
     changed = False
     for child in (c for c in family.children if c.parent == family.root.name):
         changed |= _solve_nested(votes, family, child.name, permutation)
+    for child in (c for c in family.children if c.parent != family.root.name):  # blocks within blocks, where they are
+        grams = votes.inside(family, child, permutation).numpy()
+        found = permutation[child.name].reshape(len(grams), -1).clone()
+        for block, gram in enumerate(grams):
+            new, gain = _assign(gram, found[block].numpy())
+            if gain > 0:
+                found[block] = torch.from_numpy(new)
+                changed = True
+        permutation[child.name] = found.reshape(child.shape)
     return changed
 
 

@@ -7,14 +7,13 @@ Laws (tests/test_symmetry_laws.py, float64): the function of the network is unch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.elements import LogScale, check_permutation
+from tu_symmetry.symmetry.elements import LogScale, block_origin, check_permutation
 from tu_symmetry.symmetry.graph import PermutationMember, SymmetryError, SymmetryGraph
 
 
@@ -60,7 +59,7 @@ def permute_tensors(
             continue
         p = permutation[group.name]
         if group.parent is not None and group.parent in permutation:
-            p = _by_old_block(p, group.parent, permutation)
+            p = _by_old_block(p, group.name, permutation)
         for member in group.members:
             for alias in graph.aliases[member.parameter]:
                 if alias in moved:
@@ -68,14 +67,10 @@ def permute_tensors(
     return moved
 
 
-def _by_old_block(p: Tensor, parent: str, permutation: Mapping[str, Tensor]) -> Tensor:
+def _by_old_block(p: Tensor, name: str, permutation: Mapping[str, Tensor]) -> Tensor:
     """Re-index a nested element from the block where units arrive to the block they come from."""
-    from tu_symmetry.symmetry.elements import _origin
-
-    origin = (*(o.squeeze(-1) for o in _origin(parent, permutation)), permutation[parent])
-    origin = tuple(torch.broadcast_to(o, permutation[parent].shape) for o in origin)
     by_old = torch.empty_like(p)
-    by_old[origin] = p
+    by_old[block_origin(name, permutation)] = p
     return by_old
 
 
@@ -220,8 +215,3 @@ def move_optimizer_state(
 
 def _is_second_moment(key: Any) -> bool:
     return isinstance(key, str) and (key.endswith("_sq") or key in {"square_avg", "sum", "max_exp_avg_sq"})
-
-
-def log10_volume(graph: SymmetryGraph) -> float:
-    """log10 of the number of equivalent weight vectors under permutations."""
-    return sum(math.prod(g.blocks) * math.lgamma(g.size + 1) for g in graph.permutations) / math.log(10)

@@ -317,10 +317,20 @@ class Ledger:
     def unnest(self, value: Value, axis: int) -> Value:
         """Make all labels of the other axes independent of ``axis``."""
         labels = tuple(
-            label if k == axis else tuple(self._independent(c, axis) for c in label)
+            label
+            if k == axis
+            else self._shared_along(value, k, axis) or tuple(self._independent(c, axis) for c in label)
             for k, label in enumerate(value.labels)
         )
         return replace(value, labels=labels)
+
+    def _shared_along(self, value: Value, axis: int, outer: int) -> Label:
+        """New common units for units that each block along ``outer`` has of its own; () where that is not so."""
+        label = value.labels[axis]
+        if len(label) != 1 or label[0].shape[outer] == 1 or not value.labels[outer]:
+            return ()
+        first = label[0].take([0], outer)
+        return self._share(label, (self.fresh_units(first.size).reshape(first.shape),), axis, value.labels)
 
     def _independent(self, component: Array, axis: int) -> Array:
         if component.shape[axis] == 1:

@@ -68,6 +68,13 @@ def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     return (*outer, permutation[parent].unsqueeze(-1))
 
 
+def block_origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """For each block of a nested group the block that it comes from: one index tensor ``[*blocks]`` for each level."""
+    origin = _origin(name, permutation)
+    shape = permutation[name].shape[:-1]
+    return tuple(torch.broadcast_to(o.squeeze(-1), shape) for o in origin)
+
+
 def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
     """Element that acts as ``q`` first and as ``p`` then.
 
