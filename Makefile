@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 .PHONY: help demo test test-slow lint format types contract package bench clean
 
 help:
-	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
+	@echo "make demo      the main job on the digits data: install, then about 3 minutes (run folder: runs/digits)"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
 	@echo "make lint      ruff                    make format     let ruff rewrite"
 	@echo "make types     mypy                    make contract   who may import whom (import-linter)"
@@ -44,7 +44,7 @@ types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 contract: $(VENV)/installed-dev
-	$(BIN)/lint-imports --no-logo
+	$(BIN)/lint-imports
 
 package: $(VENV)/installed-dev
 	rm -rf build/wheel build/site
@@ -64,7 +64,7 @@ endef
 export IMPORT_CHECK
 
 bench: $(VENV)/installed-dev
-	$(BIN)/python -m benchmarks
+	@shopt -s nullglob; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -35,7 +35,6 @@ def test_python_blocks_run_in_order(page: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_yaml_blocks_are_accepted() -> None:
-    pytest.importorskip("jsonargparse")
     from jsonargparse import ArgumentParser
     from lightning.pytorch import Callback
 
