@@ -1,24 +1,28 @@
 """Activation matching: units of two networks are paired by what they compute on data.
 
 For every hidden layer of any graph the units are observed where layers read them (the inputs of linear and
-convolution layers: values after the nonlinearity), or, where no layer does, where they are produced. With the inner
-product as similarity this is the matching of arXiv 2401.00611, section 2: maximize ``sum A_1^T A_2`` over the data.
+convolution layers: values after the nonlinearity), or, where no layer does, where they are produced. A residual stream
+shows up in several places, whose similarities add up. With the inner product as similarity this is the matching of
+arXiv 2401.00611, section 2: maximize ``sum A_1^T A_2`` over the data.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.gram import Family, WeightVotes, families, own_member
-from tu_symmetry.alignment.matching import Matching, Progress, descend, solve_family, weight_distance
+from tu_symmetry.alignment.assignment import assign_family, family_value
+from tu_symmetry.alignment.gram import Family, WeightVotes, descendants, families, interact, own_member
+from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import block_origin, identity_permutation
+from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -43,7 +47,7 @@ def activation_matching(
     state: Mapping[str, Tensor],
     dataloader: Iterable[Any],
     *,
-    similarity: Literal["product", "correlation"] = "product",
+    similarity: Literal["product", "covariance", "correlation"] = "product",
     progress: Progress | None = None,
 ) -> Matching:
     """Find the permutation of ``state`` whose hidden units behave most like those of ``reference_state`` on data.
@@ -54,41 +58,45 @@ def activation_matching(
         reference_state: state dict that stays as it is.
         state: state dict to be permuted.
         dataloader: batches, tensors or tuples whose first element is the input. Read once, in bounded memory.
-        similarity: inner product of activations over the data, or their correlation.
+        similarity: sum of products of activations over the data, their covariance, or their correlation.
         progress: called after each batch with ``{"batch", "samples"}``.
 
     Returns:
-        The matching; ``objective`` is the sum of matched similarities over all places. A group that no module shows
-        (its layers are called as functions) is matched by its weights, given all the others.
+        The matching; ``objective`` is the sum of matched similarities over all places. Groups that no module shows
+        (their layers are called as functions, or two nested groups share every place) are matched by their weights,
+        given all the others: ``by_weights`` names them.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
-        ValueError: an empty loader.
+        ValueError: an empty loader, or activations that are not finite.
     """
     graph.require_verified()
     graph.check_state(reference_state, name="reference_state")
     graph.check_state(state)
+    if similarity not in ("product", "covariance", "correlation"):
+        raise ValueError(f"unknown similarity {similarity!r}: 'product', 'covariance', or 'correlation'")
     before = weight_distance(graph, reference_state, state)
-    family_list = families(graph)
     places = {g.name: _places(graph, model, g) for g in graph.permutations}
-    votes = _observe(graph, model, reference_state, state, dataloader, places, similarity, progress)
+    grams = _observe(graph, model, reference_state, state, dataloader, places, similarity, progress)
     permutation = identity_permutation(graph)
-    seen = [f for f in family_list if votes.shows(f)]
-    sweeps = 0
-    for family in seen:
-        for _ in range(10 if family.children else 1):
-            sweeps += 1
-            if not solve_family(votes, family, permutation):
-                break
-    unseen = [f for f in family_list if f not in seen]
-    converged = True
+    objective = 0.0
+    unseen: list[Family] = []
+    for family in families(graph):
+        parents = {c.parent for c in family.children}
+        if any(g.name not in grams for g in family.groups if g.name not in parents) or _clash(family, places):
+            unseen.append(family)
+            continue
+        own = {g.name: grams.get(g.name, torch.zeros(2 * [math.prod(g.shape)]).double()) for g in family.groups}
+        permutation.update(assign_family(family, own))
+        objective += family_value(family, own, permutation)[0]
+    sweeps, converged = 1, True
     if unseen:
         weights = WeightVotes(graph, reference_state, state)
-        permutation, more, converged = descend(graph, weights, unseen, permutation, 100)
+        permutation, more, converged = descend(weights, unseen, permutation, 100)
         sweeps += more
-    objective = sum(votes.value(f, permutation) for f in seen)
     after = weight_distance(graph, reference_state, permute_tensors(graph, permutation, state))
-    return Matching(permutation, objective, sweeps, converged, before, after)
+    by_weights = tuple(name for family in unseen for name in sorted(family.names))
+    return Matching(permutation, objective, sweeps, converged, before, after, by_weights)
 
 
 def _places(graph: SymmetryGraph, model: nn.Module, group: PermutationGroup) -> list[_Place]:
@@ -120,74 +128,41 @@ def _places(graph: SymmetryGraph, model: nn.Module, group: PermutationGroup) -> 
     return readers or makers
 
 
-class _ActivationVotes:
-    """Similarities of activations in the form that the solver of families reads."""
-
-    def __init__(self, graph: SymmetryGraph, found: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-        self.graph, self.found, self.own = graph, found, own
-
-    def shows(self, family: Family) -> bool:
-        """Whether the data showed the family's units (those of its nested groups, where it has some)."""
-        groups = [c.name for c in family.children] or [family.root.name]
-        return all(name in self.found for name in groups)
-
-    def is_self_coupled(self, family: Family) -> bool:
-        return False
-
-    def plain(self, family: Family, permutation: Mapping[str, Tensor]) -> Tensor:
-        return self.found[family.root.name]
-
-    def blocks(self, family: Family, permutation: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        inner = {}
-        for child in family.children:
-            if child.parent == family.root.name:
-                heads, size = child.blocks[0], child.size
-                inner[child.name] = self.found[child.name].reshape(heads, size, heads, size)
-        return self.own[family.root.name], inner
-
-    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
-        blocks = math.prod(group.blocks)
-        pairs = self.found[group.name].reshape(blocks, group.size, blocks, group.size)
-        numbers = torch.arange(blocks).reshape(group.blocks)
-        source = numbers[block_origin(group.name, permutation)].reshape(-1)
-        return torch.stack([pairs[b, :, k] for b, k in enumerate(source.tolist())])
-
-    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
-        outer = permutation[family.root.name]
-        if not family.children:
-            return float(self.found[family.root.name][torch.arange(len(outer)), outer].sum())
-        own, inner = self.blocks(family, permutation)
-        total = float(own[torch.arange(len(outer)), outer].sum())
-        for name, gram in inner.items():
-            for h, k in enumerate(outer.tolist()):
-                total += float(gram[h, torch.arange(gram.shape[1]), k, permutation[name][h]].sum())
-        return total
+def _clash(family: Family, places: Mapping[str, list[_Place]]) -> bool:
+    """Whether two groups of a family that are not nested in one another move the same units of some place."""
+    shown = [(g, p) for g in family.groups for p in places[g.name]]
+    return any(
+        g is not h
+        and g.parent != h.name
+        and not g.name.startswith(f"{h.name}/")
+        and not h.name.startswith(f"{g.name}/")
+        and (p.module, p.side) == (q.module, q.side)
+        and interact(p.member, q.member)
+        for (g, p), (h, q) in itertools.combinations(shown, 2)
+    )
 
 
 class _Accumulator:
-    """Streaming inner products, and the moments that correlations need."""
+    """Streaming inner products in float64, and the moments that covariances and correlations need."""
 
     def __init__(self) -> None:
-        self.product: Tensor | None = None
-        self.moments: list[Tensor] = []
+        self.sums: list[Tensor] = []
         self.count = 0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        new = [a @ b.T, a.sum(1), b.sum(1), a.square().sum(1), b.square().sum(1)]
+        """Add activations ``[units, samples]`` of the two networks."""
+        new = [t.double() for t in (a @ b.T, a.sum(1), b.sum(1), a.square().sum(1), b.square().sum(1))]
         self.count += a.shape[1]
-        if self.product is None:
-            self.product, *self.moments = new
-        else:
-            self.product = self.product + new[0]
-            self.moments = [m + n for m, n in zip(self.moments, new[1:], strict=True)]
+        self.sums = [s + n for s, n in zip(self.sums, new, strict=True)] if self.sums else new
 
     def result(self, similarity: str) -> Tensor:
-        assert self.product is not None
-        product = self.product.to("cpu", torch.float64)
+        """Similarities ``[units, units]`` on the host."""
+        product, sum_a, sum_b, square_a, square_b = (s.cpu() for s in self.sums)
         if similarity == "product":
             return product
-        sum_a, sum_b, square_a, square_b = (m.to("cpu", torch.float64) for m in self.moments)
         covariance = product / self.count - torch.outer(sum_a, sum_b) / self.count**2
+        if similarity == "covariance":
+            return covariance
         deviation_a = (square_a / self.count - (sum_a / self.count).square()).clamp_min(0).sqrt()
         deviation_b = (square_b / self.count - (sum_b / self.count).square()).clamp_min(0).sqrt()
         scale = torch.outer(deviation_a, deviation_b)
@@ -197,8 +172,34 @@ class _Accumulator:
 def _units(activation: Tensor, axis: int, index: Tensor) -> Tensor:
     """Activations as ``[units, copies * samples]``."""
     moved = activation.movedim(axis, 0)
-    picked = moved.index_select(0, index.reshape(-1).to(moved.device))
-    return picked.reshape(index.reshape(-1, index.shape[-1]).shape[0], -1)
+    return moved.index_select(0, index.reshape(-1).to(moved.device)).reshape(index.shape[0], -1)
+
+
+@contextmanager
+def _captured(model: nn.Module, places: set[tuple[str, str]]) -> Iterator[dict[tuple[str, str], list[Tensor]]]:
+    """Evaluation mode with hooks: inputs and outputs of modules, one tensor for each call; undone on leaving."""
+    calls: dict[tuple[str, str], list[Tensor]] = {}
+    modules = dict(model.named_modules())
+
+    def capture(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if (path, "input") in places and args and isinstance(args[0], Tensor):
+                calls.setdefault((path, "input"), []).append(args[0])
+            if (path, "output") in places and isinstance(output, Tensor):
+                calls.setdefault((path, "output"), []).append(output)
+
+        return hook
+
+    was_training = {m: m.training for m in model.modules()}
+    handles = [modules[path].register_forward_hook(capture(path)) for path in sorted({path for path, _ in places})]
+    try:
+        model.eval()
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in was_training.items():
+            module.training = training
 
 
 def _observe(
@@ -209,73 +210,48 @@ def _observe(
     dataloader: Iterable[Any],
     places: Mapping[str, list[_Place]],
     similarity: str,
-    progress: Callable[[dict[str, Any]], None] | None,
-) -> _ActivationVotes:
-    """Run both networks over the data and accumulate the similarities of their units."""
-    children = {g.name: graph.children(g.name) for g in graph.permutations}
+    progress: Progress | None,
+) -> dict[str, Tensor]:
+    """Similarities of the units that the data show: group to ``[units, units]``, blocks flattened, on the host."""
+    wanted: list[tuple[str, _Place, Tensor]] = []
+    for group in graph.permutations:
+        below = descendants(graph, group)
+        for place in places[group.name]:
+            part = own_member(place.member, below) if below else place.member
+            if part is not None:
+                wanted.append((group.name, place, part.index.reshape(-1, part.index.shape[-1])))
     sums: dict[tuple[str, str], _Accumulator] = {}
-    wanted = {(p.module, p.side) for found in places.values() for p in found}
-    captured: dict[tuple[str, str], Tensor] = {}
-    modules = dict(model.named_modules())
-    handles = []
-
-    def capture(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if (path, "input") in wanted:
-                captured[path, "input"] = args[0]
-            if (path, "output") in wanted and isinstance(output, Tensor):
-                captured[path, "output"] = output
-
-        return hook
-
-    was_training = {m: m.training for m in model.modules()}
+    device = next(iter(reference_state.values())).device
+    states = [{n: t.to(device) for n, t in one.items()} for one in (reference_state, state)]
     samples = batches = 0
-    try:
-        handles = [modules[path].register_forward_hook(capture(path)) for path in {path for path, _ in wanted}]
-        model.eval()
-        with torch.no_grad():
-            for batch in dataloader:
-                inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
-                device = next(iter(reference_state.values())).device
-                inputs = inputs.to(device)
-                seen = []
-                for one in (reference_state, state):
-                    captured.clear()
-                    torch.func.functional_call(model, dict(one), (inputs,), tie_weights=False)
-                    seen.append(dict(captured))
-                for name, found in places.items():
-                    for place in found:
-                        key = (place.module, place.side)
-                        if key not in seen[0]:
-                            continue
-                        a, b = seen[0][key], seen[1][key]
-                        targets = [(name, place.member.index)]
-                        if children[name]:
-                            own = own_member(place.member, children[name])
-                            targets = [(name + "/", own.index)] if own is not None else []
-                        for target, index in targets:
-                            accumulator = sums.setdefault((target, place.module), _Accumulator())
-                            accumulator.add(_units(a, place.axis, index), _units(b, place.axis, index))
-                samples += len(inputs)
-                batches += 1
-                if progress is not None:
-                    progress({"batch": batches, "samples": samples})
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, training in was_training.items():
-            module.training = training
+    with _captured(model, {(p.module, p.side) for _, p, _ in wanted}) as calls, torch.no_grad():
+        for batch in dataloader:
+            inputs = (batch[0] if isinstance(batch, (list, tuple)) else batch).to(device)
+            seen = []
+            for one in states:
+                calls.clear()
+                torch.func.functional_call(model, one, (inputs,), tie_weights=False)
+                seen.append(dict(calls))
+            for name, place, index in wanted:
+                for a, b in zip(*(run.get((place.module, place.side), []) for run in seen), strict=True):
+                    accumulator = sums.setdefault((name, place.module), _Accumulator())
+                    accumulator.add(_units(a, place.axis, index), _units(b, place.axis, index))
+            samples += len(inputs)
+            batches += 1
+            if progress is not None:
+                progress({"batch": batches, "samples": samples})
     if batches == 0:
         raise ValueError(
             "the dataloader gave no batch, and without data there are no activations to match; an iterator that was "
             "used up before looks like this: pass a DataLoader, or a list of batches"
         )
     totals: dict[str, Tensor] = {}
-    for (target, _), accumulator in sums.items():
+    for (name, module), accumulator in sums.items():
         result = accumulator.result(similarity)
-        totals[target] = totals[target] + result if target in totals else result
-    similarities = {name: total for name, total in totals.items() if not name.endswith("/")}
-    own_parts = {
-        g.name: totals.get(g.name + "/", torch.zeros(g.size, g.size, dtype=torch.float64)) for g in graph.permutations
-    }
-    return _ActivationVotes(graph, similarities, own_parts)
+        if not torch.isfinite(result).all():
+            raise ValueError(
+                f"activations at {module!r} are NaN or infinite; the weights are finite, so look at the inputs, or at "
+                "running variances that are zero or negative"
+            )
+        totals[name] = totals[name] + result if name in totals else result
+    return totals

@@ -2,15 +2,15 @@
 
 The alignment objective is the inner product ``sum_T <reference_T, permuted_T>`` over all parameters T. Seen from one
 group with all others held, it is linear in the permutation: ``sum_j G[j, p(j)]``. A family is a root group together
-with the groups nested in it (heads with their units): its pieces are Gram matrices for each pair of blocks.
+with the groups nested in it (heads with their units).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,20 +25,29 @@ class Family:
 
     Attributes:
         root: the group without parent.
-        children: groups nested directly in the root, parents of deeper ones included.
+        children: all groups nested in the root, parents before the groups nested in them.
         tensors: parameters that the family moves.
+        coupled: whether one tensor is moved by the family in two ways that do not commute with taking a Gram matrix
+            (along two axes, or by two nested groups at the same positions): the objective is then quadratic in the
+            family's own element.
         neighbors: roots of other families that move a parameter of this one (whose change makes its Gram stale).
     """
 
     root: PermutationGroup
     children: tuple[PermutationGroup, ...]
     tensors: frozenset[str]
+    coupled: bool
     neighbors: set[str] = field(default_factory=set)
+
+    @property
+    def groups(self) -> tuple[PermutationGroup, ...]:
+        """The root and all groups in it, parents first."""
+        return (self.root, *self.children)
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the root and of all groups in it."""
-        return frozenset((self.root.name, *(c.name for c in self.children)))
+        return frozenset(g.name for g in self.groups)
 
 
 def families(graph: SymmetryGraph) -> list[Family]:
@@ -47,17 +56,42 @@ def families(graph: SymmetryGraph) -> list[Family]:
     for group in graph.permutations:
         if group.parent is not None:
             continue
-        below: list[PermutationGroup] = []
-        frontier = [group.name]
-        while frontier:
-            nested = [c for name in frontier for c in graph.children(name)]
-            below += nested
-            frontier = [c.name for c in nested]
-        names = frozenset(m.parameter for g in (group, *below) for m in g.members if m.parameter not in graph.buffers)
-        found.append(Family(group, tuple(below), names))
+        below = descendants(graph, group)
+        names = frozenset(m.parameter for g in (group, *below) for m in trainable_members(graph, g))
+        members: dict[str, list[tuple[PermutationGroup, PermutationMember]]] = {}
+        for g in (group, *below):
+            for member in trainable_members(graph, g):
+                members.setdefault(member.parameter, []).append((g, member))
+        coupled = any(
+            interact(a, b) and not (is_below(h, g) and _carries(a, b)) and not (is_below(g, h) and _carries(b, a))
+            for on_tensor in members.values()
+            for (g, a), (h, b) in itertools.combinations(on_tensor, 2)
+        )
+        found.append(Family(group, below, names, coupled))
     for family in found:
         family.neighbors = {o.root.name for o in found if o is not family and o.tensors & family.tensors}
     return found
+
+
+def descendants(graph: SymmetryGraph, group: PermutationGroup) -> tuple[PermutationGroup, ...]:
+    """All groups nested in a group at any depth, parents first."""
+    below: list[PermutationGroup] = []
+    frontier = [group.name]
+    while frontier:
+        nested = [c for name in frontier for c in graph.children(name)]
+        below += nested
+        frontier = [c.name for c in nested]
+    return tuple(below)
+
+
+def is_below(group: PermutationGroup, ancestor: PermutationGroup) -> bool:
+    """Whether a group is nested in another one at any depth."""
+    return group.name.startswith(f"{ancestor.name}/")
+
+
+def _carries(outer: PermutationMember, inner: PermutationMember) -> bool:
+    """Whether the blocks that ``outer`` moves hold the units of ``inner``: along its axis, or as its rows."""
+    return outer.axis in (inner.axis, inner.within_axis)
 
 
 def trainable_members(graph: SymmetryGraph, group: PermutationGroup) -> list[PermutationMember]:
@@ -67,8 +101,13 @@ def trainable_members(graph: SymmetryGraph, group: PermutationGroup) -> list[Per
 
 def _units_first(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
     """``[units, everything else]``: the slices of a tensor that belong to each unit; ``index`` is [units, copies]."""
-    picked = tensor.movedim(axis, 0).index_select(0, index.reshape(-1).to(tensor.device))
-    return picked.reshape(index.shape[0], -1)
+    moved = tensor.movedim(axis, 0)
+    flat = index.reshape(-1)
+    if len(flat) != moved.shape[0] or not torch.equal(
+        flat, torch.arange(len(flat))
+    ):  # else the order is right as it is
+        moved = moved.index_select(0, flat.to(tensor.device))
+    return moved.reshape(index.shape[0], -1)
 
 
 def member_gram(member: PermutationMember, reference: Tensor, moved: Tensor) -> Tensor:
@@ -99,12 +138,14 @@ def _within(member: PermutationMember, tensor: Tensor) -> Tensor:
 
 
 def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]) -> PermutationMember | None:
-    """The positions of a root's member that belong to no nested group: they move with the block and keep slots."""
+    """The positions of a group's member that belong to no nested group: they move with the block and keep slots."""
     covered = torch.zeros(int(member.index.max()) + 1, dtype=torch.bool)
     for child in children:
         for other in child.members:
-            if other.parameter == member.parameter and other.axis == member.axis and other.within_axis is None:
-                held = other.index.reshape(-1)
+            if other.parameter != member.parameter or not _carries(member, other):
+                continue
+            held = other.index if other.axis == member.axis else other.within
+            if held is not None and (other.axis != member.axis or other.within_axis is None):
                 covered[held[held < len(covered)]] = True
     free = ~covered[member.index]
     if not free.any():
@@ -116,7 +157,7 @@ def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]
     return PermutationMember(member.parameter, member.axis, index, member.within_axis, member.within)
 
 
-def _interact(a: PermutationMember, b: PermutationMember) -> bool:
+def interact(a: PermutationMember, b: PermutationMember) -> bool:
     """Whether moving along ``b`` changes what ``a`` compares: another axis of the tensor, or some of the positions."""
     if a.parameter != b.parameter:
         return False
@@ -125,30 +166,29 @@ def _interact(a: PermutationMember, b: PermutationMember) -> bool:
     return bool(torch.isin(a.index.reshape(-1), b.index.reshape(-1)).any())
 
 
-class Votes(Protocol):
-    """What speaks for pairing units: similarities between the units of two networks, family by family."""
+def working(graph: SymmetryGraph, state: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
+    """The parameters of a state in the dtype and on the device that Gram matrices are computed in.
 
-    def plain(self, family: Family, permutation: Mapping[str, Tensor]) -> Tensor:
-        """Similarities ``[size, size]`` of a root group without nested groups, float64 on the host."""
-
-    def blocks(self, family: Family, permutation: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The root's own part ``[H, H]``, and ``[H, n, H, n]`` for each group nested directly in the root."""
-
-    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
-        """Similarities ``[blocks, n, n]`` in each block of a deeper group, the blocks being where they are moved to."""
-
-    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
-        """What the family contributes to the objective."""
-
-    def is_self_coupled(self, family: Family) -> bool:
-        """Whether the objective is quadratic in the family's own permutation."""
+    float64 stays float64, everything else becomes float32 (half precision is too coarse to add up inner products).
+    """
+    kept = {}
+    for name in graph.shapes:
+        tensor = state[name]
+        if name not in graph.buffers and tensor.is_floating_point():
+            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            kept[name] = tensor.detach().to(device=device or tensor.device, dtype=dtype)
+    return kept
 
 
 class WeightVotes:
     """Gram matrices of the families for a reference and a state, with the other families' permutations applied."""
 
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        self.graph, self.reference, self.state = graph, reference, state
+        self.graph = graph
+        self.state = working(graph, state)
+        self.reference = {
+            n: t.to(self.state[n].device, self.state[n].dtype) for n, t in working(graph, reference).items()
+        }
 
     def moved(
         self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]
@@ -167,53 +207,49 @@ class WeightVotes:
                     touching[outer] = permutation[outer]
         return permute_tensors(self.graph, touching, {name: self.state[name] for name in names})
 
-    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
-        """Inner products ``[blocks, n, n]`` within the blocks of a deeper group, all other groups applied."""
-        moved = self.moved(family.tensors, permutation, frozenset((group.name,)))
-        blocks = math.prod(group.blocks)
-        total = torch.zeros(blocks, group.size, group.size, dtype=torch.float64)
-        for member in trainable_members(self.graph, group):
-            gram = member_gram(member, self.reference[member.parameter], moved[member.parameter])
-            pairs = gram.detach().to("cpu", torch.float64).reshape(blocks, group.size, blocks, group.size)
-            total += torch.diagonal(pairs, dim1=0, dim2=2).permute(2, 0, 1)
-        return total
-
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         """Inner product of the family's tensors with all permutations applied."""
         moved = self.moved(family.tensors, permutation, frozenset())
         return sum(float((self.reference[n].double() * moved[n].double()).sum()) for n in family.tensors)
 
-    def is_self_coupled(self, family: Family) -> bool:
-        """Whether a tensor is moved along two axes by the root group (a layer from units to themselves)."""
-        moved = [m.parameter for m in trainable_members(self.graph, family.root)]
-        return len(set(moved)) < len(moved)
+    def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What speaks for pairing units of each group of a family, all other families' permutations applied.
 
-    def plain(self, family: Family, permutation: Mapping[str, Tensor]) -> Tensor:
-        """Gram ``[size, size]`` of a root group without nested groups, float64 on the host."""
-        root = family.root
+        Returns:
+            For each group ``[blocks * size, blocks * size]``, float64 on the host, over the positions that no deeper
+            group moves. Where a root moves a tensor along two axes, the other axis is in the order of ``permutation``.
+        """
         moved = self.moved(family.tensors, permutation, family.names)
-        total: Tensor | None = None
-        for member in trainable_members(self.graph, root):
-            tensor = moved[member.parameter]
-            for (
-                other
-            ) in root.members:  # a tensor that the group moves along two axes (a layer from units to themselves)
-                if other.parameter == member.parameter and other.axis != member.axis:
-                    ndim = len(self.graph.shapes[other.parameter])
-                    tensor = permute_axis(tensor, other, permutation[root.name], ndim)
-            gram = member_gram(member, self.reference[member.parameter], tensor)
-            total = gram if total is None else total + gram
-        if total is None:
-            return torch.zeros(root.size, root.size, dtype=torch.float64)
-        return total.detach().to("cpu", torch.float64)
+        found: dict[str, Tensor] = {}
+        for group in family.groups:
+            total: Tensor | None = None
+            below = tuple(g for g in family.children if is_below(g, group))
+            for member in trainable_members(self.graph, group):
+                tensor = moved[member.parameter]
+                for other in group.members if not family.children else ():
+                    if other.parameter == member.parameter and other.axis != member.axis:
+                        ndim = len(self.graph.shapes[other.parameter])
+                        tensor = permute_axis(tensor, other, permutation[group.name], ndim)
+                part = own_member(member, below) if below else member
+                if part is not None:
+                    gram = member_gram(part, self.reference[member.parameter], tensor)
+                    total = gram if total is None else total + gram
+            units = math.prod(group.shape)
+            found[group.name] = (
+                torch.zeros(units, units, dtype=torch.float64) if total is None else total.to("cpu", torch.float64)
+            )
+        return found
 
-    def blocks(self, family: Family, permutation: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Pieces of a family with nested groups, float64 on the host.
+    def blocks(
+        self, family: Family, moving: str, permutation: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Pieces of a coupled family, float64 on the host; every tensor counts in one piece.
 
         Returns:
             The root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested right
             in the root the Gram of all pairs of units of all pairs of blocks, ``[H, n, H, n]``, given the inner
-            permutations of the other nested groups.
+            permutations of the other nested groups. A tensor that several groups move counts for ``moving`` if that
+            is among them.
         """
         root = family.root
         moved = self.moved(family.tensors, permutation, family.names)
@@ -222,23 +258,40 @@ class WeightVotes:
             part = own_member(member, family.children)
             if part is not None:
                 gram = member_gram(part, self.reference[member.parameter], moved[member.parameter])
-                own += gram.detach().to("cpu", torch.float64)
+                own += gram.to("cpu", torch.float64)
         inner: dict[str, Tensor] = {}
-        direct = [c for c in family.children if c.parent == root.name]
+        direct = sorted((c for c in family.children if c.parent == root.name), key=lambda c: c.name != moving)
+        counted: set[str] = set()
         for child in direct:
             heads, size = child.blocks[0], child.size
             total = torch.zeros(heads, size, heads, size, dtype=torch.float64)
+            shared: set[str] = set()
             for member in trainable_members(self.graph, child):
                 reference, tensor = self.reference[member.parameter], moved[member.parameter]
-                partners = [c for c in direct if c is not child and any(_interact(member, m) for m in c.members)]
+                partners = [c for c in direct if c is not child and any(interact(member, m) for m in c.members)]
                 if not partners:
-                    gram = member_gram(member, reference, tensor).detach().to("cpu", torch.float64)
+                    gram = member_gram(member, reference, tensor).to("cpu", torch.float64)
                     total += gram.reshape(heads, size, heads, size)
                     continue
+                if member.parameter in counted:
+                    continue
+                shared.add(member.parameter)
                 for h in range(heads):  # the partners' inner order is the one that the block h is to receive
                     element = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
                     arranged = permute_tensors(self.graph, element, {member.parameter: tensor})[member.parameter]
-                    gram = member_gram(member, reference, arranged).detach().to("cpu", torch.float64)
+                    gram = member_gram(member, reference, arranged).to("cpu", torch.float64)
                     total[h] += gram.reshape(heads, size, heads, size)[h]
+            counted |= shared
             inner[child.name] = total
         return own, inner
+
+    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
+        """Inner products ``[blocks, n, n]`` within the blocks of a deeper group, all other groups applied."""
+        moved = self.moved(family.tensors, permutation, frozenset((group.name,)))
+        blocks = math.prod(group.blocks)
+        total = torch.zeros(blocks, group.size, group.size, dtype=torch.float64)
+        for member in trainable_members(self.graph, group):
+            gram = member_gram(member, self.reference[member.parameter], moved[member.parameter])
+            pairs = gram.to("cpu", torch.float64).reshape(blocks, group.size, blocks, group.size)
+            total += torch.diagonal(pairs, dim1=0, dim2=2).permute(2, 0, 1)
+        return total

@@ -10,20 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tu_symmetry.alignment.gram import Family, Votes, WeightVotes, families
+from tu_symmetry.alignment.assignment import assign_family, family_value
+from tu_symmetry.alignment.gram import Family, WeightVotes, families
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, random_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Progress = Callable[[dict[str, Any]], None]
+_ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
+
+
+class Votes(Protocol):
+    """What speaks for pairing units: similarities between the units of two networks, family by family."""
+
+    def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """For each group of a family ``[blocks * size, blocks * size]``, float64 on the host."""
+
+    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
+        """What the family contributes to the objective."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class Matching:
         converged: whether the last sweep changed nothing.
         distance_before: L2 distance between the two networks' parameters as given.
         distance_after: the same after the permutation.
+        by_weights: in activation matching, groups that the data did not show, and that their weights decided.
     """
 
     permutation: Permutation
@@ -46,6 +59,7 @@ class Matching:
     converged: bool
     distance_before: float
     distance_after: float
+    by_weights: tuple[str, ...] = ()
 
 
 def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -109,12 +123,12 @@ def weight_matching(
     for attempt in range(restarts if method == "descent" else 1):
         iterations = 0
         if method == "frank_wolfe":
-            start, iterations = frank_wolfe(graph, votes, family_list, progress=progress)
+            start, iterations = frank_wolfe(graph, votes.reference, votes.state, family_list, progress=progress)
         elif attempt == 0:
             start = dict(init) if init is not None else identity_permutation(graph)
         else:
             start = random_permutation(graph, generator=generator)
-        permutation, sweeps, converged = descend(graph, votes, family_list, start, max_sweeps, generator, progress)
+        permutation, sweeps, converged = descend(votes, family_list, start, max_sweeps, generator, progress)
         moved = permute_tensors(graph, permutation, state)
         objective = inner_product(graph, reference_state, moved)
         if best is None or objective > best.objective:
@@ -125,7 +139,6 @@ def weight_matching(
 
 
 def descend(
-    graph: SymmetryGraph,
     votes: Votes,
     family_list: list[Family],
     start: Permutation,
@@ -153,7 +166,7 @@ def descend(
             if solve_family(votes, family, permutation):
                 changed = True
                 stale |= family.neighbors
-                if family.children or votes.is_self_coupled(family):
+                if family.coupled:
                     stale.add(family.root.name)
         if progress is not None:
             progress({"sweep": sweep, "stale": len(stale)})
@@ -164,20 +177,24 @@ def descend(
 
 def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool:
     """Improve one family's part of ``permutation`` in place; returns whether it changed."""
-    if not family.children:
-        gram = votes.plain(family, permutation).numpy()
-        old = permutation[family.root.name].numpy()
-        new, gain = _assign(gram, old)
-        if gain <= 0:
+    if family.coupled and family.children and isinstance(votes, WeightVotes):
+        return _solve_coupled(votes, family, permutation)
+    grams = votes.grams(family, permutation)
+    trial = assign_family(family, grams)
+    new, scale = family_value(family, grams, trial)
+    now, _ = family_value(family, grams, permutation)
+    if new - now <= _ROUNDING * scale:
+        return False
+    if family.coupled:  # the objective is quadratic in this permutation: take only true improvements
+        now = votes.value(family, permutation)
+        if votes.value(family, {**permutation, **trial}) <= now + 1e-9 * abs(now):
             return False
-        candidate = torch.from_numpy(new)
-        if votes.is_self_coupled(family):  # the objective is quadratic in this permutation: take only true improvements
-            trial = {**permutation, family.root.name: candidate}
-            now = votes.value(family, permutation)
-            if votes.value(family, trial) <= now + 1e-9 * abs(now):
-                return False
-        permutation[family.root.name] = candidate
-        return True
+    permutation.update(trial)
+    return True
+
+
+def _solve_coupled(votes: WeightVotes, family: Family, permutation: Permutation) -> bool:
+    """Improve the groups of a coupled family one after the other."""
     changed = False
     for child in (c for c in family.children if c.parent == family.root.name):
         changed |= _solve_nested(votes, family, child.name, permutation)
@@ -199,12 +216,12 @@ def _assign(gram: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, float]:
     rows = np.arange(len(gram))
     gain = float(gram[rows, new].sum() - gram[rows, old].sum())
     scale = float(np.abs(gram[rows, old]).sum() + np.abs(gram[rows, new]).sum())
-    return new.astype(np.int64), gain if gain > 1e-7 * scale else 0.0
+    return new.astype(np.int64), gain if gain > _ROUNDING * scale else 0.0
 
 
-def _solve_nested(votes: Votes, family: Family, moving: str, permutation: Permutation) -> bool:
+def _solve_nested(votes: WeightVotes, family: Family, moving: str, permutation: Permutation) -> bool:
     """Choose blocks and the inner order of one nested group together: inner assignments give the outer cost."""
-    own, inner = votes.blocks(family, permutation)
+    own, inner = votes.blocks(family, moving, permutation)
     heads = family.root.size
     old_outer = permutation[family.root.name].numpy()
     outer_cost = own.numpy().copy()
@@ -230,7 +247,7 @@ def _solve_nested(votes: Votes, family: Family, moving: str, permutation: Permut
         for h in range(heads)
     )
     gain = float(total[slots, new_outer].sum() - now)
-    if gain <= 1e-7 * float(np.abs(total[slots, new_outer]).sum() + abs(now)):
+    if gain <= _ROUNDING * float(np.abs(total[slots, new_outer]).sum() + abs(now)):
         return False
     permutation[family.root.name] = torch.from_numpy(new_outer.astype(np.int64))
     permutation[moving] = torch.from_numpy(choice[slots, new_outer])

@@ -1,144 +1,361 @@
-"""Frank-Wolfe on doubly stochastic matrices: a relaxation of weight matching that sees all groups at once."""
+"""Frank-Wolfe on doubly stochastic matrices: a relaxation of weight matching that sees all groups at once.
+
+Every group is relaxed to a doubly stochastic matrix, started at the barycenter (all entries equal). The linear oracle
+is an assignment for each family. Each tensor is moved along ``k`` axes (mostly two), so the objective along a step is a
+polynomial of degree ``k`` for a pair of networks and ``2 k`` for a set of networks: the best step has a closed form.
+
+Matrices never multiply tensors. A tensor moved by the matrices of some of its axes is kept up to date: a step towards a
+vertex (a permutation) is a linear combination of such tensors and of copies of them in another order. So an iteration
+costs one matrix product for each (tensor, axis), the Gram matrix itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from scipy.optimize import linear_sum_assignment
+from numpy.polynomial import Polynomial
 from torch import Tensor
 
-from tu_symmetry.alignment.gram import Family, WeightVotes, trainable_members
+from tu_symmetry.alignment.assignment import assign_family, flat_source
+from tu_symmetry.alignment.gram import Family, is_below, own_member, trainable_members
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation
-from tu_symmetry.symmetry.graph import PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+Axes = tuple[int, ...]
+_ITERATIONS = 50
+_TOLERANCE = 1e-4
+
+
+@dataclass
+class _Plan:
+    """Which positions of which tensors the relaxed groups move.
+
+    Attributes:
+        families: the relaxed families.
+        moves: tensor to axis to ``(group, positions [units, copies])``; every position is moved by one group at most.
+        sizes: number of units of each group, blocks flattened.
+    """
+
+    families: list[Family]
+    moves: dict[str, dict[int, list[tuple[str, Tensor]]]]
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def axes(self, tensor: str) -> Axes:
+        return tuple(sorted(self.moves[tensor]))
+
+
+def _plan(graph: SymmetryGraph, family_list: list[Family]) -> _Plan:
+    """Tensors that two nested groups move at the same positions, or only in some rows, are left to the descent."""
+    plan = _Plan(family_list, {})
+    skipped: set[str] = set()
+    for family in family_list:
+        for group in family.groups:
+            plan.sizes[group.name] = math.prod(group.shape)
+            below = tuple(g for g in family.children if is_below(g, group))
+            for member in trainable_members(graph, group):
+                if member.within_axis is not None:
+                    skipped.add(member.parameter)
+                part = own_member(member, below) if below else member
+                if part is not None:
+                    index = part.index.reshape(-1, part.index.shape[-1])
+                    axis_moves = plan.moves.setdefault(member.parameter, {}).setdefault(member.axis, [])
+                    if any(torch.isin(index, other).any() for _, other in axis_moves):
+                        skipped.add(member.parameter)
+                    axis_moves.append((group.name, index))
+    plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped}
+    return plan
+
+
+class _RelaxedNetwork:
+    """One network with a doubly stochastic matrix on each group: its tensors, moved along every set of axes.
+
+    Attributes:
+        matrices: group to ``[units, units]`` float64 on the host.
+    """
+
+    def __init__(self, plan: _Plan, state: Mapping[str, Tensor], *, full: bool, fixed: bool = False) -> None:
+        """With ``full``, tensors moved along all their axes are kept too; ``fixed`` starts at the identity."""
+        self.plan, self.state = plan, state
+        self.matrices = {
+            g: torch.eye(n, dtype=torch.float64) if fixed else torch.full((n, n), 1.0 / n, dtype=torch.float64)
+            for g, n in plan.sizes.items()
+        }
+        self.mixed: dict[str, dict[Axes, Tensor]] = {}
+        for name in plan.moves:
+            axes = plan.axes(name)
+            kept: dict[Axes, Tensor] = {(): state[name]}
+            for subset in _subsets(axes, len(axes) if full else len(axes) - 1):
+                before = kept[subset[:-1]]
+                kept[subset] = before if fixed else self._averaged(name, before, subset[-1])
+            self.mixed[name] = kept
+
+    def _averaged(self, name: str, tensor: Tensor, axis: int) -> Tensor:
+        """The barycenter's action: every unit becomes the mean unit."""
+        result = tensor.clone()
+        units_first = result.movedim(axis, 0)
+        source = tensor.movedim(axis, 0)
+        for _, index in self.plan.moves[name][axis]:
+            place = index.to(tensor.device)
+            units_first[place] = source[place].mean(0, keepdim=True).expand(*place.shape, *source.shape[1:])
+        return result
+
+    def at_barycenter(self, name: str) -> Tensor:
+        """A tensor with all its axes at the barycenter, before the first step."""
+        *others, last = self.plan.axes(name)
+        return self._averaged(name, self.mixed[name][tuple(others)], last)
+
+    def gradients(self, references: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gram matrices of the references with this network, each axis against the others moved; on the host."""
+        found: dict[str, Tensor] = {}
+        for name, moves in self.plan.moves.items():
+            axes = self.plan.axes(name)
+            for axis in axes:
+                others = tuple(a for a in axes if a != axis)
+                pair = [t.movedim(axis, 0) for t in (references[name], self.mixed[name][others])]
+                for group, index in moves[axis]:
+                    a, b = (_rows(t, index) for t in pair)
+                    gram = a @ b.T
+                    found[group] = found[group] + gram if group in found else gram
+        return {
+            g: found[g].to("cpu", torch.float64) if g in found else torch.zeros(n, n, dtype=torch.float64)
+            for g, n in self.plan.sizes.items()
+        }
+
+    def orders(self, sources: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
+        """A vertex as an order of positions along each axis of each tensor."""
+        found: dict[str, dict[int, Tensor]] = {}
+        for name, moves in self.plan.moves.items():
+            tensor = self.state[name]
+            found[name] = {}
+            for axis, parts in moves.items():
+                order = torch.arange(tensor.shape[axis])
+                for group, index in parts:
+                    order[index.reshape(-1)] = index[sources[group]].reshape(-1)
+                found[name][axis] = order.to(tensor.device)
+        return found
+
+    def corner(self, name: str, orders: Mapping[int, Tensor], subset: Axes) -> Tensor:
+        """A tensor with the vertex applied along some axes."""
+        tensor = self.state[name]
+        for axis in subset:
+            tensor = tensor.index_select(axis, orders[axis])
+        return tensor
+
+    def bernstein(self, name: str, orders: Mapping[int, Tensor], subset: Axes) -> list[Tensor]:
+        """Bernstein coefficients, in the step, of a tensor moved along ``subset`` on the way to a vertex."""
+        degree = len(subset)
+        coefficients = []
+        for count in range(degree + 1):
+            total: Tensor | None = None
+            for at_vertex in itertools.combinations(subset, count):
+                tensor = self.mixed[name][tuple(a for a in subset if a not in at_vertex)]
+                for axis in at_vertex:
+                    tensor = tensor.index_select(axis, orders[axis])
+                total = tensor if total is None else total + tensor
+            assert total is not None
+            coefficients.append(total / math.comb(degree, count) if math.comb(degree, count) > 1 else total)
+        return coefficients
+
+    def step(self, sources: Mapping[str, Tensor], orders: Mapping[str, Mapping[int, Tensor]], ratio: float) -> None:
+        """Move by ``ratio`` of the way to a vertex."""
+        for group, source in sources.items():
+            matrix = self.matrices[group]
+            matrix.mul_(1 - ratio)
+            matrix[torch.arange(len(source)), source] += ratio
+        for name, kept in self.mixed.items():
+            for subset in reversed(kept):  # the larger sets first: they read the smaller ones as they were
+                if len(subset) == 1:
+                    kept[subset].lerp_(self.corner(name, orders[name], subset), ratio)
+                elif subset:
+                    weights = [float(b(ratio)) for b in _bernstein_basis(len(subset))]
+                    parts = self.bernstein(name, orders[name], subset)
+                    kept[subset] = _total(w * p for w, p in zip(weights, parts, strict=True))
+
+    def vertex(self, gradients: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float, float]:
+        """The best vertex for a gradient: sources of units, the gain over the matrices, and its scale."""
+        sources: dict[str, Tensor] = {}
+        gap = scale = 0.0
+        for family in self.plan.families:
+            element = assign_family(family, gradients)
+            for group in family.groups:
+                source = flat_source(group, element)
+                sources[group.name] = source
+                best = float(gradients[group.name][torch.arange(len(source)), source].sum())
+                gap += best - float((gradients[group.name] * self.matrices[group.name]).sum())
+                scale += abs(best)
+        return sources, gap, scale
+
+    def element(self) -> Permutation:
+        """The group element that is closest to the doubly stochastic matrices."""
+        found: Permutation = {}
+        for family in self.plan.families:
+            found.update(assign_family(family, self.matrices))
+        return found
 
 
 def frank_wolfe(
     graph: SymmetryGraph,
-    votes: WeightVotes,
+    reference: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
     family_list: list[Family],
     *,
-    max_iterations: int = 50,
-    tolerance: float = 1e-4,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Permutation, int]:
-    """Maximize the matching objective over doubly stochastic matrices, then assign.
+    """Maximize the matching objective of two networks over doubly stochastic matrices, then assign.
 
-    Each root group without nested groups is relaxed to a doubly stochastic matrix, started at the barycenter (all
-    entries 1/n). The linear oracle is an assignment for each group. Along the step the objective is a polynomial of
-    degree two (each tensor is moved along at most two relaxed axes), so the best step has a closed form. Families
-    with nested groups stay at the identity here; the descent that follows moves them.
+    Args:
+        graph: the symmetry graph.
+        reference: the parameters that stay, in the dtype to compute in.
+        state: the parameters to be permuted, alike.
+        family_list: the graph's families.
+        progress: called after each iteration with ``{"iteration", "gap"}``, the gap relative to the objective.
 
     Returns:
         A permutation, and the number of iterations.
     """
-    relaxed = [f for f in family_list if not f.children and all(m.within_axis is None for m in f.root.members)]
-    if not relaxed:
-        return identity_permutation(graph), 0
-    problem = _Relaxation(graph, votes, relaxed)
-    current = {f.root.name: problem.barycenter(f.root.size) for f in relaxed}
-    previous = problem.value(current)
+    plan = _plan(graph, family_list)
+    quadratic = all(len(axes) <= 2 for axes in plan.moves.values())
+    network = _RelaxedNetwork(plan, state, full=not quadratic)
+    value: float | None = None
     iteration = 0
-    for iteration in range(1, max_iterations + 1):
-        corner = {}
-        gap = scale = 0.0
-        for name, gradient in problem.gradients(current).items():
-            vertex = _vertex(gradient)
-            corner[name] = vertex
-            gap += float((gradient * (vertex - current[name])).sum())
-            scale += float((gradient * vertex).sum().abs())
-        if gap <= tolerance * scale:
-            break
-        middle = problem.value({k: 0.5 * (current[k] + corner[k]) for k in current})
-        full = problem.value(corner)
-        step = _best_step(previous, middle, full)
-        if step <= 0.0:
-            break
-        current = {k: (1 - step) * current[k] + step * corner[k] for k in current}
-        value = problem.value(current)
+    for iteration in range(1, _ITERATIONS + 1):
+        sources, gap, scale = network.vertex(network.gradients(reference))
         if progress is not None:
-            progress({"iteration": iteration, "objective": value, "gap": gap})
-        if value - previous <= 1e-7 * abs(value):
-            previous = value
+            progress({"iteration": iteration, "gap": gap / scale if scale else 0.0})
+        if gap <= _TOLERANCE * scale:
             break
-        previous = value
-    result = identity_permutation(graph)
-    for name, matrix in current.items():
-        _, columns = linear_sum_assignment(matrix.to("cpu", torch.float64).numpy(), maximize=True)
-        result[name] = torch.from_numpy(columns.astype("int64"))
-    return result, iteration
+        orders = network.orders(sources)
+        if quadratic:  # the slope is known from the gradients: the value at the vertex is all that is missing
+            corner = _dot((reference[n], network.corner(n, orders[n], plan.axes(n))) for n in plan.moves)
+            if value is None:
+                value = _dot((reference[n], network.at_barycenter(n)) for n in plan.moves)
+            curvature = corner - value - gap
+            ratio = 1.0 if curvature >= -gap / 2 else -gap / (2 * curvature)
+            value += ratio * gap + ratio * ratio * curvature
+        else:
+            along = Polynomial([0.0])
+            for name in plan.moves:
+                parts = network.bernstein(name, orders[name], plan.axes(name))
+                for basis, part in zip(_bernstein_basis(len(parts) - 1), parts, strict=True):
+                    along = along + basis * _dot([(reference[name], part)])
+            ratio = _best_ratio(along)
+            if ratio <= 0:
+                break
+        network.step(sources, orders, ratio)
+    return {**identity_permutation(graph), **network.element()}, iteration
 
 
-def _best_step(start: float, middle: float, end: float) -> float:
-    """Maximizer on [0, 1] of the parabola through (0, start), (1/2, middle), (1, end)."""
-    curvature = 2 * (start + end - 2 * middle)
-    slope = end - start - curvature
-    if curvature < 0:
-        return min(max(-slope / (2 * curvature), 0.0), 1.0)
-    return 1.0 if end > start else 0.0
+def synchronized_frank_wolfe(
+    graph: SymmetryGraph,
+    states: Sequence[Mapping[str, Tensor]],
+    family_list: list[Family],
+    *,
+    threads: int = 1,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[list[Permutation], int]:
+    """Maximize ``(||sum W||^2 - sum ||W||^2) / 2`` over doubly stochastic matrices of all networks, then assign.
+
+    This is the sum of all pairwise matching objectives, written with the sum of the networks: an iteration costs as
+    much as one of :func:`frank_wolfe` for each network. The first network stays as it is, which chooses among the
+    equivalent optima. (The objective is that of Crisostomi et al. 2024, C2M3, eq. 5.)
+
+    Args:
+        graph: the symmetry graph.
+        states: parameters of the networks, in the dtype to compute in; three more copies of them are held.
+        family_list: the graph's families.
+        threads: networks whose assignments are solved at the same time.
+        progress: called after each iteration with ``{"iteration", "gap"}``.
+
+    Returns:
+        A permutation for each network, and the number of iterations.
+    """
+    plan = _plan(graph, family_list)
+    networks = [_RelaxedNetwork(plan, state, full=True, fixed=k == 0) for k, state in enumerate(states)]
+    free = networks[1:]
+
+    def oracle(network: _RelaxedNetwork, totals: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float, float]:
+        return network.vertex(network.gradients({n: t - network.mixed[n][plan.axes(n)] for n, t in totals.items()}))
+
+    iteration = 0
+    with ThreadPoolExecutor(threads) as pool:
+        for iteration in range(1, _ITERATIONS + 1):
+            totals = {n: _total(network.mixed[n][plan.axes(n)] for network in networks) for n in plan.moves}
+            found = list(pool.map(oracle, free, itertools.repeat(totals)))
+            gap, scale = sum(f[1] for f in found), sum(f[2] for f in found)
+            if progress is not None:
+                progress({"iteration": iteration, "gap": gap / scale if scale else 0.0})
+            if gap <= _TOLERANCE * scale:
+                break
+            orders = [network.orders(f[0]) for network, f in zip(free, found, strict=True)]
+            ratio = _synchronized_step(plan, networks[0], free, orders)
+            if ratio <= 0:
+                break
+            for network, (sources, _, _), order in zip(free, found, orders, strict=True):
+                network.step(sources, order, ratio)
+    identity = identity_permutation(graph)
+    return [identity, *({**identity, **network.element()} for network in free)], iteration
 
 
-def _vertex(gradient: Tensor) -> Tensor:
-    rows, columns = linear_sum_assignment(gradient.to("cpu", torch.float64).numpy(), maximize=True)
-    vertex = torch.zeros_like(gradient)
-    vertex[torch.from_numpy(rows), torch.from_numpy(columns)] = 1.0
-    return vertex
+def _synchronized_step(
+    plan: _Plan,
+    fixed: _RelaxedNetwork,
+    free: Sequence[_RelaxedNetwork],
+    orders: Sequence[Mapping[str, Mapping[int, Tensor]]],
+) -> float:
+    """The step in [0, 1] that maximizes the synchronized objective, a polynomial."""
+    objective = Polynomial([0.0])
+    for name in plan.moves:
+        axes = plan.axes(name)
+        parts = [network.bernstein(name, order[name], axes) for network, order in zip(free, orders, strict=True)]
+        anchor = fixed.mixed[name][axes]
+        sums = [_total([anchor, *(p[k] for p in parts)]) for k in range(len(axes) + 1)]
+        basis = _bernstein_basis(len(axes))
+        for i, j in itertools.product(range(len(basis)), repeat=2):
+            crossed = _dot([(sums[i], sums[j])]) - _dot((p[i], p[j]) for p in parts) - _dot([(anchor, anchor)])
+            objective = objective + basis[i] * basis[j] * (crossed / 2)
+    return _best_ratio(objective)
 
 
-class _Relaxation:
-    """The relaxed objective ``sum_T <reference_T, (P on each axis) state_T>`` and its gradients."""
+def _best_ratio(objective: Polynomial) -> float:
+    """Maximizer of a polynomial on [0, 1]; 0 where no point is better than 0."""
+    roots = (complex(r) for r in objective.deriv().roots())
+    candidates = [1.0, *(r.real for r in roots if abs(r.imag) < 1e-9 and 0 < r.real < 1)]
+    best = max(candidates, key=lambda t: float(objective(t)))
+    return best if float(objective(best)) > float(objective(0.0)) else 0.0
 
-    def __init__(self, graph: SymmetryGraph, votes: WeightVotes, relaxed: list[Family]) -> None:
-        self.votes = votes
-        self.members: dict[str, list[tuple[str, PermutationMember]]] = {}
-        for family in relaxed:
-            for member in trainable_members(graph, family.root):
-                self.members.setdefault(member.parameter, []).append((family.root.name, member))
-        self.sizes = {f.root.name: f.root.size for f in relaxed}
-        first = next(iter(self.members))
-        self.like = votes.state[first]
 
-    def barycenter(self, size: int) -> Tensor:
-        return torch.full((size, size), 1.0 / size, dtype=self.like.dtype, device=self.like.device)
+def _subsets(axes: Axes, largest: int) -> Iterable[Axes]:
+    for size in range(1, largest + 1):
+        yield from itertools.combinations(axes, size)
 
-    @staticmethod
-    def _mix(tensor: Tensor, member: PermutationMember, matrix: Tensor) -> Tensor:
-        """A doubly stochastic matrix applied along one axis."""
-        index = member.index.to(tensor.device)
-        moved = tensor.movedim(member.axis, 0)
-        rows = moved.index_select(0, index.reshape(-1)).reshape(index.shape[0], -1)
-        mixed = (matrix @ rows).reshape(index.numel(), *moved.shape[1:])
-        if index.numel() == moved.shape[0] and bool(
-            (index.reshape(-1) == torch.arange(index.numel(), device=tensor.device)).all()
-        ):
-            return mixed.movedim(0, member.axis)
-        result = moved.clone()
-        result[index.reshape(-1)] = mixed
-        return result.movedim(0, member.axis)
 
-    def value(self, current: Mapping[str, Tensor]) -> float:
-        total = 0.0
-        for parameter, members in self.members.items():
-            tensor = self.votes.state[parameter]
-            for name, member in members:
-                tensor = self._mix(tensor, member, current[name])
-            total += float((self.votes.reference[parameter].double() * tensor.double()).sum())
-        return total
+def _rows(units_first: Tensor, index: Tensor) -> Tensor:
+    flat = index.reshape(-1)
+    if len(flat) != units_first.shape[0] or not torch.equal(flat, torch.arange(len(flat))):
+        units_first = units_first.index_select(0, flat.to(units_first.device))
+    return units_first.reshape(index.shape[0], -1)
 
-    def gradients(self, current: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {
-            name: torch.zeros(n, n, dtype=self.like.dtype, device=self.like.device) for name, n in self.sizes.items()
-        }
-        for parameter, members in self.members.items():
-            reference = self.votes.reference[parameter]
-            for name, member in members:
-                tensor = self.votes.state[parameter]
-                for other_name, other in members:
-                    if other is not member:
-                        tensor = self._mix(tensor, other, current[other_name])
-                index = member.index.to(tensor.device)
-                a = reference.movedim(member.axis, 0).index_select(0, index.reshape(-1)).reshape(index.shape[0], -1)
-                b = tensor.movedim(member.axis, 0).index_select(0, index.reshape(-1)).reshape(index.shape[0], -1)
-                found[name] += a @ b.T
-        return found
+
+def _total(tensors: Iterable[Tensor]) -> Tensor:
+    first, *rest = tensors
+    total = first.clone()
+    for tensor in rest:
+        total += tensor
+    return total
+
+
+def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Sum of inner products, with one transfer to the host."""
+    products = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in pairs]
+    return float(torch.stack(products).sum()) if products else 0.0
+
+
+def _bernstein_basis(degree: int) -> list[Polynomial]:
+    t, rest = Polynomial([0.0, 1.0]), Polynomial([1.0, -1.0])
+    return [math.comb(degree, k) * t**k * rest ** (degree - k) for k in range(degree + 1)]
