@@ -13,6 +13,7 @@ A graph holds no weights. Every index tensor in it is a position along an axis o
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -261,6 +262,12 @@ class SymmetryGraph:
                         "damaged file, and no alignment of it would mean anything"
                     )
         return leading or 0
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The graph as a self-contained HTML page, also written to ``path`` if one is given."""
+        from tu_symmetry.symmetry.drawing import to_html
+
+        return to_html(self, path)
 
     def __str__(self) -> str:
         from tu_symmetry.symmetry.report import describe
