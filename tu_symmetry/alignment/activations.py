@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.assignment import assign_family, family_value
+from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.alignment.gram import Family, WeightVotes, descendants, families, interact, own_member
 from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance
 from tu_symmetry.symmetry.action import permute_tensors
@@ -91,7 +92,7 @@ def activation_matching(
         objective += family_value(family, own, permutation)[0]
     sweeps, converged = 1, True
     if unseen:
-        weights = WeightVotes(graph, reference_state, state)
+        weights = WeightVotes.of(graph, reference_state, state)
         permutation, more, converged = descend(weights, unseen, permutation, 100)
         sweeps += more
     after = weight_distance(graph, reference_state, permute_tensors(graph, permutation, state))
@@ -190,16 +191,13 @@ def _captured(model: nn.Module, places: set[tuple[str, str]]) -> Iterator[dict[t
 
         return hook
 
-    was_training = {m: m.training for m in model.modules()}
     handles = [modules[path].register_forward_hook(capture(path)) for path in sorted({path for path, _ in places})]
     try:
-        model.eval()
-        yield calls
+        with evaluating(model):
+            yield calls
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in was_training.items():
-            module.training = training
 
 
 def _observe(
@@ -221,30 +219,23 @@ def _observe(
             if part is not None:
                 wanted.append((group.name, place, part.index.reshape(-1, part.index.shape[-1])))
     sums: dict[tuple[str, str], _Accumulator] = {}
-    device = next(iter(reference_state.values())).device
-    states = [{n: t.to(device) for n, t in one.items()} for one in (reference_state, state)]
-    samples = batches = 0
-    with _captured(model, {(p.module, p.side) for _, p, _ in wanted}) as calls, torch.no_grad():
-        for batch in dataloader:
-            inputs = (batch[0] if isinstance(batch, (list, tuple)) else batch).to(device)
+    weights, device = on_device(reference_state)
+    states = [weights, {n: t.to(device) for n, t in state.items()}]
+    samples = 0
+    with _captured(model, {(p.module, p.side) for _, p, _ in wanted}) as calls:
+        for batches, inputs in enumerate(input_batches(dataloader, device), 1):
             seen = []
             for one in states:
                 calls.clear()
-                torch.func.functional_call(model, one, (inputs,), tie_weights=False)
+                forward(model, one, inputs)
                 seen.append(dict(calls))
             for name, place, index in wanted:
                 for a, b in zip(*(run.get((place.module, place.side), []) for run in seen), strict=True):
                     accumulator = sums.setdefault((name, place.module), _Accumulator())
                     accumulator.add(_units(a, place.axis, index), _units(b, place.axis, index))
             samples += len(inputs)
-            batches += 1
             if progress is not None:
                 progress({"batch": batches, "samples": samples})
-    if batches == 0:
-        raise ValueError(
-            "the dataloader gave no batch, and without data there are no activations to match; an iterator that was "
-            "used up before looks like this: pass a DataLoader, or a list of batches"
-        )
     totals: dict[str, Tensor] = {}
     for (name, module), accumulator in sums.items():
         result = accumulator.result(similarity)

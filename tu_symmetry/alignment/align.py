@@ -11,12 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import activation_matching
-from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
+from tu_symmetry.alignment.barrier import mean_state
+from tu_symmetry.alignment.evaluation import reusable
+from tu_symmetry.alignment.gram import WeightVotes, families, working
+from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
+from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 State = dict[str, Tensor]
+_SWEEPS = 100
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
 
 
@@ -79,15 +84,17 @@ def align(
         states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks.
         reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
             distances to the others after matching (quadratic in number). ``mean``: the running mean of the aligned
-            networks, updated until nothing moves. ``universe``: each network against the sum of all others, until
-            nothing moves (the synchronized objective ``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and
-            consistent along every cycle by construction). Or a state dict.
+            networks, updated until nothing moves. ``universe``: the sum of all pairs' objectives at once, by
+            Frank-Wolfe on all networks together, then each network against the sum of all others until nothing moves
+            (``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and consistent along every cycle by
+            construction). Or a state dict.
         method: by weights, or by activations on ``dataloader`` with ``model`` (``first``, ``medoid``, a given state).
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
         max_rounds: bound on the passes of ``mean`` and ``universe``.
         threads: networks that are matched at the same time (assignments release the GIL).
-        generator: for the order of groups in descents; a fixed order without one.
+        generator: for the order of groups in descents; a fixed order without one. The result does not depend on the
+            number of threads.
         progress: called after each network with ``{"done", "total", "round"}``.
         options: passed on to :func:`weight_matching` or :func:`activation_matching`.
 
@@ -116,14 +123,16 @@ def align(
                 f"reference={reference!r} averages weights and has no activations of its own; use method='weight', or "
                 "reference='first' or 'medoid'"
             )
-        if iter(dataloader) is dataloader:
-            dataloader = list(dataloader)  # an iterator can be read once only
+        dataloader = reusable(dataloader)
 
-    def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], **more: Any) -> Matching:
+    seed = None if generator is None else int(torch.randint(2**62, (), generator=generator))
+
+    def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
         if method == "activation":
             assert model is not None and dataloader is not None
             return activation_matching(graph, model, target, member, dataloader, **options)
-        return weight_matching(graph, target, member, generator=generator, **{**options, **more})
+        own = None if seed is None else torch.Generator().manual_seed(seed + job)
+        return weight_matching(graph, target, member, generator=own, **options)
 
     runner = _Runner(1 if method == "activation" else threads, progress)
     identity = identity_permutation(graph)
@@ -135,16 +144,22 @@ def align(
             graph.check_state(target, name="reference")
         index = None if given else 0
         todo = list(range(len(members))) if given else list(range(1, len(members)))
-        found = runner(lambda k: match(target, members[k]).permutation, todo)
+        found = runner(lambda k: match(target, members[k], k).permutation, todo)
         permutations = [identity] * (len(members) - len(todo)) + found
     elif reference == "medoid":
         index, permutations = _medoid(graph, members, match, runner)
         target = members[index]
     elif reference in ("mean", "universe"):
-        permutations, rounds = _synchronize(
-            graph, members, match, runner, max_rounds, leave_out=reference == "universe"
-        )
-        target = _mean([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
+        rounds = 0
+        if reference == "universe" and options.get("method", "frank_wolfe") == "frank_wolfe":
+            start, rounds = synchronized_frank_wolfe(
+                graph, _parameters(graph, members), families(graph), threads=threads
+            )
+        else:
+            start = [identity, *runner(lambda k: match(members[0], members[k], k).permutation, range(1, len(members)))]
+        permutations, more = _synchronize(graph, members, start, runner, max_rounds, leave_out=reference == "universe")
+        rounds += more
+        target = mean_state([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
     else:
         raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
 
@@ -190,21 +205,17 @@ class _Runner:
         return results
 
 
-def _mean(states: Sequence[Mapping[str, Tensor]]) -> State:
-    first = states[0]
-    return {
-        name: torch.stack([s[name] for s in states]).mean(0) if t.is_floating_point() else t.clone()
-        for name, t in first.items()
-    }
-
-
 def _medoid(
     graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner
 ) -> tuple[int, list[Permutation]]:
     count = len(members)
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     found = dict(
-        zip(pairs, runner(lambda k: match(members[pairs[k][0]], members[pairs[k][1]]), range(len(pairs))), strict=True)
+        zip(
+            pairs,
+            runner(lambda k: match(members[pairs[k][0]], members[pairs[k][1]], k), range(len(pairs))),
+            strict=True,
+        )
     )
     totals = [sum(found[i, j].distance_after for j in range(count) if j != i) for i in range(count)]
     best = min(range(count), key=lambda i: totals[i])
@@ -212,41 +223,39 @@ def _medoid(
     return best, [identity if j == best else found[best, j].permutation for j in range(count)]
 
 
+def _parameters(graph: SymmetryGraph, members: Sequence[State]) -> list[State]:
+    """What enters sums of networks: parameters in one dtype, on one device."""
+    first = working(graph, members[0])
+    return [{n: t.to(first[n].device, first[n].dtype) for n, t in working(graph, m).items()} for m in members]
+
+
 def _synchronize(
     graph: SymmetryGraph,
     members: list[State],
-    match: Callable[..., Matching],
+    start: list[Permutation],
     runner: _Runner,
     max_rounds: int,
     *,
     leave_out: bool,
 ) -> tuple[list[Permutation], int]:
-    """Start from the first network, then match each network to the others' sum (or to the mean of all)."""
-    count = len(members)
-    identity = identity_permutation(graph)
-    permutations = [identity, *runner(lambda k: match(members[0], members[k]).permutation, range(1, count))]
-    names = [n for n in graph.shapes if members[0][n].is_floating_point()]
-    aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
-    total = {n: sum((a[n] for a in aligned[1:]), aligned[0][n].clone()) for n in names}
-    rest = {n: t for n, t in members[0].items() if n not in names}
-    full = {alias: total[n] for n, aliases in graph.aliases.items() if n in total for alias in aliases}
+    """Coordinate descent of each network against the others' sum (or against the mean of all), until nothing moves."""
+    permutations = list(start)
+    family_list = families(graph)
+    parameters = _parameters(graph, members)
+    aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, parameters, strict=True)]
+    total = {n: torch.stack([a[n] for a in aligned]).sum(0) for n in aligned[0]}
     for round_ in range(1, max_rounds + 1):
         moved = False
-        for k in range(count):
-            divisor = count - 1 if leave_out else count
-            target = {
-                n: ((full[n] - aligned[k][n]) if leave_out else full[n]) / divisor if n in full else rest[n]
-                for n in members[k]
-            }
-            found = match(target, members[k], method="descent", init=permutations[k])
-            candidate = permute_tensors(graph, found.permutation, members[k])
-            if any(not torch.equal(found.permutation[g], permutations[k][g]) for g in found.permutation):
+        for k, own in enumerate(parameters):
+            target = {n: t - aligned[k][n] for n, t in total.items()} if leave_out else total
+            found, _, _ = descend(WeightVotes(graph, target, own), family_list, permutations[k], _SWEEPS)
+            if any(not torch.equal(found[g], permutations[k][g]) for g in found):
                 moved = True
-                for n in full:
-                    full[n] = full[n] - aligned[k][n] + candidate[n]
-                permutations[k], aligned[k] = found.permutation, candidate
+                candidate = permute_tensors(graph, found, own)
+                total = {n: t - aligned[k][n] + candidate[n] for n, t in total.items()}
+                permutations[k], aligned[k] = found, candidate
             if runner.progress is not None:
-                runner.progress({"done": k + 1, "total": count, "round": round_ + 1})
+                runner.progress({"done": k + 1, "total": len(members), "round": round_ + 1})
         if not moved:
-            return permutations, round_ + 1
-    return permutations, max_rounds + 1
+            return permutations, round_
+    return permutations, max_rounds

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tu_symmetry.alignment.evaluation import evaluating, forward, labeled_batches, on_device, reusable
+from tu_symmetry.alignment.repair import reestimate_batchnorm
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+Merge = Callable[[dict[str, Tensor], float], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -21,11 +29,15 @@ class LossBarrier:
             units of the loss.
         ratios: positions along the path, 0 at ``state_a`` and 1 at ``state_b``.
         losses: mean loss at each of them.
+        chord: the straight line between the losses of the ends, at each of them.
+        temperatures: softmax temperature at each of them (1 unless it was tuned).
     """
 
     barrier: float
     ratios: list[float]
     losses: list[float]
+    chord: list[float]
+    temperatures: list[float]
 
     def __float__(self) -> float:
         return self.barrier
@@ -51,23 +63,14 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
         loss: a function whose value is the mean over the batch.
 
     Raises:
-        ValueError: an empty loader.
+        ValueError: an empty loader, or batches without targets.
     """
-    was_training = {m: m.training for m in model.modules()}
-    device = next(iter(state.values())).device
+    weights, device = on_device(state)
     total, count = 0.0, 0
-    try:
-        model.eval()
-        with torch.no_grad():
-            for inputs, targets in dataloader:
-                outputs = torch.func.functional_call(model, dict(state), (inputs.to(device),), tie_weights=False)
-                total += float(loss(outputs, targets.to(device))) * len(inputs)
-                count += len(inputs)
-    finally:
-        for module, training in was_training.items():
-            module.training = training
-    if count == 0:
-        raise ValueError("the dataloader gave no batch, so there is no loss to measure; pass a DataLoader or a list")
+    with evaluating(model):
+        for inputs, targets in labeled_batches(dataloader, device):
+            total += float(loss(forward(model, weights, inputs), targets)) * len(inputs)
+            count += len(inputs)
     return total / count
 
 
@@ -79,7 +82,8 @@ def loss_barrier(
     loss: Loss,
     *,
     points: int = 11,
-    merge: Callable[[dict[str, Tensor], float], Mapping[str, Tensor]] | None = None,
+    recalibrate: Iterable[Any] | None = None,
+    merge: Merge | None = None,
 ) -> LossBarrier:
     """Excess of the loss over the chord, at its maximum over the straight path between two networks.
 
@@ -90,36 +94,139 @@ def loss_barrier(
         dataloader: batches ``(inputs, targets)``, read once for each point.
         loss: mean loss over a batch, for example ``torch.nn.functional.cross_entropy`` (nats).
         points: evenly spaced points on the path, the ends included.
-        merge: applied to each interpolated state and its ratio before evaluation (re-estimated statistics, REPAIR).
+        recalibrate: batches on which running statistics of BatchNorm are re-estimated at each inner point; if left
+            out they are interpolated like weights.
+        merge: applied to each interpolated state and its ratio before evaluation (for REPAIR, say).
 
     Raises:
         ValueError: fewer than three points, an empty loader, states of different networks.
     """
+    batches = reusable(dataloader)
+    path = _path(model, state_a, state_b, points, recalibrate, merge)
+    return _barrier([(ratio, mean_loss(model, state, batches, loss), 1.0) for ratio, state in path])
+
+
+def tempered_loss_barrier(
+    model: nn.Module,
+    state_a: Mapping[str, Tensor],
+    state_b: Mapping[str, Tensor],
+    dataloader: Iterable[Any],
+    *,
+    calibration: Iterable[Any] | None = None,
+    points: int = 11,
+    recalibrate: Iterable[Any] | None = None,
+    merge: Merge | None = None,
+) -> LossBarrier:
+    """As :func:`loss_barrier` for cross-entropy (nats), with the best softmax temperature at each point.
+
+    An interpolated network is often right in its order of classes but far too sure or unsure, so a barrier in the loss
+    may be gone once its logits are rescaled. Without any permutation this is the control that an alignment has to beat.
+
+    Args:
+        model: a classifier that returns logits ``[batch, classes]``.
+        state_a: one end.
+        state_b: the other end.
+        dataloader: batches ``(inputs, labels)`` on which losses are measured.
+        calibration: batches on which temperatures are fitted; if left out, ``dataloader`` (an optimistic control).
+        points: evenly spaced points on the path, the ends included.
+        recalibrate: as for :func:`loss_barrier`.
+        merge: as for :func:`loss_barrier`.
+    """
+    batches = reusable(dataloader)
+    held = batches if calibration is None else reusable(calibration)
+    found = []
+    for ratio, state in _path(model, state_a, state_b, points, recalibrate, merge):
+        logits, labels = _logits(model, state, held)
+        temperature = fit_temperature(logits, labels)
+        if held is not batches:
+            logits, labels = _logits(model, state, batches)
+        found.append((ratio, float(F.cross_entropy(logits / temperature, labels)), temperature))
+    return _barrier(found)
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The softmax temperature of least cross-entropy, between exp(-10) and exp(10) (Guo et al. 2017, section 4.2).
+
+    Args:
+        logits: ``[samples, classes]``.
+        labels: ``[samples]`` class indices.
+    """
+    wide = logits.double()
+
+    def nll(log_temperature: float) -> float:
+        return float(F.cross_entropy(wide * math.exp(-log_temperature), labels))
+
+    return math.exp(float(minimize_scalar(nll, bounds=(-10, 10), method="bounded", options={"xatol": 1e-8}).x))
+
+
+def _logits(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    weights, device = on_device(state)
+    with evaluating(model):
+        pairs = [(forward(model, weights, x), y) for x, y in labeled_batches(dataloader, device)]
+    return torch.cat([p[0] for p in pairs]).double(), torch.cat([p[1] for p in pairs])
+
+
+def _path(
+    model: nn.Module,
+    state_a: Mapping[str, Tensor],
+    state_b: Mapping[str, Tensor],
+    points: int,
+    recalibrate: Iterable[Any] | None,
+    merge: Merge | None,
+) -> Iterator[tuple[float, Mapping[str, Tensor]]]:
+    """Networks on the straight path; those between the ends are mended as asked."""
     if points < 3:
         raise ValueError(f"a barrier needs at least three points on the path, got {points}")
-    batches = list(dataloader) if iter(dataloader) is dataloader else dataloader
-    ratios = [k / (points - 1) for k in range(points)]
-    losses = []
-    for ratio in ratios:
+    data = None if recalibrate is None else reusable(recalibrate)
+    for k in range(points):
+        ratio = k / (points - 1)
         state: Mapping[str, Tensor] = interpolate(state_a, state_b, ratio)
-        if merge is not None and 0 < ratio < 1:
-            state = merge(dict(state), ratio)
-        losses.append(mean_loss(model, state, batches, loss))
-    excess = [value - ((1 - r) * losses[0] + r * losses[-1]) for r, value in zip(ratios, losses, strict=True)]
-    return LossBarrier(max(0.0, *excess), ratios, losses)
+        if 0 < k < points - 1:
+            if data is not None:
+                state = reestimate_batchnorm(model, state, data)
+            if merge is not None:
+                state = merge(dict(state), ratio)
+        yield ratio, state
+
+
+def _barrier(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
+    """From ``(ratio, loss, temperature)`` along the path."""
+    ratios, losses, temperatures = (list(column) for column in zip(*points, strict=True))
+    chord = [(1 - r) * losses[0] + r * losses[-1] for r in ratios]
+    excess = [value - line for value, line in zip(losses, chord, strict=True)]
+    return LossBarrier(max(0.0, *excess), ratios, losses, chord, temperatures)
 
 
 def barrier_matrix(
-    model: nn.Module, states: Sequence[Mapping[str, Tensor]], dataloader: Iterable[Any], loss: Loss, *, points: int = 11
+    model: nn.Module,
+    states: Sequence[Mapping[str, Tensor]],
+    dataloader: Iterable[Any],
+    loss: Loss,
+    *,
+    points: int = 11,
+    recalibrate: Iterable[Any] | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> Tensor:
-    """Loss barriers between all pairs, ``[M, M]``, symmetric with a zero diagonal."""
-    batches = list(dataloader) if iter(dataloader) is dataloader else dataloader
+    """Loss barriers between all pairs, ``[M, M]``, symmetric with a zero diagonal.
+
+    Args:
+        model: the module.
+        states: the networks; losses are measured along ``M (M - 1) / 2`` paths.
+        dataloader: batches ``(inputs, targets)``.
+        loss: mean loss over a batch.
+        points: evenly spaced points on each path.
+        recalibrate: as for :func:`loss_barrier`.
+        progress: called after each pair with ``{"done", "total"}``.
+    """
+    batches = reusable(dataloader)
+    data = None if recalibrate is None else reusable(recalibrate)
     matrix = torch.zeros(len(states), len(states), dtype=torch.float64)
-    for i in range(len(states)):
-        for j in range(i + 1, len(states)):
-            matrix[i, j] = matrix[j, i] = loss_barrier(
-                model, states[i], states[j], batches, loss, points=points
-            ).barrier
+    pairs = list(itertools.combinations(range(len(states)), 2))
+    for done, (i, j) in enumerate(pairs, 1):
+        found = loss_barrier(model, states[i], states[j], batches, loss, points=points, recalibrate=data)
+        matrix[i, j] = matrix[j, i] = found.barrier
+        if progress is not None:
+            progress({"done": done, "total": len(pairs)})
     return matrix
 
 
@@ -132,7 +239,15 @@ def mean_state(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def mean_model_loss(
-    model: nn.Module, states: Sequence[Mapping[str, Tensor]], dataloader: Iterable[Any], loss: Loss
+    model: nn.Module,
+    states: Sequence[Mapping[str, Tensor]],
+    dataloader: Iterable[Any],
+    loss: Loss,
+    *,
+    recalibrate: Iterable[Any] | None = None,
 ) -> float:
-    """Loss of the network whose weights are the mean of all."""
-    return mean_loss(model, mean_state(states), dataloader, loss)
+    """Loss of the network whose weights are the mean of all, running statistics re-estimated where asked."""
+    state = mean_state(states)
+    if recalibrate is not None:
+        state = reestimate_batchnorm(model, state, recalibrate)
+    return mean_loss(model, state, dataloader, loss)

@@ -166,8 +166,8 @@ def interact(a: PermutationMember, b: PermutationMember) -> bool:
     return bool(torch.isin(a.index.reshape(-1), b.index.reshape(-1)).any())
 
 
-def working(graph: SymmetryGraph, state: Mapping[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
-    """The parameters of a state in the dtype and on the device that Gram matrices are computed in.
+def working(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of a state in the dtype that Gram matrices are computed in.
 
     float64 stays float64, everything else becomes float32 (half precision is too coarse to add up inner products).
     """
@@ -176,7 +176,7 @@ def working(graph: SymmetryGraph, state: Mapping[str, Tensor], device: torch.dev
         tensor = state[name]
         if name not in graph.buffers and tensor.is_floating_point():
             dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            kept[name] = tensor.detach().to(device=device or tensor.device, dtype=dtype)
+            kept[name] = tensor.detach().to(dtype)
     return kept
 
 
@@ -184,11 +184,14 @@ class WeightVotes:
     """Gram matrices of the families for a reference and a state, with the other families' permutations applied."""
 
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        self.graph = graph
-        self.state = working(graph, state)
-        self.reference = {
-            n: t.to(self.state[n].device, self.state[n].dtype) for n, t in working(graph, reference).items()
-        }
+        """Take two sets of parameters as :func:`working` returns them."""
+        self.graph, self.reference, self.state = graph, reference, state
+
+    @classmethod
+    def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> WeightVotes:
+        """Take two state dicts; the computation runs on the device and in the dtype of the second."""
+        own = working(graph, state)
+        return cls(graph, {n: t.to(own[n].device, own[n].dtype) for n, t in working(graph, reference).items()}, own)
 
     def moved(
         self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]

@@ -117,7 +117,7 @@ def weight_matching(
     before = weight_distance(graph, reference_state, state)
     if not graph.permutations:
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
-    votes = WeightVotes(graph, reference_state, state)
+    votes = WeightVotes.of(graph, reference_state, state)
     family_list = families(graph)
     best: Matching | None = None
     for attempt in range(restarts if method == "descent" else 1):
