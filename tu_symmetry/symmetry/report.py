@@ -29,8 +29,8 @@ def describe(graph: SymmetryGraph) -> str:
         lines += _wrap(f"  {name:<{label}}  ", text)
     lines += _wrap(
         "  ",
-        "Below, weight[0] is axis 0 of a weight, ^-1 the exponent of a factor (1 if none stands), {0-2} the equal groups "
-        "of repeated layers, and a leading dot the path of such a layer.",
+        "Below, weight[0] is axis 0 of a weight, ^-1 the exponent of a factor (1 if none stands), {0-2} the equal "
+        "groups of repeated layers, and a leading dot the path of such a layer.",
     )
     roots = [g for g in graph.permutations if g.parent is None]
     for title, groups in (
