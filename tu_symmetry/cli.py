@@ -9,6 +9,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Handler = Callable[[argparse.Namespace], int | None]
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {}
@@ -77,6 +81,144 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         except KeyboardInterrupt:
             return _fail("interrupted; the same command goes on where this one stopped", code=130)
         display.tables(results)
+        return 0
+
+    return run
+
+
+def _add_architecture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="dotted name that builds it: torchvision.models.resnet50"
+    )
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        metavar="SHAPE",
+        action="append",
+        required=True,
+        help="shape of an input, 1,3,224,224, or 1,16:long for integers; once for each positional argument of forward",
+    )
+    parser.add_argument(
+        "--init", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="arguments of what builds the model"
+    )
+    parser.add_argument(
+        "--kwargs",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="keyword arguments of forward; a value like 1,16:bool is a tensor",
+    )
+    parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
+
+
+def _discover(arguments: argparse.Namespace, *, verify: bool = True) -> SymmetryGraph:
+    from rich.console import Console
+
+    from tu_symmetry.tables.architecture import Architecture
+
+    sys.path.insert(0, "")  # as `python -m` does: models of the folder one works in
+    architecture = Architecture(
+        model=arguments.model,
+        inputs=tuple(arguments.inputs),
+        init=tuple(arguments.init),
+        kwargs=tuple(arguments.kwargs),
+        dtype=arguments.dtype,
+    )
+    return architecture.discover(Console(stderr=True), verify=verify)
+
+
+@command("inspect", "print the symmetries of an architecture, and draw them")
+def inspect(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry inspect --model NAME --input SHAPE``."""
+    parser.description = (
+        "Builds a network (with random weights), finds its permutation, scale and normalization symmetries, verifies "
+        "them numerically and prints them."
+    )
+    parser.epilog = "example: tu-symmetry inspect --model torchvision.models.resnet50 --input 1,3,224,224"
+    _add_architecture(parser)
+    parser.add_argument("--html", metavar="FILE", help="also draw the network with its groups colored")
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="leave out the numerical check")
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.symmetry.graph import SymmetryError
+        from tu_symmetry.tables.architecture import ArchitectureError
+
+        try:
+            graph = _discover(arguments, verify=arguments.verify)
+        except (ArchitectureError, SymmetryError) as error:
+            return _fail(str(error))
+        print(graph)
+        if arguments.html:
+            try:
+                graph.to_html(arguments.html)
+            except OSError as error:
+                return _fail(f"{arguments.html} cannot be written: {error.strerror}")
+        return 0
+
+    return run
+
+
+@command("align", "align checkpoint files of one architecture to one of them")
+def align(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry align CHECKPOINTS... --model NAME --input SHAPE --out DIR``."""
+    parser.description = (
+        "Permutes the hidden units of networks so that they lie close to a reference, without changing their "
+        "functions. Any number of files: only the reference and one network for each thread are in memory. The same "
+        "command goes on where an interruption stopped it."
+    )
+    parser.epilog = (
+        "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
+        "--input 1,3,32,32 --init num_classes=10 --out aligned"
+    )
+    parser.add_argument(
+        "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
+    )
+    _add_architecture(parser)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the aligned files and the report")
+    parser.add_argument(
+        "--reference", default="first", metavar="FILE", help="file that all are aligned to (default: first, the first)"
+    )
+    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
+    parser.add_argument(
+        "--method", choices=["frank_wolfe", "descent"], default="frank_wolfe", help="of matching (default: frank_wolfe)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="networks that are matched at the same time (default: 1)"
+    )
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.posterior.samples import SampleFileError
+        from tu_symmetry.symmetry.graph import SymmetryError
+        from tu_symmetry.tables.align_files import AlignFilesError, align_files, find_checkpoints
+        from tu_symmetry.tables.architecture import ArchitectureError
+        from tu_symmetry.tables.progress import Display
+
+        display = Display()
+        try:
+            checkpoints = find_checkpoints(arguments.checkpoints)
+            reference = None if arguments.reference == "first" else find_checkpoints([arguments.reference])[0]
+            graph = _discover(arguments)
+            with display.track("aligning", len(checkpoints)) as tracker:
+                alignment = align_files(
+                    graph,
+                    checkpoints,
+                    Path(arguments.out),
+                    reference=reference,
+                    prefix=arguments.prefix,
+                    method=arguments.method,
+                    threads=arguments.threads,
+                    progress=lambda done, last: tracker.update(
+                        done, **({"file": Path(last.source).name} if last else {})
+                    ),
+                )
+        except (AlignFilesError, ArchitectureError, SampleFileError, SymmetryError, OSError) as error:
+            return _fail(str(error))
+        except KeyboardInterrupt:
+            return _fail("interrupted; the same command goes on where this one stopped", code=130)
+        alignment.grid().print(display.console)
+        before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
+        display.console.print(f"{len(alignment.files)} aligned files in {arguments.out}{before}", highlight=False)
         return 0
 
     return run
