@@ -36,6 +36,7 @@ TINY = [
     "vi.epochs=4",
     "hmc_compact.samples=4",
     "evaluation.samples=5",
+    "evaluation.repeats=2",
     "pruning.samples=3",
     "pruning.keep=[1.0, 0.5]",
     "interpolation.points=5",

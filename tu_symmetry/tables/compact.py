@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.tables.predict import accuracy, mean_probabilities, nll, sample_count
+from tu_symmetry.tables.predict import accuracy, logits, mean_probabilities, nll, sample_count
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 
@@ -32,11 +33,14 @@ class EvaluateOptions:
     """How predictives are compared.
 
     Attributes:
-        samples: draws from each q.
+        samples: draws from each q in a predictive.
+        repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
+            wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
         reference_samples: how many HMC samples make up the reference predictive, evenly spaced; None for all.
     """
 
     samples: int = 100
+    repeats: int = 1
     reference_samples: int | None = None
 
 
@@ -84,7 +88,7 @@ def fit_compact(context: StageContext, options: CompactOptions) -> Results:
     }
 
 
-@stage(inputs=("hmc", "ensemble", "vi", "hmc_compact", "ensemble_compact"))
+@stage(inputs=("hmc", "ensemble", "vi", "hmc_compact", "ensemble_compact"), version=2)
 def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
     """Agreement with HMC, total variation to HMC, and accuracy of samples and of means, for every column."""
     from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
@@ -101,43 +105,46 @@ def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
         "vi/q": context.inputs["vi"].folder / "q.safetensors",
     }
     sampled = {"hmc/sample": hmc, "ensemble/sample": load_samples(context.inputs["ensemble"], context.device)}
-    total = sum(sample_count(s) for s in sampled.values()) + options.samples * len(compacts)
-    predictives: dict[str, Tensor] = {}
+    total = sum(sample_count(s) for s in sampled.values()) + options.repeats * options.samples * len(compacts)
+    predictives: dict[str, list[Tensor]] = {}
     mean_accuracy: dict[str, float] = {}
     with context.track("predicting", total) as tracker:
         done = 0
 
         def predict(column: str, states: dict[str, Tensor]) -> None:
             nonlocal done
-            predictives[column] = mean_probabilities(
+            probabilities = mean_probabilities(
                 model, states, data.test, lambda n: tracker.update(done + n, column=column)
             )
+            predictives.setdefault(column, []).append(probabilities)
             done += sample_count(states)
 
         for column, states in sampled.items():
             predict(column, states)
         for column, path in compacts.items():
             q = CompactPosterior.load(path, context.graph).to(context.device)
-            predict(column, q.sample(options.samples, generator=context.generator(column)))
-            mean = {name: tensor.unsqueeze(0) for name, tensor in q.mean.items()}
-            mean_accuracy[column] = accuracy(mean_probabilities(model, mean, data.test), data.test_y)
-    reference = predictives["hmc/sample"]
-    rows: dict[str, dict[str, float | None]] = {
-        "agreement": {},
-        "tv": {},
-        "accuracy": {},
-        "mean_accuracy": {},
-        "nll": {},
+            generator = context.generator(column)
+            for _ in range(options.repeats):
+                predict(column, q.sample(options.samples, generator=generator))
+            mean_accuracy[column] = accuracy(logits(model, q.mean, data.test), data.test_y)
+    (reference,) = predictives["hmc/sample"]
+    figures: dict[str, Callable[[Tensor], float]] = {
+        "agreement": lambda p: float(predictive_agreement(p, reference)),
+        "tv": lambda p: float(predictive_total_variation(p, reference)),
+        "accuracy": lambda p: accuracy(p, data.test_y),
+        "nll": lambda p: nll(p, data.test_y),
     }
-    for column, p in predictives.items():
-        rows["agreement"][column] = float(predictive_agreement(p, reference))
-        rows["tv"][column] = float(predictive_total_variation(p, reference))
-        rows["accuracy"][column] = accuracy(p, data.test_y)
-        rows["mean_accuracy"][column] = mean_accuracy.get(column)
-        rows["nll"][column] = nll(p, data.test_y)
+    rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
+    spread: dict[str, dict[str, float]] = {}
+    for name, figure in figures.items():
+        values = {c: torch.tensor([figure(p) for p in ps], dtype=torch.float64) for c, ps in predictives.items()}
+        rows[name] = {column: v.mean().item() for column, v in values.items()}
+        spread[name] = {column: v.std().item() for column, v in values.items() if len(v) > 1}
     gain = {name: rows["accuracy"][f"{name}/q_r"] for name in ("hmc", "ensemble")}
     return {
         "rows": rows,
+        "spread": spread,
+        "draws": [options.repeats, options.samples],
         "reference_samples": sample_count(hmc),
         "headline": f"accuracy of q_d → q_r: HMC {rows['accuracy']['hmc/q_d']:.3f} → {gain['hmc']:.3f}, "
         f"ensemble {rows['accuracy']['ensemble/q_d']:.3f} → {gain['ensemble']:.3f}",

@@ -41,7 +41,7 @@ def report(context: StageContext, options: ReportOptions) -> Results:
     """Write ``report.md`` and its plots; the tables go to the terminal too."""
     found = {role: context.inputs[role].results for role in ROLES}
     grids = [
-        main_table(found["evaluation"]["rows"], context.table.paper, context.table.title),
+        main_table(found["evaluation"], context.table.paper, context.table.title),
         alignment_table(found),
         chain_table(found["hmc"]),
     ]
@@ -63,8 +63,10 @@ def report(context: StageContext, options: ReportOptions) -> Results:
     return {"tables": [grid.to_dict() for grid in grids], "headline": f"{context.name}/report.md"}
 
 
-def main_table(rows: Mapping[str, Any], paper: Mapping[str, Any], title: str) -> Grid:
+def main_table(found: Mapping[str, Any], paper: Mapping[str, Any], title: str) -> Grid:
     """Table 1: ours, and the paper's below."""
+    rows, spread = found["rows"], found["spread"]
+    repeats, draws = found["draws"]
 
     def cell(row: str, column: str) -> str:
         ours, theirs = rows[row].get(column), paper.get(row, {}).get(column)
@@ -73,7 +75,10 @@ def main_table(rows: Mapping[str, Any], paper: Mapping[str, Any], title: str) ->
         return shown[0] if ours is None and theirs is None else "\n".join(shown)
 
     body = [[f"{label}\npaper", *(cell(row, column) for column in COLUMNS)] for row, label in ROWS.items()]
-    return Grid(title, ["", *COLUMNS.values()], body, "second line of a cell: the paper's value")
+    worst = 100 * max(spread["accuracy"].values(), default=0.0)
+    sets = f"means over {repeats} sets of {draws} draws; their accuracies vary by {worst:.1f} at most (std)"
+    caption = f"second lines: the paper; q: {sets if repeats > 1 else f'{draws} draws'}"
+    return Grid(title, ["", *COLUMNS.values()], body, caption)
 
 
 def alignment_table(found: Mapping[str, Any]) -> Grid:
