@@ -218,7 +218,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
             return _fail("interrupted; the same command goes on where this one stopped", code=130)
         alignment.grid().print(display.console)
         before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
-        display.console.print(f"{len(alignment.files)} aligned files in {arguments.out}{before}", highlight=False)
+        print(f"{len(alignment.files)} aligned files{before} in {arguments.out}")
         return 0
 
     return run

@@ -82,12 +82,19 @@ class FileAlignment:
     skipped: int
 
     def grid(self) -> Grid:
-        """The table of distances and NoT."""
+        """The table of distances and NoT; paths are short, relative to the folder that holds all checkpoints."""
+        shared = os.path.commonpath([Path(os.path.abspath(f.source)).parent for f in self.files])
         rows = [
-            [f.source, str(f.transpositions), f"{f.distance_before:.4f}", f"{f.distance_after:.4f}"] for f in self.files
+            [
+                os.path.relpath(f.source, shared),
+                str(f.transpositions),
+                f"{f.distance_before:.4f}",
+                f"{f.distance_after:.4f}",
+            ]
+            for f in self.files
         ]
         return Grid(
-            title=f"{len(self.files)} checkpoints of {self.architecture} aligned to {self.reference}",
+            title=f"{len(self.files)} checkpoints of {self.architecture} aligned to {Path(self.reference).name}",
             header=["checkpoint", "NoT", "distance before", "distance after"],
             rows=rows,
         )

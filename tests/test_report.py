@@ -1,0 +1,206 @@
+"""Printing and drawing a graph, and the command that does both from a dotted name."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from tu_symmetry import cli
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+
+class Tiny(nn.Sequential):
+    def __init__(self, hidden: int = 5) -> None:
+        super().__init__(nn.Linear(3, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+
+
+class Masked(nn.Module):
+    """Takes integers and a keyword tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, tokens: Tensor, *, mask: Tensor) -> Tensor:
+        return self.head((self.embedding(tokens) * mask.unsqueeze(-1)).relu().sum(1))
+
+
+NOT_A_MODULE = 3
+
+
+def encoder() -> SymmetryGraph:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    return discover_symmetries(nn.TransformerEncoder(layer, 3).eval(), torch.zeros(1, 3, 16))
+
+
+@pytest.fixture(scope="module")
+def resnet18() -> SymmetryGraph:
+    return discover_symmetries(torchvision.models.resnet18(weights=None), torch.zeros(1, 3, 64, 64))
+
+
+def test_resnet18_prints_in_120_columns_with_its_summary_first(resnet18: SymmetryGraph) -> None:
+    lines = str(resnet18).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert lines[0] == "Symmetries of ResNet"
+    permutations = next(line for line in lines if line.startswith("  permutations"))
+    assert permutations.split(maxsplit=1)[1] == (
+        f"12 groups of 2880 units: 10^{resnet18.log10_permutations:.1f} equivalent weight vectors"
+    )
+    text = " ".join(" ".join(lines).split())
+    assert "scales 12 groups, 2880 dimensions" in text
+    assert "34 axes: kernel position" in text and "1 axis: input of the network (conv1.weight[1])" in text
+
+
+def test_equal_groups_of_repeated_layers_share_a_line(resnet18: SymmetryGraph) -> None:
+    lines = str(resnet18).splitlines()
+    (folded,) = [line for line in lines if line.startswith("  layer3.{0-1}.conv1  2 ×")]
+    assert folded.endswith("256  .conv1.weight[0], .bn1.{weight,bias,running_mean,running_var}[0], .conv2.weight[1]")
+    start, end = lines.index("Permutation groups"), lines.index("Scale groups")
+    counts = [int(n or 1) for n in re.findall(r"^  \S+ +(?:(\d+) × )?\d+  \S", "\n".join(lines[start:end]), re.M)]
+    assert sum(counts) == 12 and len(counts) == 8
+
+
+def test_groups_that_differ_are_not_folded() -> None:
+    model = nn.Sequential(
+        nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 2)
+    )
+    text = str(discover_symmetries(model, torch.zeros(1, 3)))
+    assert re.search(r"^  0 +8  0\.\{weight,bias\}\[0\], 2\.weight\[1\]$", text, re.M)
+    assert re.search(r"^  4 +9  4\.\{weight,bias\}\[0\], 6\.weight\[1\]$", text, re.M)
+
+
+def test_nested_groups_stand_under_their_parents() -> None:
+    lines = str(encoder()).splitlines()
+    heads = next(k for k, line in enumerate(lines) if re.match(r"  layers\.\{0-2\}\.self_attn +3 × 4 ", line))
+    inner = [line for line in lines[heads:] if line.startswith("    in each block: ")]
+    assert len(inner) == 2 and all(" 3 × 4·4  " in line for line in inner)
+
+
+def test_long_names_are_cut_not_overflowed() -> None:
+    model: nn.Module = Tiny()
+    for name in ("a_rather_long_name_of_a_module" * 3, "another_long_name" * 4):
+        model = nn.ModuleDict({name: model})
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: nn.Module = self.inner
+            while isinstance(found, nn.ModuleDict):
+                found = next(iter(found.values()))
+            return found(x)
+
+    lines = str(discover_symmetries(Wrapper(), torch.zeros(1, 3))).splitlines()
+    assert max(map(len, lines)) <= 120
+
+
+class Page(HTMLParser):
+    """Checks that elements nest and close, and collects cells, titles and outside references."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.titles: list[str] = []
+        self.outside: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.outside += [f"{k}={v}" for k, v in attrs if k in ("src", "href")] + [tag] * (tag in ("script", "link"))
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+        if tag == "title":
+            self.titles.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "title" in self.open:
+            self.titles[-1] += data
+        elif "td" in self.open:
+            self.cells[-1] += data
+
+
+@pytest.mark.parametrize("build", [encoder, lambda: discover_symmetries(Tiny(), torch.zeros(1, 3))])
+def test_the_page_parses_and_holds_every_group_tensor_and_pin(build: object, tmp_path: Path) -> None:
+    graph = build()  # type: ignore[operator]
+    target = tmp_path / "graph.html"
+    text = graph.to_html(target)
+    assert target.read_text(encoding="utf-8") == text and list(tmp_path.iterdir()) == [target]
+    page = Page(text)
+    assert page.outside == []
+    assert {g.name for g in graph.groups()} <= set(page.cells)
+    assert set(graph.shapes) <= set(page.cells)
+    for pin in graph.pinned:
+        assert f"axis {pin.axis}, size {pin.size}: {pin.reason}" in page.titles
+    for group in graph.permutations:  # the innermost group names the bar
+        if not graph.children(group.name):
+            assert any(f": {group.name}" in title for title in page.titles)
+
+
+def test_the_page_escapes_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    graph = discover_symmetries(model, torch.zeros(1, 3))
+    graph.architecture = "<script>alert(1)</script>"
+    text = graph.to_html()
+    assert "<script" not in text and "&lt;script&gt;" in text
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = cli.main(["inspect", *words])
+    found = capsys.readouterr()
+    return status, found.out, " ".join(found.err.split())
+
+
+def test_inspect_builds_verifies_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "tiny.html"
+    model = f"{__name__}.Tiny"
+    status, out, err = inspect(
+        capsys, "--model", model, "--input", "1,3", "--init", "hidden=7", "--dtype", "float64", "--html", str(page)
+    )
+    assert status == 0
+    assert "state           verified" in out and re.search(r"^  0  7  0\.\{weight,bias\}\[0\]", out, re.M)
+    assert "verifying them in float64" in err
+    Page(page.read_text(encoding="utf-8"))
+    _, out, err = inspect(capsys, "--model", model, "--input", "1,3", "--no-verify")
+    assert "not yet verified" in out and "verifying" not in err
+
+
+def test_inspect_takes_integers_and_keyword_tensors(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", f"{__name__}.Masked", "--input", "2,5:long", "--kwargs", "mask=2,5:float32"]
+    status, out, _ = inspect(capsys, *words)
+    assert status == 0 and "embedding" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "nowhere_at_all.Net", "--input", "1,3"], "no module 'nowhere_at_all'"),
+        (["--model", f"{__name__}.Tyni", "--input", "1,3"], "has no 'Tyni'"),
+        (["--model", f"{__name__}.NOT_A_MODULE", "--input", "1,3"], "is a int, not a class or function"),
+        (["--model", "builtins.dict", "--input", "1,3"], "returns a dict, not a torch.nn.Module"),
+        (["--model", f"{__name__}.Tiny", "--init", "width=3", "--input", "1,3"], "unexpected keyword argument 'width'"),
+        (["--model", f"{__name__}.Tiny", "--init", "width", "--input", "1,3"], "'width' is not KEY=VALUE"),
+        (["--model", f"{__name__}.Tiny", "--input", "1,4"], "forward pass"),
+        (["--model", f"{__name__}.Tiny", "--input", "1,x"], "'1,x' is no shape"),
+        (["--model", f"{__name__}.Tiny", "--input", "1,3:flt"], "'flt' is no dtype"),
+    ],
+)
+def test_inspect_explains_what_is_wrong(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = inspect(capsys, *words)
+    assert status == 2 and out == "" and message in err
