@@ -1,0 +1,311 @@
+"""Blocks of the curvature, each in the basis in which it is diagonal, and the Gaussian posterior that they make.
+
+A block covers a contiguous piece of the flat parameter vector. With eigenvalues ``s`` (for unit noise variance), noise
+variance ``v`` and prior precisions ``lambda`` the posterior precision is ``U (s / v + lambda) U^T``; each eigenvalue
+belongs to one prior group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+BlockKind = Literal["kronecker", "dense", "diagonal", "coupled"]
+
+
+class Block(ABC):
+    """One block; ``start`` and ``stop`` bound its piece of the flat vector.
+
+    Attributes:
+        name: the parameter that it covers (a part of).
+        groups: number of the prior group of every eigenvalue, broadcastable to them.
+    """
+
+    kind: BlockKind
+
+    def __init__(self, name: str, start: int, groups: Tensor) -> None:
+        self.name, self.start, self.groups = name, start, groups
+
+    @property
+    @abstractmethod
+    def stop(self) -> int:
+        """End of the piece."""
+
+    @abstractmethod
+    def eigenvalues(self) -> Tensor:
+        """Eigenvalues for unit noise variance, in the shape of the coefficients."""
+
+    @abstractmethod
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """Coefficients ``[..., *eigenvalues.shape]`` of vectors ``[..., stop - start]``."""
+
+    @abstractmethod
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """The inverse of :meth:`to_basis`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What has to be stored."""
+
+    def precisions(self, log_precision: Tensor, noise: float) -> Tensor:
+        """``s / noise + lambda`` in the shape of the eigenvalues."""
+        values = self.eigenvalues()
+        return values / noise + log_precision.exp().to(values)[self.groups.to(values.device)]
+
+    def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
+        """The symmetric ``power`` of the posterior precision times ``vectors``.
+
+        The symmetric power does not depend on the choice of eigenvectors, so neither do samples.
+        """
+        return self.from_basis(self.to_basis(vectors) * self.precisions(log_precision, noise).pow(power))
+
+    def whiten(self, vectors: Tensor, log_precision: Tensor, noise: float) -> Tensor:
+        """Coefficients whose inner products are those of ``vectors`` under the posterior covariance."""
+        return (self.to_basis(vectors) * self.precisions(log_precision, noise).rsqrt()).flatten(vectors.ndim - 1)
+
+
+class KroneckerBlock(Block):
+    """``A x G`` of a weight matrix, or several of them (groups of a convolution).
+
+    Attributes:
+        inputs: eigenvectors of ``A``, ``[matrices, features, features]``.
+        outputs: eigenvectors of ``G``, ``[matrices, outputs, outputs]``.
+        input_values, output_values: their eigenvalues.
+        corrected: None, or eigenvalues ``[matrices, outputs, features]`` in place of the products (EKFAC).
+    """
+
+    kind: BlockKind = "kronecker"
+
+    def __init__(
+        self,
+        name: str,
+        start: int,
+        groups: Tensor,
+        inputs: Tensor,
+        input_values: Tensor,
+        outputs: Tensor,
+        output_values: Tensor,
+        corrected: Tensor | None = None,
+    ) -> None:
+        super().__init__(name, start, groups)
+        self.inputs, self.input_values = inputs, input_values
+        self.outputs, self.output_values = outputs, output_values
+        self.corrected = corrected
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(matrices, outputs, features)``."""
+        return (self.outputs.shape[0], self.outputs.shape[1], self.inputs.shape[1])
+
+    @property
+    def stop(self) -> int:
+        """End of the piece."""
+        matrices, outputs, features = self.shape
+        return self.start + matrices * outputs * features
+
+    def eigenvalues(self) -> Tensor:
+        """Products of the factors' eigenvalues, or the corrected ones."""
+        if self.corrected is not None:
+            return self.corrected
+        return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """``U_G^T W U_A``."""
+        return self.outputs.mT @ vectors.unflatten(-1, self.shape) @ self.inputs
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """``U_G W U_A^T``."""
+        return (self.outputs @ coefficients @ self.inputs.mT).flatten(-3)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Both eigendecompositions, and the corrected eigenvalues."""
+        found = {
+            "inputs": self.inputs,
+            "input_values": self.input_values,
+            "outputs": self.outputs,
+            "output_values": self.output_values,
+        }
+        return found if self.corrected is None else {**found, "corrected": self.corrected}
+
+
+class DenseBlock(Block):
+    """A full symmetric matrix, ``vectors`` its eigenvectors ``[size, size]``."""
+
+    kind: BlockKind = "dense"
+
+    def __init__(self, name: str, start: int, groups: Tensor, vectors: Tensor, values: Tensor) -> None:
+        super().__init__(name, start, groups)
+        self.vectors, self.values = vectors, values
+
+    @property
+    def stop(self) -> int:
+        """End of the piece."""
+        return self.start + len(self.values)
+
+    def eigenvalues(self) -> Tensor:
+        """The eigenvalues."""
+        return self.values
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """``U^T v``."""
+        return vectors @ self.vectors
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """``U c``."""
+        return coefficients @ self.vectors.mT
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The eigendecomposition."""
+        return {"vectors": self.vectors, "values": self.values}
+
+
+class DiagonalBlock(Block):
+    """A diagonal."""
+
+    kind: BlockKind = "diagonal"
+
+    def __init__(self, name: str, start: int, groups: Tensor, values: Tensor) -> None:
+        super().__init__(name, start, groups)
+        self.values = values
+
+    @property
+    def stop(self) -> int:
+        """End of the piece."""
+        return self.start + len(self.values)
+
+    def eigenvalues(self) -> Tensor:
+        """The diagonal."""
+        return self.values
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """The vectors themselves."""
+        return vectors
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """The coefficients themselves."""
+        return coefficients
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The diagonal."""
+        return {"values": self.values}
+
+
+class CoupledBlock(Block):
+    """A full matrix over several prior groups: prior and curvature have no common basis.
+
+    With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``, ``V e V^T = L^-1/2 H L^-1/2 / noise``;
+    the decomposition is redone where the precisions change.
+    """
+
+    kind: BlockKind = "coupled"
+
+    def __init__(self, name: str, start: int, groups: Tensor, matrix: Tensor) -> None:
+        super().__init__(name, start, groups)
+        self.matrix = matrix
+        self._key: tuple[bytes, float] | None = None
+        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def stop(self) -> int:
+        """End of the piece."""
+        return self.start + len(self.matrix)
+
+    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``(L^-1/2, V, e)``."""
+        key = (log_precision.cpu().double().numpy().tobytes(), noise)
+        if self._key != key or self._cached is None:
+            root = (-0.5 * log_precision).exp().to(self.matrix)[self.groups.to(self.matrix.device)]
+            values, vectors = torch.linalg.eigh(self.matrix * root * root.unsqueeze(-1) / noise)
+            self._key, self._cached = key, (root, vectors, values.clamp(min=0))
+        return self._cached
+
+    def eigenvalues(self) -> Tensor:
+        """A coupled block has no eigenvalues apart from the prior."""
+        raise NotImplementedError
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """A coupled block has no basis apart from the prior."""
+        raise NotImplementedError
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """A coupled block has no basis apart from the prior."""
+        raise NotImplementedError
+
+    def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
+        """The inverse of the precision (power -1), or a root ``R`` of it with ``R R^T`` the inverse (-1/2).
+
+        Of all roots it takes ``L^-1/2 (1 + V e V^T)^-1/2``, which moves with the scale of the weights.
+        """
+        root, basis, values = self.scaled(log_precision, noise)
+        if power not in (-1.0, -0.5):
+            raise ValueError(f"power {power} of a coupled block; only -1 and -1/2 are defined")
+        inner = vectors * root if power == -1.0 else vectors
+        return ((inner @ basis) * (1 + values).pow(power)) @ basis.mT * root
+
+    def whiten(self, vectors: Tensor, log_precision: Tensor, noise: float) -> Tensor:
+        """Coefficients whose inner products are those of ``vectors`` under the posterior covariance."""
+        root, basis, values = self.scaled(log_precision, noise)
+        return ((vectors * root) @ basis) * (1 + values).rsqrt()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The matrix."""
+        return {"matrix": self.matrix}
+
+
+class Posterior:
+    """The Gaussian over the flat parameter vector that the blocks and the precisions make (zero mean).
+
+    Attributes:
+        blocks: in the order of the flat vector, without gaps.
+        log_precision: log of the prior precision of every group, float64.
+        noise: noise variance (1 for classification).
+    """
+
+    def __init__(self, blocks: Sequence[Block], log_precision: Tensor, noise: float) -> None:
+        self.blocks, self.log_precision, self.noise = tuple(blocks), log_precision, noise
+        self.size = self.blocks[-1].stop
+
+    def covariance_product(self, vectors: Tensor) -> Tensor:
+        """Covariance times ``vectors`` ``[..., size]``."""
+        return self._apply(vectors, -1.0)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Samples from standard normal ``noise`` ``[..., size]``."""
+        return self._apply(noise, -0.5)
+
+    def whiten(self, block: Block, vectors: Tensor) -> Tensor:
+        """See :meth:`Block.whiten`."""
+        return block.whiten(vectors, self.log_precision, self.noise)
+
+    def _apply(self, vectors: Tensor, power: float) -> Tensor:
+        pieces = [b.apply(vectors[..., b.start : b.stop], power, self.log_precision, self.noise) for b in self.blocks]
+        return torch.cat(pieces, dim=-1)
+
+
+def within_groups(matrix: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigendecomposition of a symmetric matrix, of its blocks within prior groups where there are several.
+
+    Args:
+        matrix: ``[size, size]``, positive semidefinite.
+        groups: 0-dim, or group number of every row; entries between groups are dropped.
+
+    Returns:
+        Eigenvalues ``[size]``, never negative, and eigenvectors; row ``i``'s group is that of eigenvalue ``i``.
+    """
+    if groups.ndim == 0 or bool((groups == groups[0]).all()):
+        values, vectors = torch.linalg.eigh(matrix)
+        return values.clamp(min=0), vectors
+    numbers = groups.unique()
+    if len(numbers) == len(groups):
+        return matrix.diagonal().clamp(min=0), torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.zeros_like(matrix[0]), torch.zeros_like(matrix)
+    for number in numbers:
+        rows = (groups == number).nonzero().squeeze(-1).to(matrix.device)
+        own, basis = torch.linalg.eigh(matrix[rows][:, rows])
+        values[rows] = own.clamp(min=0)
+        vectors[rows.unsqueeze(-1), rows] = basis
+    return values, vectors

@@ -1,0 +1,409 @@
+"""Curvature of the loss: generalized Gauss-Newton or empirical Fisher, accumulated over a loader.
+
+All curvatures are sums over samples (not means), for unit noise variance. Kronecker factors follow "Kronecker-Factored
+Approximate Curvature for Modern Neural Network Architectures" (arXiv 2311.00636): ``expand`` treats positions that
+share a weight as samples, ``reduce`` adds up gradients and averages inputs over them. They are exact for one sample
+without weight sharing, and for linear networks with a Gaussian likelihood (``reduce``, or no sharing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock, within_groups
+from tu_symmetry.laplace.data import all_reduce, batches
+from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, find_layers, watching
+from tu_symmetry.laplace.likelihood import Fisher, Likelihood, check_outputs
+from tu_symmetry.laplace.patches import add_patch_gram
+from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+
+Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
+WeightSharing = Literal["expand", "reduce"]
+BiasCurvature = Literal["exact", "shared"]
+Progress = Callable[[dict[str, Any]], None]
+
+_ELEMENTS = 1 << 26  # entries of the largest temporary tensors (256 MB in single precision)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the curvature is approximated.
+
+    Attributes:
+        curvature: which structure.
+        fisher: exact output Hessian, Monte-Carlo draws from the model, or the empirical Fisher.
+        weight_sharing: of Kronecker factors.
+        bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
+            laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
+        draws: number of draws of the Monte-Carlo Fisher.
+        dense_limit: longest vector (bias, affine parameter) that gets a dense block; a longer one gets a diagonal.
+    """
+
+    curvature: Curvature = "kfac"
+    fisher: Fisher = "type2"
+    weight_sharing: WeightSharing = "expand"
+    bias: BiasCurvature = "exact"
+    draws: int = 1
+    dense_limit: int = 4096
+
+
+@dataclass
+class Summary:
+    """What one pass over the data gives beside the curvature.
+
+    Attributes:
+        samples: number of samples seen, over all processes.
+        loss: sum of the losses (nats) at the linearization point, for unit noise and without constants.
+        outputs: number of the network's outputs.
+    """
+
+    samples: int
+    loss: float
+    outputs: int
+
+
+class _Pass:
+    """One pass over the loader that also adds up samples and losses."""
+
+    def __init__(
+        self,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        loader: Iterable[Any],
+        progress: Progress | None,
+        stage: str,
+    ) -> None:
+        self.tangent, self.likelihood, self.loader = tangent, likelihood, loader
+        self.progress, self.stage = progress, stage
+        self.device = next(tangent.model.parameters()).device
+        self.samples, self.outputs = 0, 0
+        self.loss = torch.zeros((), dtype=torch.float64)
+
+    def run(self, step: Callable[[Any, Tensor], Tensor]) -> Summary:
+        """Call ``step(inputs, targets) -> outputs`` on every batch."""
+        for number, (inputs, targets) in enumerate(batches(self.loader, self.device), start=1):
+            outputs = step(inputs, targets)
+            loss = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
+            if not torch.isfinite(loss):
+                raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
+            self.loss += loss.double().cpu()
+            self.samples += len(outputs)
+            self.outputs = outputs.shape[-1]
+            if self.progress is not None:
+                self.progress({"stage": self.stage, "batch": number, "samples": self.samples})
+        totals = torch.stack([self.loss, torch.tensor(float(self.samples), dtype=torch.float64)]).to(self.device)
+        all_reduce(totals)
+        return Summary(round(totals[1].item()), totals[0].item(), self.outputs)
+
+
+def fit_curvature(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    groups: PriorGroups,
+    options: Options,
+    *,
+    generator: torch.Generator | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Block], Summary]:
+    """Accumulate the curvature over a loader and decompose it.
+
+    Returns:
+        The blocks in the order of the flat parameter vector, and the summary of the pass.
+    """
+    one_pass = _Pass(tangent, likelihood, loader, progress, "curvature")
+    with evaluating(tangent.model):
+        if options.curvature in ("full", "last_layer"):
+            return _full(tangent, likelihood, one_pass, groups, options, generator)
+        if options.curvature == "diag":
+            return _diagonal(tangent, likelihood, one_pass, groups, options, generator)
+        layers = find_layers(tangent.model, tangent.names)
+        factors = {layer.name: _Factors(layer, options) for layer in layers}
+        summary = _accumulate(tangent, likelihood, one_pass, layers, factors, options, generator)
+        blocks = [b for layer in layers for b in factors[layer.name].blocks(tangent, groups)]
+        if options.curvature == "ekfac":
+            second = _Pass(tangent, likelihood, loader, progress, "eigenvalues")
+            _correct(tangent, likelihood, second, layers, blocks, options, generator)
+    return sorted(blocks, key=lambda b: b.start), summary
+
+
+def _columns(
+    likelihood: Likelihood, outputs: Tensor, targets: Tensor, options: Options, generator: torch.Generator | None
+) -> Tensor:
+    outputs = outputs.detach()
+    checked = likelihood.targets(outputs, targets)
+    return likelihood.root(outputs, checked, options.fisher, draws=options.draws, generator=generator)
+
+
+def _chunks(batch: int, entries: int) -> list[slice]:
+    rows = max(1, _ELEMENTS // max(1, entries))
+    return [slice(i, min(i + rows, batch)) for i in range(0, batch, rows)]
+
+
+def _full(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    one_pass: _Pass,
+    groups: PriorGroups,
+    options: Options,
+    generator: torch.Generator | None,
+) -> tuple[list[Block], Summary]:
+    if tangent.size**2 > 4 * _ELEMENTS:
+        raise ValueError(
+            f"a full curvature of {tangent.size} parameters needs {tangent.size**2 * 4 / 2**30:.1f} GiB; choose "
+            "curvature='kfac', or a subset with parameters=[...]"
+        )
+    point = tangent.point()
+    matrix = torch.zeros(tangent.size, tangent.size, dtype=point.dtype, device=point.device)
+
+    def step(inputs: Any, targets: Tensor) -> Tensor:
+        outputs = tangent.outputs(inputs)
+        root = _columns(likelihood, outputs, targets, options, generator)
+        for rows in _chunks(len(outputs), tangent.size):
+            for column in root[:, rows]:
+                gradients = tangent.sample_gradients(rows_of(inputs, rows), column)
+                matrix.addmm_(gradients.T, gradients)
+        return outputs
+
+    summary = one_pass.run(step)
+    all_reduce(matrix)
+    number = groups.spread(torch.arange(len(groups)))
+    if len(groups) > 1:
+        return [CoupledBlock("all", 0, number, matrix)], summary
+    values, vectors = torch.linalg.eigh(matrix)
+    return [DenseBlock("all", 0, torch.tensor(0), vectors, values.clamp(min=0))], summary
+
+
+def _diagonal(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    one_pass: _Pass,
+    groups: PriorGroups,
+    options: Options,
+    generator: torch.Generator | None,
+) -> tuple[list[Block], Summary]:
+    diagonal = torch.zeros_like(tangent.point())
+
+    def step(inputs: Any, targets: Tensor) -> Tensor:
+        outputs = tangent.outputs(inputs)
+        root = _columns(likelihood, outputs, targets, options, generator)
+        for rows in _chunks(len(outputs), tangent.size):
+            for column in root[:, rows]:
+                diagonal.add_(tangent.sample_gradients(rows_of(inputs, rows), column).square_().sum(0))
+        return outputs
+
+    summary = one_pass.run(step)
+    all_reduce(diagonal)
+    blocks: list[Block] = []
+    for name, slot in tangent.slots.items():
+        part = Part(name, slot.shape)
+        number = _rows_of_group(groups, part)
+        if number.ndim == 1:
+            number = number.repeat_interleave((slot.stop - slot.start) // len(number))
+        blocks.append(DiagonalBlock(name, slot.start, number, diagonal[slot.start : slot.stop].clone()))
+    return blocks, summary
+
+
+def _rows_of_group(groups: PriorGroups, part: Part) -> Tensor:
+    """Group numbers of a part's rows, 0-dim where there is one."""
+    number = groups.of[part.parameter]
+    if number.ndim == 0:
+        return number
+    row = part.size // part.shape[0]
+    return number[part.offset // row : part.offset // row + part.shape[0]]
+
+
+class _Factors:
+    """Sums over the data of one layer's factors."""
+
+    def __init__(self, layer: Layer, options: Options) -> None:
+        self.layer, self.options = layer, options
+        self.rows: Tensor | None = None
+        self.positions = 0.0
+        self.sums: dict[str, Tensor] = {}
+
+    def _add(self, key: str, vectors: Tensor, ndim: int = 2) -> None:
+        """Add ``vectors^T vectors`` (or the sum of squares, for long vectors) to a sum."""
+        dense = vectors.shape[-1] <= self.options.dense_limit or ndim == 3
+        update = vectors.mT @ vectors if dense else vectors.square().sum(0)
+        self.sums[key] = self.sums[key].add_(update) if key in self.sums else update
+
+    def observe(self, inputs: Tensor) -> None:
+        """The layer's input in a forward pass."""
+        layer = self.layer
+        self.rows = None
+        if layer.weight is None:
+            return
+        if not isinstance(layer, MatrixLayer):
+            self.rows = layer.rows(inputs)
+            return
+        reduce = self.options.weight_sharing == "reduce"
+        if layer.convolution is not None:
+            gram, positions = add_patch_gram(self.sums.get("inputs"), inputs, layer.convolution, reduce=reduce)
+            self.sums["inputs"] = gram
+            self.positions += positions
+            return
+        rows = layer.rows(inputs)
+        rows = rows.mean(2) if reduce else rows.squeeze(1).flatten(0, 1).unsqueeze(1)
+        self._add("inputs", rows.transpose(0, 1), ndim=3)
+        self.positions += len(rows)
+
+    def gradient(self, gradient: Tensor) -> None:
+        """A gradient with respect to the layer's output."""
+        layer, options = self.layer, self.options
+        if isinstance(layer, MatrixLayer):
+            shared = layer.bias is not None and options.bias == "shared"
+            if layer.weight is not None or shared:
+                rows = layer.gradient_rows(gradient)
+                rows = rows.sum(2).transpose(0, 1) if options.weight_sharing == "reduce" else _joined(rows)
+                self._add("outputs", rows, ndim=3)
+            if layer.bias is not None and not shared:
+                self._add("bias", layer.bias_gradient(gradient))
+            return
+        if isinstance(layer, EmbeddingLayer):
+            assert self.rows is not None
+            values, pairs = layer.summed(self.rows, gradient)
+            if "weight" not in self.sums:
+                self.sums["weight"] = gradient.new_zeros(layer.entries, layer.features)
+            self.sums["weight"].index_add_(0, pairs % layer.entries, values.square_())
+            return
+        if layer.weight is not None:
+            assert self.rows is not None
+            self._add("weight", layer.weight_gradient(self.rows, gradient))
+        if layer.bias is not None:
+            self._add("bias", layer.bias_gradient(gradient))
+
+    def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
+        """Sum over processes, decompose."""
+        positions = torch.tensor(self.positions, dtype=torch.float64)
+        if self.sums:
+            positions = positions.to(next(iter(self.sums.values())).device)
+        all_reduce(positions, *(self.sums[key] for key in sorted(self.sums)))
+        layer, found = self.layer, []
+        if layer.weight is not None:
+            start = tangent.slots[layer.weight.parameter].start + layer.weight.offset
+            number = _rows_of_group(groups, layer.weight)
+            if isinstance(layer, MatrixLayer):
+                found.append(self._kronecker(layer, layer.weight, start, number, float(positions)))
+            else:
+                own = self.sums["weight"].reshape(-1) if isinstance(layer, EmbeddingLayer) else self.sums["weight"]
+                found.append(_vector_block(layer.weight.parameter, start, number, own))
+        if layer.bias is not None:
+            start = tangent.slots[layer.bias.parameter].start + layer.bias.offset
+            matrix = self.sums["bias"] if "bias" in self.sums else torch.block_diag(*self.sums["outputs"])
+            found.append(_vector_block(layer.bias.parameter, start, _rows_of_group(groups, layer.bias), matrix))
+        self.sums = {}
+        return found
+
+    def _kronecker(self, layer: MatrixLayer, part: Part, start: int, number: Tensor, positions: float) -> Block:
+        inputs = self.sums["inputs"] / positions
+        values, vectors = torch.linalg.eigh(inputs)
+        split = number.reshape(layer.groups, -1, 1) if number.ndim else number
+        pairs = [
+            within_groups(g, split[i].squeeze(-1) if number.ndim else number)
+            for i, g in enumerate(self.sums["outputs"])
+        ]
+        return KroneckerBlock(
+            part.parameter,
+            start,
+            split,
+            vectors,
+            values.clamp(min=0),
+            torch.stack([basis for _, basis in pairs]),
+            torch.stack([own for own, _ in pairs]),
+        )
+
+
+def _joined(rows: Tensor) -> Tensor:
+    """``[batch, groups, positions, n]`` to ``[groups, batch * positions, n]``."""
+    return rows.transpose(0, 1).flatten(1, 2)
+
+
+def _vector_block(name: str, start: int, number: Tensor, matrix: Tensor) -> Block:
+    """A dense block of a matrix, a diagonal one of a vector."""
+    if number.ndim:
+        number = number.repeat_interleave(len(matrix) // len(number))
+    if matrix.ndim == 1:
+        return DiagonalBlock(name, start, number, matrix)
+    values, vectors = within_groups(matrix, number)
+    return DenseBlock(name, start, number, vectors, values)
+
+
+def _accumulate(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    one_pass: _Pass,
+    layers: Sequence[Layer],
+    factors: dict[str, _Factors],
+    options: Options,
+    generator: torch.Generator | None,
+) -> Summary:
+    watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
+    with watching(tangent.model, layers, watch) as forward:
+
+        def step(inputs: Any, targets: Tensor) -> Tensor:
+            outputs = check_outputs(forward(inputs, batch_size(inputs)))
+            root = _columns(likelihood, outputs, targets, options, generator)
+            watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+            return outputs.detach()
+
+        return one_pass.run(step)
+
+
+def _correct(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    one_pass: _Pass,
+    layers: Sequence[Layer],
+    blocks: Sequence[Block],
+    options: Options,
+    generator: torch.Generator | None,
+) -> None:
+    """EKFAC (arXiv 1806.03884): eigenvalues are the second moments of gradients in the Kronecker eigenbasis."""
+    own: dict[str, KroneckerBlock] = {}
+    for layer in layers:
+        for block in blocks:
+            if (
+                isinstance(block, KroneckerBlock)
+                and layer.weight is not None
+                and block.start == tangent.slots[layer.weight.parameter].start + layer.weight.offset
+            ):
+                own[layer.name] = block
+    for block in own.values():
+        block.corrected = torch.zeros(block.shape, dtype=block.inputs.dtype, device=block.inputs.device)
+    rows: dict[str, Tensor] = {}
+
+    def observe(layer: Layer, inputs: Tensor) -> None:
+        if layer.name in own:
+            rows[layer.name] = layer.rows(inputs) @ own[layer.name].inputs
+
+    def add(_: int, layer: Layer, gradient: Tensor) -> None:
+        if layer.name not in own:
+            return
+        assert isinstance(layer, MatrixLayer)
+        block = own[layer.name]
+        assert block.corrected is not None
+        g = layer.gradient_rows(gradient) @ block.outputs
+        a = rows[layer.name]
+        if a.shape[2] == 1:
+            block.corrected += torch.einsum("nbto,nbti->boi", g.square(), a.square())
+            return
+        for part in _chunks(len(g), block.stop - block.start):
+            block.corrected += (g[part].mT @ a[part]).square_().sum(0)
+
+    watch = Watch(observe)
+    with watching(tangent.model, layers, watch) as forward:
+
+        def step(inputs: Any, targets: Tensor) -> Tensor:
+            outputs = check_outputs(forward(inputs, batch_size(inputs)))
+            watch.backward(outputs, _columns(likelihood, outputs, targets, options, generator), add)
+            return outputs.detach()
+
+        one_pass.run(step)
+    all_reduce(*(b.corrected for b in own.values() if b.corrected is not None))

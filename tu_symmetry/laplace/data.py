@@ -1,0 +1,50 @@
+"""Reading a loader of ``(inputs, targets)``, and adding up what several processes have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tu_symmetry.laplace.tangent import batch_size, ordinary
+
+
+def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
+    """Inputs and targets on the device, batch by batch.
+
+    Raises:
+        TypeError: batches that are no pairs.
+        ValueError: a loader without batches.
+    """
+    empty = True
+    for batch in loader:
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2 or not isinstance(batch[1], Tensor):
+            raise TypeError(
+                f"a batch of the loader is a {type(batch).__name__}; it has to be (inputs, targets), targets a tensor"
+            )
+        inputs = _to(ordinary(batch[0]), device)
+        if batch_size(inputs) == 0:
+            continue
+        empty = False
+        yield inputs, ordinary(batch[1]).to(device)
+    if empty:
+        raise ValueError(
+            "the loader gave no samples: an empty data set, drop_last with fewer samples than one batch, or a "
+            "generator that was read before (pass what can be iterated several times, such as a DataLoader)"
+        )
+
+
+def _to(inputs: Any, device: torch.device) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs.to(device)
+    return tuple(_to(i, device) for i in inputs)
+
+
+def all_reduce(*tensors: Tensor) -> None:
+    """Sum tensors over all processes, in place; nothing happens without an initialized process group."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        for tensor in tensors:
+            dist.all_reduce(tensor)

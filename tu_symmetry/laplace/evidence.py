@@ -1,0 +1,324 @@
+"""The evidence of the tangent linear model, as a function of prior precisions and noise variance.
+
+With eigenvalues ``s`` of the curvature (unit noise), noise variance ``v`` and groups ``g``::
+
+    -log Z = loss / v + (m / 2) log(2 pi v) + 1/2 sum_g [ lambda_g n_g + sum_s log(1 + s / (v lambda_g)) ]
+
+where ``n_g = ||theta_g||^2``, ``m`` is the number of observed values, and the noise terms belong to regression only.
+``gamma_g = sum s / (s + v lambda_g)`` is the number of directions that the data determine. In ``rho = log lambda`` and
+``tau = log v`` the right side is convex, so that both are found exactly (MacKay's fixed point ``lambda n = gamma`` is
+the stationary point). Eigenvalues are sorted into bins, in float64: the evidence never passes over data again.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.blocks import Block, CoupledBlock
+from tu_symmetry.laplace.groups import PriorGroups
+
+_EXACT = 4096  # as many eigenvalues of a group are kept as they are
+_ENTRIES = 1 << 22  # bins of all groups together
+_SMALLEST = 1e-18  # eigenvalues below this share of the largest count as zero
+_BISECTIONS = 80
+
+
+@dataclass(frozen=True)
+class Hyperprior:
+    """Prior on the log precision of every group: ``log lambda_g ~ N(log c_g, std^2)``, bounded to ``c_g cap^(+-1)``.
+
+    The center ``c_g`` is the group's number of weights over their squared norm at the linearization point. It divides
+    by ``k^2`` where normalized weights are multiplied by ``k``, so that the hyperprior keeps the predictive's
+    invariance (Proposition 3). The data outweigh it wherever a group has more than a few determined directions; where
+    the evidence alone would send a precision to infinity, it stops that.
+
+    Attributes:
+        std: standard deviation of the log precision in nats, one decade by default; infinite for a flat prior.
+        cap: largest factor between a precision and its center.
+    """
+
+    std: float = math.log(10)
+    cap: float = 1e6
+
+    def __post_init__(self) -> None:
+        if not self.std > 0 or not self.cap > 1:
+            raise ValueError(f"a hyperprior needs std > 0 and cap > 1, got std={self.std} and cap={self.cap}")
+
+    def energy(self, log_precision: Tensor, log_center: Tensor) -> float:
+        """Negative log density, up to a constant (nats)."""
+        if math.isinf(self.std):
+            return 0.0
+        return float(((log_precision - log_center).square() / (2 * self.std**2)).sum())
+
+
+FLAT = Hyperprior(std=math.inf, cap=1e12)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Observation noise of a regression.
+
+    Attributes:
+        values: number of observed values (samples times outputs).
+        squares: sum of squared residuals.
+    """
+
+    values: int
+    squares: float
+
+    def energy(self, tau: float) -> float:
+        """Negative log-likelihood with all constants (nats)."""
+        return 0.5 * (self.squares * math.exp(-tau) + self.values * (math.log(2 * math.pi) + tau))
+
+    def lowest(self) -> float:
+        """The smallest log noise variance that can have the largest evidence: that of the residuals.
+
+        Raises:
+            ValueError: residuals that are all zero, where the evidence grows without bound.
+        """
+        if self.squares <= 0:
+            raise ValueError("all residuals are zero, so the evidence has no noise variance; give noise_variance=...")
+        return math.log(self.squares / self.values)
+
+
+class Determinants(ABC):
+    """What the evidence needs of the curvature: ``log det(H / v + Lambda) - log det Lambda`` and its derivatives."""
+
+    @abstractmethod
+    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
+        """The log-determinant ratio (nats)."""
+
+    @abstractmethod
+    def gamma(self, rho: Tensor, tau: float) -> Tensor:
+        """Effective number of determined directions of every group, float64 ``[groups]``."""
+
+    @abstractmethod
+    def step(
+        self,
+        norms: Tensor,
+        rho: Tensor,
+        tau: float,
+        log_center: Tensor,
+        hyperprior: Hyperprior,
+        noise: Noise | None,
+    ) -> tuple[Tensor, float]:
+        """The log precisions that minimize ``-log Z - log hyperprior`` for fixed weights.
+
+        With ``noise`` given, the log noise variance is minimized over as well.
+        """
+
+
+class Spectrum(Determinants):
+    """Eigenvalues of every group in bins: log of the value and count, padded to ``[groups, bins]``."""
+
+    def __init__(self, logs: Tensor, counts: Tensor) -> None:
+        self.logs, self.counts = logs, counts
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], groups: PriorGroups) -> Spectrum:
+        """Sort the eigenvalues of all blocks into the bins of their groups."""
+        largest = torch.zeros(len(groups), dtype=torch.float64)
+        numbers = torch.zeros(len(groups), dtype=torch.int64)
+        for block in blocks:
+            values = block.eigenvalues()
+            own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
+            largest.scatter_reduce_(0, own, values.reshape(-1).double().cpu(), "amax")
+            numbers += torch.bincount(own, minlength=len(groups))
+        if int(numbers.max()) <= _EXACT and int(numbers.max()) * len(groups) <= _ENTRIES:
+            return cls._exact(blocks, groups, largest)
+        bins = max(128, min(2048, _ENTRIES // len(groups)))
+        counts = torch.zeros(len(groups), bins, dtype=torch.float64)
+        sums = torch.zeros_like(counts)
+        width = -math.log(_SMALLEST) / bins
+        for block in blocks:
+            values = block.eigenvalues()
+            own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
+            flat = values.reshape(-1).double().cpu()
+            positive = flat > _SMALLEST * largest[own]
+            own, logs = own[positive], flat[positive].log()
+            place = ((largest[own].log() - logs) / width).long().clamp(0, bins - 1) + bins * own
+            counts.view(-1).index_add_(0, place, torch.ones_like(logs))
+            sums.view(-1).index_add_(0, place, logs)
+        return cls(sums / counts.clamp(min=1), counts)
+
+    @classmethod
+    def _exact(cls, blocks: Sequence[Block], groups: PriorGroups, largest: Tensor) -> Spectrum:
+        rows: list[list[Tensor]] = [[] for _ in range(len(groups))]
+        for block in blocks:
+            values = block.eigenvalues().double().cpu()
+            own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
+            for number in own.unique().tolist():
+                flat = values.reshape(-1)[own == number]
+                rows[number].append(flat[flat > _SMALLEST * largest[number]])
+        joined = [torch.cat(r) if r else torch.zeros(0, dtype=torch.float64) for r in rows]
+        logs = torch.zeros(len(groups), max(1, *(len(r) for r in joined)), dtype=torch.float64)
+        counts = torch.zeros_like(logs)
+        for number, row in enumerate(joined):
+            logs[number, : len(row)] = row.log()
+            counts[number, : len(row)] = 1
+        return cls(logs, counts)
+
+    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
+        """``sum log(1 + s / (v lambda))``."""
+        return float((self.counts * torch.nn.functional.softplus(self.logs - tau - rho.unsqueeze(-1))).sum())
+
+    def gamma(self, rho: Tensor, tau: float) -> Tensor:
+        """``sum s / (s + v lambda)``."""
+        return (self.counts * torch.sigmoid(self.logs - tau - rho.unsqueeze(-1))).sum(-1)
+
+    def step(
+        self,
+        norms: Tensor,
+        rho: Tensor,
+        tau: float,
+        log_center: Tensor,
+        hyperprior: Hyperprior,
+        noise: Noise | None,
+    ) -> tuple[Tensor, float]:
+        """Bisection of the derivative in every group at once, exact and independent of the start.
+
+        With noise, precisions and noise variance are found in turn until neither moves.
+        """
+        if noise is None:
+            return self._precisions(norms, tau, log_center, hyperprior), tau
+        for _ in range(500):
+            moved_tau = self._noise(noise, rho)
+            moved = self._precisions(norms, moved_tau, log_center, hyperprior)
+            change = max(abs(moved_tau - tau), float((moved - rho).abs().max()))
+            rho, tau = moved, moved_tau
+            if change < 1e-12:
+                break
+        return rho, tau
+
+    def _precisions(self, norms: Tensor, tau: float, log_center: Tensor, hyperprior: Hyperprior) -> Tensor:
+        low, high = log_center - math.log(hyperprior.cap), log_center + math.log(hyperprior.cap)
+        weight = 0.0 if math.isinf(hyperprior.std) else 2 / hyperprior.std**2
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            slope = middle.exp() * norms - self.gamma(middle, tau) + weight * (middle - log_center)
+            low, high = torch.where(slope < 0, middle, low), torch.where(slope < 0, high, middle)
+        return (low + high) / 2
+
+    def _noise(self, noise: Noise, rho: Tensor) -> float:
+        """The root of ``v = squares / (values - gamma(v))``."""
+        low = noise.lowest()
+        high = low + 50.0
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            slope = noise.values - noise.squares * math.exp(-middle) - float(self.gamma(rho, middle).sum())
+            low, high = (middle, high) if slope < 0 else (low, middle)
+        return (low + high) / 2
+
+
+class CoupledDeterminants(Determinants):
+    """One dense matrix over several prior groups: Newton's method on the convex function of the log precisions."""
+
+    def __init__(self, block: CoupledBlock, count: int) -> None:
+        self.matrix = block.matrix.double()
+        self.groups = block.groups.to(self.matrix.device)
+        self.count = count
+
+    def _scaled(self, rho: Tensor, tau: float) -> Tensor:
+        root = (-0.5 * (rho + tau)).exp().to(self.matrix)[self.groups]
+        return self.matrix * root * root.unsqueeze(-1)
+
+    def _shrinkage(self, rho: Tensor, tau: float) -> Tensor:
+        """``(1 + L^-1/2 H L^-1/2)^-1``, which is ``L^1/2 Sigma L^1/2``."""
+        scaled = self._scaled(rho, tau)
+        scaled.diagonal().add_(1)
+        return torch.cholesky_inverse(torch.linalg.cholesky(scaled))
+
+    def _sum(self, entries: Tensor) -> Tensor:
+        return torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.groups.cpu(), entries.cpu())
+
+    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
+        """``log det(1 + L^-1/2 H L^-1/2 / v)``."""
+        scaled = self._scaled(rho, tau)
+        scaled.diagonal().add_(1)
+        return 2 * float(torch.linalg.cholesky(scaled).diagonal().log().sum())
+
+    def gamma(self, rho: Tensor, tau: float) -> Tensor:
+        """``sum_{i in g} (1 - lambda_g Sigma_ii)``."""
+        return self._sum(1 - self._shrinkage(rho, tau).diagonal())
+
+    def step(
+        self,
+        norms: Tensor,
+        rho: Tensor,
+        tau: float,
+        log_center: Tensor,
+        hyperprior: Hyperprior,
+        noise: Noise | None,
+    ) -> tuple[Tensor, float]:
+        """Newton with backtracking and the exact Hessian in ``(rho, tau)``, inside the bounds of the hyperprior."""
+        bound = math.log(hyperprior.cap)
+        low, high = torch.cat([log_center - bound, torch.zeros(1)]), torch.cat([log_center + bound, torch.zeros(1)])
+        low[-1], high[-1] = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + 50)
+        weight = 0.0 if math.isinf(hyperprior.std) else 1 / hyperprior.std**2
+
+        def energy(point: Tensor) -> float:
+            own, log_noise = point[:-1], float(point[-1])
+            value = 0.5 * (float((own.exp() * norms).sum()) + self.log_det_ratio(own, log_noise))
+            return value + hyperprior.energy(own, log_center) + (0.0 if noise is None else noise.energy(log_noise))
+
+        point = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)]).clamp(low, high)
+        value = energy(point)
+        for _ in range(200):
+            gradient, hessian = self._derivatives(point, norms, noise)
+            gradient[:-1] += weight * (point[:-1] - log_center)
+            hessian.diagonal()[:-1].add_(weight)
+            held = ((point <= low) & (gradient >= 0)) | ((point >= high) & (gradient <= 0))
+            gradient[held] = 0
+            hessian[held] = 0
+            hessian[:, held] = 0
+            hessian.diagonal()[held] = 1
+            hessian.diagonal().add_(1e-12 * float(hessian.diagonal().max()))
+            step = -torch.linalg.solve(hessian, gradient)
+            if float(step.abs().max()) < 1e-12:
+                break
+            step *= min(1.0, 5.0 / float(step.abs().max()))
+            for _halving in range(40):
+                trial = (point + step).clamp(low, high)
+                found = energy(trial)
+                if found <= value + 1e-14 * abs(value):
+                    break
+                step = step / 2
+            else:
+                break
+            point, value = trial, found
+        return point[:-1], float(point[-1])
+
+    def _derivatives(self, point: Tensor, norms: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian of ``-log Z`` in ``(rho, tau)``; the determinant depends on ``rho + tau`` alone."""
+        rho, tau = point[:-1], float(point[-1])
+        inner = self._shrinkage(rho, tau)
+        sizes = self._sum(torch.ones_like(inner.diagonal()))
+        free = self._sum(inner.diagonal())  # the group's size less gamma
+        rows = torch.zeros(self.count, len(inner), dtype=torch.float64, device=inner.device)
+        rows.index_add_(0, self.groups, inner.square())
+        coupling = torch.zeros(self.count, self.count, dtype=torch.float64, device=inner.device)
+        coupling.index_add_(1, self.groups, rows)
+        curvature = torch.diag(free) - coupling.cpu()
+        gradient = torch.zeros(self.count + 1, dtype=torch.float64)
+        hessian = torch.zeros(self.count + 1, self.count + 1, dtype=torch.float64)
+        gradient[:-1] = 0.5 * (rho.exp() * norms - (sizes - free))
+        hessian[:-1, :-1] = 0.5 * (curvature + torch.diag(rho.exp() * norms))
+        if noise is not None:
+            residual = noise.squares * math.exp(-tau)
+            gradient[-1] = 0.5 * (noise.values - residual - float((sizes - free).sum()))
+            hessian[-1, -1] = 0.5 * (residual + float(curvature.sum()))
+            hessian[:-1, -1] = hessian[-1, :-1] = 0.5 * curvature.sum(1)
+        return gradient, hessian
+
+
+def determinants(blocks: Sequence[Block], groups: PriorGroups) -> Determinants:
+    """The determinants of a posterior's blocks."""
+    if isinstance(blocks[0], CoupledBlock):
+        return CoupledDeterminants(blocks[0], len(groups))
+    return Spectrum.of(blocks, groups)

@@ -1,0 +1,182 @@
+"""Which weights share a prior precision.
+
+The prior is a zero-mean Gaussian with one precision for each group. Recommendation 2 of "Adapting the Linearised
+Laplace Model Evidence for Modern Deep Learning" (arXiv 2206.08900): one group for each set of weights that a
+normalization makes scale-invariant, and one for the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.tangent import Slot
+from tu_symmetry.symmetry.graph import NormalizationGroup
+
+Prior = Literal["per_group", "per_layer", "single", "per_filter"]
+REST = "rest"
+
+
+class PriorGroups:
+    """A partition of the parameters, or of the rows (filters) of some of them.
+
+    Attributes:
+        names: of the groups.
+        of: parameter to group number, 0-dim, or one number for each row of the parameter.
+        sizes: number of parameters in each group, float64.
+    """
+
+    def __init__(self, slots: Mapping[str, Slot], labels: Mapping[str, str | Sequence[str]]) -> None:
+        self.slots = dict(slots)
+        order: dict[str, int] = {}
+        self.of: dict[str, Tensor] = {}
+        for name in slots:
+            label = labels[name]
+            if isinstance(label, str):
+                self.of[name] = torch.tensor(order.setdefault(label, len(order)))
+            else:
+                self.of[name] = torch.tensor([order.setdefault(row, len(order)) for row in label])
+        self.names = tuple(order)
+        ones = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64)
+        self.sizes = self.total(ones)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every parameter lies in one group as a whole."""
+        return all(number.ndim == 0 for number in self.of.values())
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value for each group to one for each parameter entry, ``[size]``."""
+        parts = []
+        for name, slot in self.slots.items():
+            number = self.of[name].to(values.device)
+            own = values[number]
+            rows = max(1, number.numel())
+            parts.append(own.reshape(-1, 1).expand(rows, (slot.stop - slot.start) // rows).reshape(-1))
+        return torch.cat(parts)
+
+    def total(self, vector: Tensor) -> Tensor:
+        """Sum of the entries of a flat vector over each group, float64 ``[groups]`` on the CPU."""
+        sums = torch.zeros(len(self), dtype=torch.float64)
+        for name, slot in self.slots.items():
+            number = self.of[name]
+            rows = max(1, number.numel())
+            own = vector[slot.start : slot.stop].reshape(rows, -1).sum(1, dtype=torch.float64).cpu()
+            sums.index_add_(0, number.reshape(-1), own)
+        return sums
+
+
+def prior_groups(
+    slots: Mapping[str, Slot],
+    prior: Prior,
+    *,
+    normalizations: Sequence[NormalizationGroup] = (),
+    groups: Mapping[str, Sequence[str]] | None = None,
+) -> PriorGroups:
+    """Partition the parameters for a kind of prior.
+
+    Args:
+        slots: the parameters of the posterior.
+        prior: ``single``: one group; ``per_layer``: one for each module; ``per_group``: one for each normalization
+            group, all its channels together, and one for the rest; ``per_filter``: as ``per_group``, but one for each
+            factor (filter) of a normalization group.
+        normalizations: the symmetry graph's normalization groups.
+        groups: name to parameters, instead of ``normalizations``.
+
+    Raises:
+        ValueError: parameters that ``groups`` names twice or that do not exist.
+    """
+    if prior == "single":
+        return PriorGroups(slots, dict.fromkeys(slots, "all"))
+    if prior == "per_layer":
+        return PriorGroups(slots, {name: name.rpartition(".")[0] or name for name in slots})
+    if prior not in ("per_group", "per_filter"):
+        raise ValueError(f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'single' or 'per_filter'")
+    if groups is not None:
+        if prior == "per_filter":
+            return PriorGroups(slots, _labels_by_row(slots, _from_mapping(slots, groups)))
+        return PriorGroups(slots, {name: REST for name in slots} | _from_mapping(slots, groups))
+    if prior == "per_group":
+        return PriorGroups(slots, {name: REST for name in slots} | _joined(slots, normalizations))
+    return PriorGroups(slots, _filters(slots, normalizations))
+
+
+def _from_mapping(slots: Mapping[str, Slot], groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for group, members in groups.items():
+        if isinstance(members, str):
+            raise ValueError(f"groups[{group!r}] is a string; give a list of parameter names")
+        for name in members:
+            if name not in slots:
+                raise ValueError(f"groups[{group!r}] names {name!r}, which is none of the posterior's parameters")
+            if name in labels:
+                raise ValueError(f"groups names {name!r} twice, in {labels[name]!r} and {group!r}")
+            labels[name] = group
+    return labels
+
+
+def _labels_by_row(slots: Mapping[str, Slot], labels: Mapping[str, str]) -> dict[str, str | list[str]]:
+    return {
+        name: [f"{labels[name]}[{row}]" for row in range(slot.shape[0])] if name in labels else REST
+        for name, slot in slots.items()
+    }
+
+
+def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGroup]) -> dict[str, str]:
+    """One label for all parameters of a normalization group that scale alike; groups that share one are merged."""
+    labels: dict[str, str] = {}
+    for group in normalizations:
+        for exponent in sorted({m.exponent for m in group.members if not m.buffer}, reverse=True):
+            names = [m.parameter for m in group.members if m.exponent == exponent and m.parameter in slots]
+            names = list(dict.fromkeys(names))
+            label = group.name if exponent == 1 else f"{group.name}^{exponent:g}"
+            merged = {labels[n] for n in names if n in labels}
+            labels.update({n: label for n in names} | {n: label for n, old in labels.items() if old in merged})
+    return labels
+
+
+def _filters(slots: Mapping[str, Slot], normalizations: Sequence[NormalizationGroup]) -> dict[str, str | list[str]]:
+    """One label for each factor of a normalization group, along the rows of the parameters that it scales."""
+    labels: dict[str, str | list[str]] = dict.fromkeys(slots, REST)
+    joined = _joined(slots, normalizations)
+    taken: dict[str, int] = {}
+    for group in normalizations:
+        for member in group.members:
+            taken[member.parameter] = taken.get(member.parameter, 0) + 1
+    for group in normalizations:
+        for member in group.members:
+            name = member.parameter
+            if member.buffer or name not in slots:
+                continue
+            plain = member.axis == 0 and member.within_axis is None and member.index is not None
+            if not plain or taken[name] > 1 or member.exponent != 1:
+                labels[name] = joined[name]
+                continue
+            assert member.index is not None
+            rows = [f"{joined[name]} other"] * slots[name].shape[0]
+            for factor, positions in enumerate(member.index.reshape(member.index.shape[0], -1).tolist()):
+                for position in positions:
+                    rows[position] = f"{group.name}[{factor}]"
+            labels[name] = rows
+    return labels
+
+
+def centers(groups: PriorGroups, point: Tensor) -> Tensor:
+    """The precision at which a group's weights have their expected size: ``sizes / ||theta||^2`` (float64).
+
+    It moves with the scale of the weights (``k theta`` has the center divided by ``k^2``), so that whatever is stated
+    relative to it respects the scale invariance of normalized weights. Groups of zeros take the center of all weights.
+    """
+    squares = groups.total(point.double().square())
+    overall = float(squares.sum())
+    if overall == 0 or not math.isfinite(overall):
+        raise ValueError("the weights are all zero or not finite: an untrained or damaged network")
+    fallback = groups.sizes.sum() / overall
+    return torch.where(squares > 0, groups.sizes / squares.clamp(min=1e-300), fallback)

@@ -1,0 +1,217 @@
+"""The mode of the tangent linear model: ``theta* = argmin loss(h_theta) / v + 1/2 theta^T Lambda theta``.
+
+The model is ``h_theta(x) = f(x) + J(x) (theta - theta~)``; its offset ``f - J theta~`` is kept, since it vanishes only
+for networks whose every parameter is scale-invariant. The problem is convex (Recommendation 1 of arXiv 2206.08900).
+Newton's method, with products by the generalized Gauss-Newton matrix that never form it, conjugate gradients
+preconditioned by the posterior covariance of the Laplace approximation, and a line search on the true objective. All
+stopping rules use the norm ``sqrt(g^T Sigma g)``: the distance to the mode in posterior standard deviations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.blocks import Posterior
+from tu_symmetry.laplace.data import all_reduce, batches
+from tu_symmetry.laplace.likelihood import Likelihood
+from tu_symmetry.laplace.tangent import TangentModel
+
+_STEPS = torch.tensor([2.0**-i for i in range(8)], dtype=torch.float64)
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Where the solver stopped.
+
+    Attributes:
+        theta: the weights, ``[size]``.
+        loss: sum of the losses of ``h_theta`` (nats), for unit noise and without constants.
+        gradient_norm: ``sqrt(g^T Sigma g)``, the certificate; its square bounds the error of the objective in nats
+            where ``Sigma`` is the inverse Hessian.
+        newton_steps: number of Newton steps.
+        products: number of passes over the data for products with the curvature.
+        converged: whether the gradient norm is below the tolerance.
+    """
+
+    theta: Tensor
+    loss: float
+    gradient_norm: float
+    newton_steps: int
+    products: int
+    converged: bool
+
+
+class _Objective:
+    """Passes over the data: value and gradient, curvature products, values along a line."""
+
+    def __init__(
+        self, tangent: TangentModel, likelihood: Likelihood, loader: Iterable[Any], precision: Tensor, noise: float
+    ) -> None:
+        self.tangent, self.likelihood, self.loader = tangent, likelihood, loader
+        self.precision, self.noise = precision, noise
+        self.point = tangent.point()
+        self.theta = self.point
+        self._kept: list[tuple[Tensor, Tensor]] | None = []
+        self.samples = -1
+
+    def _count(self, samples: int) -> None:
+        if self.samples not in (-1, samples):
+            raise ValueError(
+                f"the loader gave {self.samples} samples in one pass and {samples} in the next; the mode needs the "
+                "same data in every pass (in any order): no dropped last batch, no sampling with replacement"
+            )
+        self.samples = samples
+
+    def gradient(self, theta: Tensor) -> tuple[float, Tensor]:
+        """Loss for unit noise, and the gradient of the objective, at ``theta``."""
+        self.theta = theta
+        kept: list[tuple[Tensor, Tensor]] | None = None if self._kept is None else []
+        total = torch.zeros((), dtype=torch.float64, device=theta.device)
+        gradient, samples = torch.zeros_like(theta), 0
+        for inputs, targets in batches(self.loader, theta.device):
+            outputs, change = self.tangent.jvp(inputs, theta - self.point)
+            linear = outputs + change
+            targets = self.likelihood.targets(linear, targets)
+            total += self.likelihood.loss(linear, targets).double().sum()
+            gradient += self.tangent.vjp(inputs, self.likelihood.residual(linear, targets))
+            samples += len(outputs)
+            if kept is not None:
+                kept.append((outputs, linear))
+        self._kept = kept
+        self._count(samples)
+        all_reduce(total, gradient)
+        return total.item(), gradient / self.noise + self.precision * theta
+
+    def product(self, vector: Tensor) -> Tensor:
+        """``(J^T H J / v + Lambda) vector`` at the last point of :meth:`gradient`."""
+        found = torch.zeros_like(vector)
+        for number, (inputs, _) in enumerate(batches(self.loader, vector.device)):
+            outputs, change = self.tangent.jvp(inputs, vector)
+            linear = self._linear(number, inputs, outputs)
+            found += self.tangent.vjp(inputs, self.likelihood.hessian_product(linear, change))
+        all_reduce(found)
+        return found / self.noise + self.precision * vector
+
+    def line(self, direction: Tensor) -> Tensor:
+        """Losses (unit noise) at the steps ``1, 1/2, 1/4, ...`` along a direction."""
+        total = torch.zeros(len(_STEPS), dtype=torch.float64, device=direction.device)
+        for number, (inputs, targets) in enumerate(batches(self.loader, direction.device)):
+            outputs, change = self.tangent.jvp(inputs, direction)
+            linear = self._linear(number, inputs, outputs)
+            targets = self.likelihood.targets(linear, targets)
+            for i, step in enumerate(_STEPS.tolist()):
+                total[i] += self.likelihood.loss(linear + step * change, targets).double().sum()
+        all_reduce(total)
+        return total.cpu()
+
+    def _linear(self, number: int, inputs: Any, outputs: Tensor) -> Tensor:
+        """``h_theta`` on a batch: kept from the gradient's pass where the loader repeats its order, else anew."""
+        if self._kept is not None and number < len(self._kept):
+            before, linear = self._kept[number]
+            if before.shape == outputs.shape and torch.allclose(before, outputs, rtol=1e-3, atol=1e-6):
+                return linear
+        self._kept = None
+        return outputs + self.tangent.jvp(inputs, self.theta - self.point)[1]
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.double(), b.double()))
+
+
+def solve_mode(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    precision: Tensor,
+    posterior: Posterior,
+    start: Tensor,
+    *,
+    tolerance: float,
+    max_newton: int = 50,
+    max_products: int = 500,
+    progress: Progress | None = None,
+) -> Mode:
+    """Minimize the convex objective of the tangent linear model.
+
+    Args:
+        tangent: the network, in evaluation mode (:func:`tu_symmetry.laplace.tangent.evaluating`).
+        likelihood: the observation model.
+        loader: the training data; read once for each product.
+        precision: prior precision of every weight, ``[size]``.
+        posterior: the preconditioner, for the same precisions; it also holds the noise variance.
+        start: where to start, ``[size]``.
+        tolerance: of the gradient norm, in posterior standard deviations.
+        max_newton: largest number of Newton steps.
+        max_products: largest number of curvature products in one Newton step.
+        progress: called after every pass.
+
+    Returns:
+        The mode; ``converged`` says whether the tolerance was reached.
+
+    Raises:
+        ValueError: data that change from pass to pass, values that are not finite.
+    """
+    problem = _Objective(tangent, likelihood, loader, precision, posterior.noise)
+    theta, products, steps = start, 0, 0
+    loss, gradient = problem.gradient(theta)
+    while True:
+        preconditioned = posterior.covariance_product(gradient)
+        norm = math.sqrt(max(0.0, _dot(gradient, preconditioned)))
+        if not math.isfinite(norm) or not math.isfinite(loss):
+            raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
+        if progress is not None:
+            progress({"stage": "mode", "newton": steps, "products": products, "gradient_norm": norm, "loss": loss})
+        if norm <= tolerance or steps >= max_newton:
+            return Mode(theta, loss, norm, steps, products, norm <= tolerance)
+        forcing = 0.3 * tolerance if likelihood.name == "regression" else max(0.3 * tolerance, min(0.1, norm) * norm)
+        direction, used = _conjugate_gradients(problem, posterior, gradient, forcing, max_products)
+        products += used
+        steps += 1
+        size = 1.0
+        if likelihood.name == "classification":
+            losses = problem.line(direction) / posterior.noise
+            values = losses + _ridge(theta, direction, precision)
+            best = int(values.argmin())
+            before = loss / posterior.noise + 0.5 * _dot(theta * precision, theta)
+            if float(values[best]) >= before:  # at the resolution of the floating-point type
+                return Mode(theta, loss, norm, steps, products, False)
+            size = float(_STEPS[best])
+        theta = theta + size * direction
+        loss, gradient = problem.gradient(theta)
+
+
+def _ridge(theta: Tensor, direction: Tensor, precision: Tensor) -> Tensor:
+    """``1/2 theta^T Lambda theta`` at every step of the line search."""
+    a, b, c = _dot(theta * precision, theta), _dot(theta * precision, direction), _dot(direction * precision, direction)
+    return 0.5 * (a + 2 * _STEPS * b + _STEPS.square() * c)
+
+
+def _conjugate_gradients(
+    problem: _Objective, posterior: Posterior, gradient: Tensor, tolerance: float, limit: int
+) -> tuple[Tensor, int]:
+    """Solve ``H d = -gradient`` until the preconditioned residual norm is below ``tolerance``."""
+    solution, residual = torch.zeros_like(gradient), -gradient
+    preconditioned = posterior.covariance_product(residual)
+    direction, square = preconditioned, _dot(residual, preconditioned)
+    for used in range(1, limit + 1):
+        product = problem.product(direction)
+        curvature = _dot(direction, product)
+        if not curvature > 0:
+            return solution, used
+        step = square / curvature
+        solution = solution + step * direction
+        residual = residual - step * product
+        preconditioned = posterior.covariance_product(residual)
+        before, square = square, _dot(residual, preconditioned)
+        if square <= tolerance**2:
+            return solution, used
+        direction = preconditioned + (square / before) * direction
+    return solution, limit

@@ -1,0 +1,643 @@
+"""The linearized Laplace approximation of a trained network.
+
+Summary of the method (arXiv 2206.08900): keep the trained weights as the linearization point of the tangent model
+``h_theta(x) = f(x) + J(x) (theta - theta~)``, choose the prior precisions of its weights by the model evidence at the
+joint stationary point of weights and precisions, one precision for each normalized group, and predict with mean
+``f(x)``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.laplace import predictive as outputs_posterior
+from tu_symmetry.laplace.blocks import Block, Posterior
+from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, Options, Summary, WeightSharing, fit_curvature
+from tu_symmetry.laplace.data import batches
+from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
+from tu_symmetry.laplace.groups import Prior, PriorGroups, centers, prior_groups
+from tu_symmetry.laplace.layers import Layer, find_layers
+from tu_symmetry.laplace.likelihood import Fisher, LikelihoodName, make_likelihood
+from tu_symmetry.laplace.mode import Mode, solve_mode
+from tu_symmetry.laplace.predictive import GaussianPredictive, Link, WeightSamples
+from tu_symmetry.laplace.tangent import (
+    LastLayerModel,
+    TangentModel,
+    evaluating,
+    last_linear,
+    ordinary,
+    select_parameters,
+)
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+Progress = Callable[[dict[str, Any]], None]
+
+_EXACT_OUTPUTS = 32  # up to as many outputs, covariances are cheaper than samples
+
+
+class PrunedGroupWarning(UserWarning):
+    """The evidence has switched a group of weights off."""
+
+
+class NotConvergedWarning(UserWarning):
+    """An optimization stopped before its tolerance was met."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What the evidence found for one prior group.
+
+    Attributes:
+        name: of the group.
+        size: number of weights.
+        precision: prior precision ``lambda``.
+        center: where the hyperprior puts it, the group's size over its squared norm at the linearization point.
+        gamma: effective number of directions that the data determine, between 0 and ``size``.
+        squared_norm: ``||theta*||^2`` (``||theta~||^2`` in mode ``map``).
+        at_cap: whether the precision is at the hyperprior's bound.
+        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
+    """
+
+    name: str
+    size: int
+    precision: float
+    center: float
+    gamma: float
+    squared_norm: float
+    at_cap: bool
+    pruned: bool
+
+
+@dataclass(frozen=True)
+class EvidenceResult:
+    """What :meth:`LinearizedLaplace.optimize_evidence` did.
+
+    Attributes:
+        log_marginal_likelihood: at the end (nats), without the hyperprior.
+        iterations: number of alternations between weights and precisions.
+        change: largest change of a log precision in the last one.
+        gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 in mode ``map``.
+        converged: whether both tolerances were met.
+    """
+
+    log_marginal_likelihood: float
+    iterations: int
+    change: float
+    gradient_norm: float
+    converged: bool
+
+
+class LinearizedLaplace:
+    """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
+
+    Args:
+        model: the trained network; it is never edited and has to keep its weights while this object is used. It runs
+            in evaluation mode.
+        likelihood: ``classification`` (softmax over the outputs) or ``regression`` (homoscedastic Gaussian noise).
+        graph: the symmetry graph, whose normalization groups ``per_group`` and ``per_filter`` use; without it (and
+            without ``groups``) the graph is discovered at :meth:`fit` from the first batch.
+        prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
+            ``per_filter`` (each filter of a normalized group; curvature between filters is dropped), ``per_layer``
+            (each module), ``single``.
+        mode: ``linear`` (Recommendation 1: weights ``theta*`` are the mode of the tangent model) or ``map`` (the
+            linearization point itself takes their place).
+        curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``, or
+            ``last_layer`` (exact, for the last linear layer alone).
+        fisher: ``type2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
+        weight_sharing: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
+        parameters: names, or prefixes of names, of the parameters to be uncertain; None for all that require a
+            gradient. All others are fixed.
+        groups: group name to parameter names, instead of the graph's normalization groups.
+        bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
+        draws: draws of the Monte-Carlo Fisher for each sample.
+        noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
+        prior_precision: initial precision, one for all groups or by group name; None starts each group at its center
+            (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
+        generator: for the Monte-Carlo Fisher.
+
+    Raises:
+        ValueError: options that are not known or do not go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: LikelihoodName = "classification",
+        graph: SymmetryGraph | None = None,
+        prior: Prior = "per_group",
+        mode: Literal["linear", "map"] = "linear",
+        curvature: Curvature = "kfac",
+        fisher: Fisher = "type2",
+        weight_sharing: WeightSharing = "expand",
+        parameters: Sequence[str] | None = None,
+        *,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        bias: BiasCurvature = "exact",
+        draws: int = 1,
+        noise_variance: float | None = None,
+        prior_precision: float | Mapping[str, float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for option, value, allowed in (
+            ("prior", prior, ("per_group", "per_filter", "per_layer", "single")),
+            ("mode", mode, ("linear", "map")),
+            ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer")),
+            ("fisher", fisher, ("type2", "mc", "empirical")),
+            ("weight_sharing", weight_sharing, ("expand", "reduce")),
+            ("bias", bias, ("exact", "shared")),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
+        if fisher == "empirical" and likelihood == "regression":
+            raise ValueError(
+                "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
+                "choose fisher='type2', which costs one backward pass for each output"
+            )
+        if noise_variance is not None and likelihood != "regression":
+            raise ValueError("noise_variance belongs to likelihood='regression'")
+        if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
+            raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
+        if draws < 1:
+            raise ValueError(f"draws={draws}: the Monte-Carlo Fisher needs at least one draw")
+        self.model, self.likelihood, self.graph = model, make_likelihood(likelihood), graph
+        self.prior, self.mode, self.groups = prior, mode, groups
+        self.options = Options(curvature, fisher, weight_sharing, bias, draws)
+        self.generator = generator
+        self.noise_fixed = noise_variance is not None
+        self.noise_variance = 1.0 if noise_variance is None else float(noise_variance)
+        self._initial = prior_precision
+        if curvature == "last_layer":
+            if parameters is not None:
+                raise ValueError("curvature='last_layer' chooses its parameters itself; for a subset use 'full'")
+            self.tangent: TangentModel = LastLayerModel(model, last_linear(model))
+        else:
+            self.tangent = TangentModel(model, select_parameters(model, parameters))
+        self._blocks: list[Block] | None = None
+        self._layers: list[Layer] | None = None
+        self._samples: WeightSamples | None = None
+
+    # ------------------------------------------------------------------ fitting
+
+    def fit(self, train_loader: Iterable[Any], *, progress: Progress | None = None) -> LinearizedLaplace:
+        """Accumulate the curvature over the training data.
+
+        Pass the data the network was trained on, without augmentation. Data count as they are seen: a loader that
+        drops samples or repeats them fits what it shows. With an initialized process group every process passes its
+        own share, and all get the same result.
+
+        Args:
+            train_loader: batches ``(inputs, targets)``; :meth:`optimize_evidence` reads it again.
+            progress: called after each batch with ``{"stage", "batch", "samples"}``.
+
+        Raises:
+            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses.
+            UnsupportedLayerError: layers without Kronecker factors, by name.
+        """
+        select_parameters(self.model, list(self.tangent.names))  # finite weights
+        layered = self.options.curvature in ("kfac", "ekfac")
+        self._layers = find_layers(self.model, self.tangent.names) if layered else None
+        self.prior_groups = self._group(train_loader)
+        blocks, self.summary = fit_curvature(
+            self.tangent,
+            self.likelihood,
+            train_loader,
+            self.prior_groups,
+            self.options,
+            generator=self.generator,
+            progress=progress,
+        )
+        self._adopt(blocks, self.summary, self.tangent.fingerprint())
+        self.train_loader: Iterable[Any] | None = train_loader
+        return self
+
+    def _adopt(self, blocks: list[Block], summary: Summary, fingerprint: str) -> None:
+        """Take over a curvature, fitted or loaded, and put precisions at their start."""
+        self._blocks, self.summary, self._fingerprint = blocks, summary, fingerprint
+        self._determinants: Determinants = determinants(blocks, self.prior_groups)
+        point = self.tangent.point()
+        self.center = centers(self.prior_groups, point)
+        self.log_precision = self.center.log()
+        self.hyperprior = FLAT
+        norm = 0.0 if self.mode == "map" else math.nan
+        self._mode = Mode(point, summary.loss, norm, 0, 0, self.mode == "map")
+        self._versions = self._version()
+        if self._initial is not None:
+            self.set_precision(self._initial)
+        self._samples = None
+
+    def _group(self, loader: Iterable[Any]) -> PriorGroups:
+        normalizations = self.graph.normalizations if self.graph is not None else ()
+        if self.graph is None and self.groups is None and self.prior in ("per_group", "per_filter"):
+            from tu_symmetry.symmetry.discovery import discover_symmetries
+
+            inputs, _ = next(batches(loader, next(self.model.parameters()).device))
+            training = [m for m in self.model.modules() if m.training]
+            self.model.eval()
+            try:
+                self.graph = discover_symmetries(self.model, inputs)
+            finally:
+                for module in training:
+                    module.training = True
+            normalizations = self.graph.normalizations
+        return prior_groups(self.tangent.slots, self.prior, normalizations=normalizations, groups=self.groups)
+
+    def set_precision(self, precision: float | Mapping[str, float]) -> None:
+        """Set the prior precision of all groups, or of groups by name (the others keep theirs)."""
+        self._require_fit()
+        given = dict.fromkeys(self.prior_groups.names, precision) if isinstance(precision, (int, float)) else precision
+        log_precision = self.log_precision.clone()
+        for name, value in given.items():
+            if name not in self.prior_groups.names:
+                raise ValueError(f"no prior group {name!r}; the groups are {list(self.prior_groups.names)[:12]}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"the precision of {name!r} is {value}; it has to be positive and finite")
+            log_precision[self.prior_groups.names.index(name)] = math.log(value)
+        self._set(log_precision, self.noise_variance)
+
+    def _set(self, log_precision: Tensor, noise: float) -> None:
+        moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
+        if self.mode == "linear" and moved:
+            self._mode = replace(self._mode, gradient_norm=math.nan, converged=False)
+        self.log_precision, self.noise_variance, self._samples = log_precision, noise, None
+
+    # ------------------------------------------------------------------ evidence
+
+    def optimize_evidence(
+        self,
+        train_loader: Iterable[Any] | None = None,
+        *,
+        hyperprior: Hyperprior | Literal["default"] | None = "default",
+        max_iterations: int = 100,
+        tolerance: float | None = None,
+        mode_tolerance: float | None = None,
+        progress: Progress | None = None,
+    ) -> EvidenceResult:
+        """Choose precisions (and a regression's noise variance) by the evidence.
+
+        In mode ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. In mode
+        ``linear`` it alternates between the mode of the tangent model, given the precisions, and the precisions, given
+        the mode, until neither moves: their joint stationary point. Both lower one objective, the negative log
+        evidence less the log hyperprior; steps are extrapolated as long as it falls.
+
+        Args:
+            train_loader: the training data; None for the loader of :meth:`fit`.
+            hyperprior: on the log precisions; the default is one decade wide around each group's center, None is flat.
+                Without one the evidence often sends the precisions of normalized groups to infinity (a fitted
+                network's ``J theta`` of these is 0, so that ``theta* = 0`` costs nothing), which takes the uncertainty
+                out of the prediction.
+            max_iterations: largest number of alternations.
+            tolerance: largest change of a log precision at convergence; 1e-6 in double precision, else 1e-3.
+            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6 in double, else 1e-2.
+            progress: called after every pass over the data.
+
+        Returns:
+            What was reached; see also :meth:`report`.
+
+        Warns:
+            PrunedGroupWarning: a group was switched off.
+            NotConvergedWarning: the tolerances were not met.
+        """
+        self._require_fit()
+        self.hyperprior = Hyperprior() if hyperprior == "default" else (FLAT if hyperprior is None else hyperprior)
+        double = self.tangent.point().dtype == torch.float64
+        tolerance = tolerance or (1e-6 if double else 1e-3)
+        if self.mode == "map":
+            rho, tau = self._hyperparameter_step(self._mode)
+            self._set(rho, math.exp(tau))
+            result = EvidenceResult(self._log_evidence(self._mode), 1, 0.0, 0.0, True)
+        else:
+            loader = self._training_data(train_loader)
+            result = self._joint(loader, max_iterations, tolerance, mode_tolerance, progress)
+        self._warn(result)
+        return result
+
+    def _hyperparameter_step(self, mode: Mode) -> tuple[Tensor, float]:
+        return self._determinants.step(
+            self.prior_groups.total(mode.theta.double().square()),
+            self.log_precision,
+            math.log(self.noise_variance),
+            self.center.log(),
+            self.hyperprior,
+            self._noise(mode) if self.likelihood.name == "regression" and not self.noise_fixed else None,
+        )
+
+    def _joint(
+        self,
+        loader: Iterable[Any],
+        max_iterations: int,
+        tolerance: float,
+        mode_tolerance: float | None,
+        progress: Progress | None,
+    ) -> EvidenceResult:
+        """Alternate, with Anderson extrapolation of the hyperparameters where it lowers the objective."""
+        if max_iterations < 1:
+            raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
+        memory = _Extrapolation()
+        best = math.inf
+        change = math.inf
+        iteration = 0
+        while True:
+            self.solve_mode(loader, tolerance=mode_tolerance, progress=progress)
+            value = self._objective()
+            iteration += 1
+            rho, tau = self._hyperparameter_step(self._mode)
+            point = torch.cat([self.log_precision, torch.tensor([math.log(self.noise_variance)], dtype=torch.float64)])
+            image = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)])
+            change = float((image - point).abs().max())
+            if progress is not None:
+                progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": value})
+            if change <= tolerance or iteration >= max_iterations:
+                if change <= tolerance:  # the precisions that belong to these weights exactly
+                    self.log_precision, self.noise_variance, self._samples = rho, math.exp(tau), None
+                break
+            if value > best + 1e-9 * abs(best) and memory.points:
+                image = memory.restart()  # the extrapolation was no good: go on from the last plain step
+            else:
+                best = value
+                image = memory.next(point, image)
+            bound = math.log(self.hyperprior.cap)
+            rho = image[:-1].clamp(self.center.log() - bound, self.center.log() + bound)
+            self._set(rho, self.noise_variance if self.noise_fixed else math.exp(float(image[-1])))
+        return EvidenceResult(
+            self._log_evidence(self._mode),
+            iteration,
+            change,
+            self._mode.gradient_norm,
+            change <= tolerance and self._mode.converged,
+        )
+
+    def solve_mode(
+        self,
+        train_loader: Iterable[Any] | None = None,
+        *,
+        tolerance: float | None = None,
+        progress: Progress | None = None,
+    ) -> Mode:
+        """Find ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
+
+        Args:
+            train_loader: the training data; None for the loader of :meth:`fit`.
+            tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 1e-2.
+            progress: called after every pass over the data.
+        """
+        self._require_fit()
+        double = self._mode.theta.dtype == torch.float64
+        precision = self.prior_groups.spread(self.log_precision.exp()).to(self._mode.theta)
+        with evaluating(self.model):
+            self._mode = solve_mode(
+                self.tangent,
+                self.likelihood,
+                self._training_data(train_loader),
+                precision,
+                self.posterior,
+                self._mode.theta,
+                tolerance=tolerance or (1e-6 if double else 1e-2),
+                progress=progress,
+            )
+        return self._mode
+
+    def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
+        """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
+
+        In mode ``linear`` the weights' mode is found first, where the precisions have changed since it last was.
+        """
+        self._require_fit()
+        if math.isnan(self._mode.gradient_norm):
+            self.solve_mode(train_loader)
+        return self._log_evidence(self._mode)
+
+    def _noise(self, mode: Mode) -> Noise:
+        return Noise(self.summary.samples * self.summary.outputs, 2 * mode.loss)
+
+    def _log_evidence(self, mode: Mode) -> float:
+        tau = math.log(self.noise_variance)
+        data = self._noise(mode).energy(tau) if self.likelihood.name == "regression" else mode.loss
+        norms = self.prior_groups.total(mode.theta.double().square())
+        prior = float((self.log_precision.exp() * norms).sum())
+        return -data - 0.5 * (prior + self._determinants.log_det_ratio(self.log_precision, tau))
+
+    def _objective(self) -> float:
+        return self.hyperprior.energy(self.log_precision, self.center.log()) - self._log_evidence(self._mode)
+
+    def report(self) -> list[GroupReport]:
+        """Precision, determined directions and squared norm of every prior group."""
+        self._require_fit()
+        gamma = self._determinants.gamma(self.log_precision, math.log(self.noise_variance))
+        norms = self.prior_groups.total(self._mode.theta.double().square())
+        bound = math.log(self.hyperprior.cap) * (1 - 1e-9)
+        rows = []
+        for i, name in enumerate(self.prior_groups.names):
+            away = float(self.log_precision[i] - self.center[i].log())
+            rows.append(
+                GroupReport(
+                    name=name,
+                    size=int(self.prior_groups.sizes[i]),
+                    precision=float(self.log_precision[i].exp()),
+                    center=float(self.center[i]),
+                    gamma=float(gamma[i]),
+                    squared_norm=float(norms[i]),
+                    at_cap=abs(away) >= bound,
+                    pruned=away >= bound or float(gamma[i]) < 0.5,
+                )
+            )
+        return rows
+
+    def _warn(self, result: EvidenceResult) -> None:
+        pruned = [row for row in self.report() if row.pruned]
+        if pruned:
+            shown = ", ".join(f"{r.name} (lambda {r.precision:.3g}, gamma {r.gamma:.2g})" for r in pruned[:4])
+            warnings.warn(
+                f"the evidence has pruned {len(pruned)} of {len(self.prior_groups)} prior groups: {shown}"
+                f"{' and others' if len(pruned) > 4 else ''}; their weights add next to no uncertainty. A narrower "
+                "hyperprior (Hyperprior(std=...)), prior='single' or mode='map' keeps them",
+                PrunedGroupWarning,
+                stacklevel=3,
+            )
+        if not result.converged:
+            warnings.warn(
+                f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
+                f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g}; call optimize_evidence again "
+                "to go on from here, or raise max_iterations or the tolerances",
+                NotConvergedWarning,
+                stacklevel=3,
+            )
+
+    # ------------------------------------------------------------------ prediction
+
+    @property
+    def posterior(self) -> Posterior:
+        """The Gaussian over the weights (its mean is the linearization point)."""
+        return Posterior(self._require_fit(), self.log_precision, self.noise_variance)
+
+    @property
+    def theta(self) -> Tensor:
+        """``theta*`` in mode ``linear``, the linearization point in mode ``map``: ``[size]``."""
+        self._require_fit()
+        return self._mode.theta
+
+    def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``."""
+        self._require_weights()
+        return outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, self._inputs(inputs))
+
+    def function_samples(self, inputs: Any, n_samples: int = 100, seed: int = 0) -> Tensor:
+        """Samples of the outputs ``[samples, batch, outputs]``, joint over all inputs and calls with the same seed."""
+        self._require_weights()
+        outputs, changes = outputs_posterior.function_samples(
+            self.tangent, self._weight_samples(n_samples, seed), self._inputs(inputs)
+        )
+        return outputs + changes
+
+    def predictive(
+        self,
+        inputs: Any,
+        *,
+        n_samples: int = 100,
+        link: Link = "mc",
+        covariance: Literal["auto", "exact", "samples"] = "auto",
+        joint: bool = False,
+        seed: int = 0,
+    ) -> Any:
+        """Posterior predictive of a batch.
+
+        Args:
+            inputs: a batch.
+            n_samples: number of Monte-Carlo samples.
+            link: from logits to probabilities: ``mc``, or in closed form ``probit``, ``bridge``, or ``mean``.
+            covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
+                ``auto``: exact up to 32 outputs.
+            joint: return samples, joint over all inputs, instead of their mean.
+            seed: of the samples; the same seed gives the same functions in every call.
+
+        Returns:
+            Classification: probabilities ``[batch, classes]``. Regression: :class:`GaussianPredictive`. With ``joint``
+            the samples: probabilities ``[samples, batch, classes]``, or outputs without noise for a regression.
+        """
+        self._require_weights()
+        if n_samples < 1:
+            raise ValueError(f"n_samples={n_samples} has to be at least 1")
+        if link not in ("mc", "probit", "bridge", "mean"):
+            raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit', 'bridge' or 'mean'")
+        classify = self.likelihood.name == "classification"
+        if joint:
+            samples = self.function_samples(inputs, n_samples, seed)
+            return samples.softmax(-1) if classify else samples
+        inputs = self._inputs(inputs)
+        if classify and link == "mean":
+            with evaluating(self.model):
+                return self.tangent.outputs(inputs).softmax(-1)
+        exact = covariance == "exact" or (covariance == "auto" and self.summary.outputs <= _EXACT_OUTPUTS)
+        if exact:
+            mean, matrix = outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, inputs)
+            variance = matrix.diagonal(dim1=-2, dim2=-1)
+            if classify and link == "mc":
+                return (mean + outputs_posterior.gaussian_samples(matrix, n_samples, seed)).softmax(-1).mean(0)
+        else:
+            mean, changes = outputs_posterior.function_samples(
+                self.tangent, self._weight_samples(n_samples, seed), inputs
+            )
+            if classify and link == "mc":
+                return (mean + changes).softmax(-1).mean(0)
+            variance = changes.square().mean(0)
+        if classify:
+            return outputs_posterior.link_probabilities(link, mean, variance)
+        return GaussianPredictive(mean, variance + self.noise_variance, variance)
+
+    def _weight_samples(self, count: int, seed: int) -> WeightSamples:
+        kept = self._samples
+        if kept is None or kept.count != count or kept.seed != seed:
+            kept = WeightSamples(self.posterior, count, seed, self.tangent.point()[:1])
+            self._samples = kept
+        return kept
+
+    def _inputs(self, inputs: Any) -> Any:
+        device = next(self.model.parameters()).device
+
+        def move(value: Any) -> Any:
+            return tuple(move(v) for v in value) if isinstance(value, tuple) else value.to(device)
+
+        with torch.inference_mode(False):
+            return move(ordinary(inputs))
+
+    # ------------------------------------------------------------------ storage and checks
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""
+        from tu_symmetry.laplace.storage import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
+        """Read what :meth:`save` wrote, for the same network with the same weights.
+
+        Raises:
+            LaplaceFileError: a truncated or foreign file, or another network.
+        """
+        from tu_symmetry.laplace.storage import load
+
+        return load(path, model)
+
+    def _training_data(self, loader: Iterable[Any] | None) -> Iterable[Any]:
+        loader = self.train_loader if loader is None else loader
+        if loader is None:
+            raise ValueError("mode='linear' reads the training data again; pass train_loader=... after loading a file")
+        self._require_weights()
+        return loader
+
+    def _require_fit(self) -> list[Block]:
+        if self._blocks is None:
+            raise RuntimeError("this Laplace approximation has not been fitted; call fit(train_loader) first")
+        return self._blocks
+
+    def _version(self) -> tuple[tuple[int, int], ...]:
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return tuple((t.data_ptr(), t._version) for t in tensors)
+
+    def _require_weights(self) -> None:
+        """Refuse to go on with a network whose weights are not those of :meth:`fit`."""
+        self._require_fit()
+        version = self._version()
+        if version == self._versions:
+            return
+        if self.tangent.fingerprint() != self._fingerprint:
+            raise RuntimeError(
+                "the network's weights have changed since the Laplace approximation was fitted (further training, "
+                "or weights loaded into it); fit again, or put the fitted weights back"
+            )
+        self._versions = version
+
+
+class _Extrapolation:
+    """Anderson extrapolation of a fixed-point iteration (type II, few vectors), with a plain step to fall back on."""
+
+    def __init__(self, memory: int = 4) -> None:
+        self.memory = memory
+        self.points: list[Tensor] = []
+        self.images: list[Tensor] = []
+
+    def next(self, point: Tensor, image: Tensor) -> Tensor:
+        """The next point, from this one and its image."""
+        self.points = [*self.points, point][-self.memory :]
+        self.images = [*self.images, image][-self.memory :]
+        if len(self.points) < 2:
+            return image
+        residuals = torch.stack(self.images) - torch.stack(self.points)
+        differences = (residuals[1:] - residuals[:-1]).T
+        weights = torch.linalg.lstsq(differences, residuals[-1].unsqueeze(-1), driver="gelsd").solution
+        moves = (torch.stack(self.images)[1:] - torch.stack(self.images)[:-1]).T
+        return image - (moves @ weights).squeeze(-1).clamp(-3.0, 3.0)
+
+    def restart(self) -> Tensor:
+        """Forget everything; the image of the last accepted point."""
+        image = self.images[-1]
+        self.points, self.images = [], []
+        return image

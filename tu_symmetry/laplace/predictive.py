@@ -1,0 +1,242 @@
+"""The posterior of the outputs: exact covariances, samples shared by all inputs, and links to probabilities.
+
+The outputs of the tangent linear model are Gaussian with mean ``f(x)`` and covariance ``J Sigma J^T``. Neither way
+materializes Jacobians of a batch: covariances are added up layer by layer, samples are Jacobian-vector products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior
+from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, watching
+from tu_symmetry.laplace.likelihood import check_outputs
+from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+
+Link = Literal["mc", "probit", "bridge", "mean"]
+
+_ELEMENTS = 1 << 26
+
+
+class GaussianPredictive(NamedTuple):
+    """Predictive distribution of a regression.
+
+    Attributes:
+        mean: ``f(x)``, ``[batch, outputs]``.
+        variance: of a new observation: ``epistemic`` plus the noise variance.
+        epistemic: variance of the network's outputs.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic: Tensor
+
+
+def function_covariance(
+    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer] | None, inputs: Any
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
+
+    Args:
+        tangent: the network.
+        posterior: over its parameters.
+        layers: the layers of a Kronecker-factored posterior, None for any other.
+        inputs: a batch of any size; it is worked through in pieces of bounded memory.
+    """
+    with evaluating(tangent.model):
+        outputs = tangent.outputs(inputs)
+        width = outputs.shape[-1]
+        if layers is None:
+            step = max(1, _ELEMENTS // (tangent.size * width))
+            pieces = [
+                _dense_covariance(tangent, posterior, rows_of(inputs, slice(i, i + step)), width)
+                for i in range(0, len(outputs), step)
+            ]
+        else:
+            watch = Watch(lambda layer, rows: None)
+            with watching(tangent.model, layers, watch) as forward:
+                forward(rows_of(inputs, slice(0, 1)), 1)
+            step = max(1, _ELEMENTS // (watch.outputs * width))
+            pieces = [
+                _layered_covariance(tangent, posterior, layers, rows_of(inputs, slice(i, i + step)), width)
+                for i in range(0, len(outputs), step)
+            ]
+    return outputs, torch.cat(pieces)
+
+
+def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, width: int) -> Tensor:
+    eye = torch.eye(width, dtype=tangent.point().dtype, device=tangent.point().device)
+    rows = [tangent.sample_gradients(inputs, column.expand(batch_size(inputs), -1)) for column in eye]
+    jacobian = torch.stack(rows, dim=1)
+    covariance = jacobian.new_zeros(len(jacobian), width, width)
+    for block in posterior.blocks:
+        white = posterior.whiten(block, jacobian[..., block.start : block.stop])
+        covariance += white @ white.mT
+    return covariance
+
+
+def _layered_covariance(
+    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer], inputs: Any, width: int
+) -> Tensor:
+    """Covariances from the gradients of every layer's output, which are kept for all outputs at once."""
+    entered: dict[str, Tensor] = {}
+    gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * width for layer in layers}
+
+    def keep(column: int, layer: Layer, gradient: Tensor) -> None:
+        gradients[layer.name][column] = gradient
+
+    watch = Watch(lambda layer, rows: entered.update({layer.name: rows}))
+    count = batch_size(inputs)
+    with watching(tangent.model, layers, watch) as forward:
+        outputs = check_outputs(forward(inputs, count))
+        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+        watch.backward(outputs, eye.unsqueeze(1).expand(-1, count, -1), keep)
+    covariance = torch.zeros(count, width, width, dtype=outputs.dtype, device=outputs.device)
+    starts = {block.start: block for block in posterior.blocks}
+    for layer in layers:
+        found = gradients.pop(layer.name)
+        present = next((g for g in found if g is not None), None)
+        if present is None:
+            continue
+        stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in found])
+        own = entered.pop(layer.name)
+        if layer.bias is not None:
+            block = _block(tangent, starts, layer.bias)
+            white = posterior.whiten(block, torch.stack([layer.bias_gradient(g) for g in stacked], dim=1))
+            covariance += white @ white.mT
+        if layer.weight is not None:
+            block = _block(tangent, starts, layer.weight)
+            if isinstance(layer, MatrixLayer):
+                assert isinstance(block, KroneckerBlock)
+                _add_matrix(covariance, layer, block, posterior, layer.rows(own), stacked)
+            elif isinstance(layer, EmbeddingLayer):
+                _add_embedding(covariance, layer, block, posterior, layer.rows(own), stacked)
+            else:
+                rows = layer.rows(own)
+                each = torch.stack([layer.weight_gradient(rows, g) for g in stacked], dim=1)
+                white = posterior.whiten(block, each)
+                covariance += white @ white.mT
+    return covariance
+
+
+def _block(tangent: TangentModel, starts: dict[int, Block], part: Part) -> Block:
+    return starts[tangent.slots[part.parameter].start + part.offset]
+
+
+def _add_matrix(
+    covariance: Tensor, layer: MatrixLayer, block: KroneckerBlock, posterior: Posterior, rows: Tensor, gradients: Tensor
+) -> None:
+    variance = block.precisions(posterior.log_precision, posterior.noise).reciprocal()
+    g = torch.stack([layer.gradient_rows(gradient) for gradient in gradients]) @ block.outputs
+    a = rows @ block.inputs
+    if a.shape[2] == 1:
+        weight = torch.einsum("bnti,noi->bno", a.square(), variance)
+        covariance += torch.einsum("cbno,dbno,bno->bcd", g.squeeze(3), g.squeeze(3), weight)
+        return
+    deviation = variance.sqrt()
+    width = len(g)
+    step = max(1, _ELEMENTS // (width * layer.groups * layer.features))
+    for sample in range(len(a)):
+        for i in range(0, layer.outputs, step):
+            own = g[:, sample, :, :, i : i + step].mT @ a[sample]  # [outputs of the net, groups, step, features]
+            white = (own * deviation[:, i : i + step]).flatten(1)
+            covariance[sample] += white @ white.T
+
+
+def _add_embedding(
+    covariance: Tensor, layer: EmbeddingLayer, block: Block, posterior: Posterior, rows: Tensor, gradients: Tensor
+) -> None:
+    deviation = block.precisions(posterior.log_precision, posterior.noise).rsqrt().view(layer.entries, layer.features)
+    deviation = deviation.expand(layer.entries, layer.features)
+    found = [layer.summed(rows, gradient) for gradient in gradients]
+    pairs = found[0][1]
+    white = torch.stack([values for values, _ in found], dim=1) * deviation[pairs % layer.entries].unsqueeze(1)
+    covariance.index_add_(0, pairs // layer.entries, white @ white.mT)
+
+
+class WeightSamples:
+    """Samples of the weights' posterior, the same ones for every batch.
+
+    Sample ``i`` is a function of the seed and ``i`` alone; samples beyond the memory limit are drawn anew when they
+    are asked for.
+
+    Attributes:
+        posterior: what is sampled (zero mean).
+        count: number of samples.
+    """
+
+    def __init__(
+        self, posterior: Posterior, count: int, seed: int, like: Tensor, *, memory: int = 1 << 30, chunk: int = 8
+    ) -> None:
+        self.posterior, self.count, self.seed, self.like, self.chunk = posterior, count, seed, like, chunk
+        self._limit = memory // (like.element_size() * max(1, posterior.size))
+        self._kept: dict[int, Tensor] = {}
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The samples ``[n, size]``, a few at a time."""
+        for start in range(0, self.count, self.chunk):
+            if start in self._kept:
+                yield self._kept[start]
+                continue
+            stop = min(start + self.chunk, self.count)
+            drawn = torch.stack([self._draw(i) for i in range(start, stop)])
+            if stop <= self._limit:
+                self._kept[start] = drawn
+            yield drawn
+
+    def _draw(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        noise = torch.randn(self.posterior.size, generator=generator, dtype=self.like.dtype)
+        return self.posterior.sample(noise.to(self.like.device))
+
+
+def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, batch, outputs]``.
+
+    Samples are Jacobian-vector products with the same weights for all inputs, so that they are joint in the inputs.
+    """
+    with evaluating(tangent.model):
+        outputs = tangent.outputs(inputs)
+        changes = [_products(tangent, inputs, chunk) for chunk in samples.chunks()]
+    return outputs, torch.cat(changes)
+
+
+def _products(tangent: TangentModel, inputs: Any, vectors: Tensor) -> Tensor:
+    return torch.stack([tangent.jvp(inputs, vector)[1] for vector in vectors])
+
+
+def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
+    """Samples ``[count, batch, outputs]`` of zero-mean Gaussians with the given covariances.
+
+    The same noise serves every input, and the symmetric root is unique: results do not depend on how inputs are
+    split into batches.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(count, covariance.shape[-1], generator=generator, dtype=covariance.dtype)
+    return torch.einsum("bcd,sd->sbc", root, noise.to(covariance.device))
+
+
+def link_probabilities(link: Link, mean: Tensor, variance: Tensor) -> Tensor:
+    """Class probabilities from means and variances of the logits, ``[batch, classes]``, in closed form.
+
+    ``probit``: MacKay's ``softmax(f / sqrt(1 + pi/8 var))``. ``bridge``: the mean of the Dirichlet that matches the
+    Gaussian (arXiv 2003.01227). ``mean``: the softmax of the mean.
+    """
+    if link == "mean":
+        return mean.softmax(-1)
+    if link == "probit":
+        return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+    if link != "bridge":
+        raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit', 'bridge' or 'mean'")
+    classes = mean.shape[-1]
+    mean = mean - mean.mean(-1, keepdim=True)
+    total = mean.neg().exp().sum(-1, keepdim=True)
+    alpha = (1 - 2 / classes + mean.exp() / classes**2 * total) / variance
+    return alpha / alpha.sum(-1, keepdim=True)

@@ -1,0 +1,270 @@
+"""The network as a function of a flat parameter vector, and the products with its Jacobian.
+
+Nothing here edits the module: weights are passed by ``torch.func.functional_call``, the module runs in evaluation mode
+and is put back into the mode it was in. Jacobians are never materialized over a batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tu_symmetry.laplace.likelihood import check_outputs
+
+
+class Slot(NamedTuple):
+    """Where a parameter lies in the flat vector."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """Names of the parameters that the posterior covers, in the order of the model.
+
+    Args:
+        model: the module.
+        wanted: None for every parameter that requires a gradient; else names, or prefixes of names (``"head"`` takes
+            everything below that module). A tied weight may be given by any of its names.
+
+    Raises:
+        ValueError: a name that nothing matches, no parameters at all, NaN or infinite weights.
+    """
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    every = [(name, p) for name, p in model.named_parameters(remove_duplicate=False)]
+    if wanted is None:
+        chosen = {id(p) for _, p in every if p.requires_grad}
+        if not chosen:
+            raise ValueError("no parameter of the model requires a gradient; name those to use in parameters=[...]")
+    else:
+        chosen = set()
+        for key in wanted:
+            found = [id(p) for name, p in every if name == key or name.startswith(key + ".")]
+            if not found:
+                raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
+            chosen.update(found)
+        if not chosen:
+            raise ValueError("parameters is empty: nothing would be left uncertain")
+    for name, p in model.named_parameters():
+        if not torch.isfinite(p.detach()).all():
+            raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
+    return tuple(name for key, name in canonical.items() if key in chosen)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, ordinary (non-inference) tensors, and attention that forward-mode differentiation knows."""
+    training = [m for m in model.modules() if m.training]
+    fast = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        model.eval()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            for module in training:
+                module.training = True
+
+
+def ordinary(inputs: Any) -> Any:
+    """Inputs without a gradient history, and outside of inference mode."""
+    if isinstance(inputs, Tensor):
+        return inputs.clone() if inputs.is_inference() else inputs.detach()
+    if isinstance(inputs, (tuple, list)):
+        return tuple(ordinary(i) for i in inputs)
+    raise TypeError(f"the network's input is a {type(inputs).__name__}; give a tensor, or a tuple of tensors")
+
+
+def batch_size(inputs: Any) -> int:
+    """Length of the first axis of the (first) input."""
+    return len(inputs[0]) if isinstance(inputs, tuple) else len(inputs)
+
+
+def rows_of(inputs: Any, rows: slice) -> Any:
+    """The samples ``rows`` of a batch of inputs."""
+    return tuple(i[rows] for i in inputs) if isinstance(inputs, tuple) else inputs[rows]
+
+
+class TangentModel:
+    """``f(x; theta)`` and its Jacobian products at the linearization point, for a subset of the parameters.
+
+    Attributes:
+        model: the network; its current weights are the linearization point.
+        names: the parameters that vary.
+        slots: their places in the flat vector.
+        size: length of the flat vector.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self.model = model
+        self.names = tuple(names)
+        self.slots: dict[str, Slot] = {}
+        self.size = 0
+        own = dict(model.named_parameters())
+        for name in self.names:
+            count = own[name].numel()
+            self.slots[name] = Slot(self.size, self.size + count, tuple(own[name].shape))
+            self.size += count
+        self._forward_mode = True
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters, without gradient history; shared with the module."""
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    def point(self) -> Tensor:
+        """The linearization point, ``[size]``."""
+        return self.flatten(self.weights())
+
+    def fingerprint(self) -> str:
+        """A digest of all parameters and buffers: two networks with the same one compute the same function."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Concatenate the parameters' tensors to one vector."""
+        return torch.cat([tensors[name].reshape(-1) for name in self.names])
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a flat vector in the parameters' shapes."""
+        return {name: vector[s.start : s.stop].view(s.shape) for name, s in self.slots.items()}
+
+    def function(self, inputs: Any) -> Callable[[dict[str, Tensor]], Tensor]:
+        """The outputs on ``inputs`` as a function of the chosen parameters."""
+        weights = self.weights()
+
+        def outputs(parameters: dict[str, Tensor]) -> Tensor:
+            args = inputs if isinstance(inputs, tuple) else (inputs,)
+            found = functional_call(self.model, {**weights, **parameters}, args)
+            if not isinstance(found, Tensor):
+                raise TypeError(f"the network returns a {type(found).__name__}; it has to return a tensor of outputs")
+            return found.unsqueeze(-1) if found.ndim == 1 else found
+
+        return outputs
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The chosen parameters by name."""
+        weights = self.weights()
+        return {name: weights[name] for name in self.names}
+
+    def outputs(self, inputs: Any) -> Tensor:
+        """``f(x)`` at the linearization point, ``[batch, outputs]``."""
+        with torch.no_grad():
+            return check_outputs(self.function(inputs)(self.parameters()))
+
+    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, and the Jacobian times a flat vector, both ``[batch, outputs]``."""
+        function, point, direction = self.function(inputs), self.parameters(), self.unflatten(vector)
+        if self._forward_mode:
+            try:
+                with torch.no_grad():
+                    outputs, product = jvp(function, (point,), (direction,))[:2]
+                return check_outputs(outputs), product
+            except NotImplementedError:  # an operator without forward-mode derivative (nn.LSTM, fused attention)
+                self._forward_mode = False
+        with torch.enable_grad():
+            outputs, pullback = vjp(function, point)[:2]
+            push = vjp(lambda cotangent: pullback(cotangent)[0], torch.zeros_like(outputs))[1]
+            (product,) = push(direction)
+        return check_outputs(outputs.detach()), product.detach()
+
+    def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
+        """The transposed Jacobian times ``[batch, outputs]``, summed over the batch: a flat vector."""
+        with torch.enable_grad():
+            pullback = vjp(self.function(inputs), self.parameters())[1]
+            (gradient,) = pullback(cotangent)
+        return self.flatten({name: g.detach() for name, g in gradient.items()})
+
+    def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
+        """The transposed Jacobian of every sample times its own cotangent, ``[batch, size]``.
+
+        The batch must be small: this holds one gradient for each sample.
+        """
+        point = self.parameters()
+
+        def one(row: Any, direction: Tensor) -> dict[str, Tensor]:
+            single = tuple(i.unsqueeze(0) for i in row) if isinstance(row, tuple) else row.unsqueeze(0)
+            pullback = vjp(self.function(single), point)[1]
+            return pullback(direction.unsqueeze(0))[0]
+
+        with torch.enable_grad():
+            gradients = vmap(one)(inputs, cotangent)
+        return torch.cat([gradients[name].detach().reshape(len(cotangent), -1) for name in self.names], dim=1)
+
+
+class LastLayerModel(TangentModel):
+    """The same for the last linear layer alone, where the Jacobian is the layer's input: exact and without autograd."""
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        module = model.get_submodule(layer)
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"the last layer {layer!r} is a {type(module).__name__}; only nn.Linear has a closed form")
+        self.layer = layer
+        self._weight, self._bias = (f"{layer}.{leaf}" if layer else leaf for leaf in ("weight", "bias"))
+        super().__init__(model, [self._weight] if module.bias is None else [self._weight, self._bias])
+
+    def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        """The layer's input with a 1 for the bias ``[batch, features]``, and the outputs.
+
+        Raises:
+            ValueError: where the layer's output is not the network's output.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+        handle = self.model.get_submodule(self.layer).register_forward_hook(
+            lambda _module, args, output: seen.append((args[0], output))
+        )
+        try:
+            outputs = self.outputs(inputs)
+        finally:
+            handle.remove()
+        if len(seen) != 1 or seen[0][1].shape != outputs.shape or not torch.equal(seen[0][1], outputs):
+            raise ValueError(
+                f"the output of {self.layer!r} is not the network's output (something follows it, or it is used "
+                "several times): choose curvature='full' or 'kfac' with parameters=[...] instead of 'last_layer'"
+            )
+        return seen[0][0], outputs
+
+    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, and the layer applied with the vector's weights."""
+        features, outputs = self.features(inputs)
+        own = self.unflatten(vector)
+        return outputs, nn.functional.linear(features, own[self._weight], own.get(self._bias))
+
+    def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
+        """Sum of the outer products of cotangents and features."""
+        features, _ = self.features(inputs)
+        return self.flatten({self._weight: cotangent.T @ features, self._bias: cotangent.sum(0)})
+
+    def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
+        """Outer product of each sample's cotangent and features."""
+        features, _ = self.features(inputs)
+        parts = {
+            self._weight: (cotangent.unsqueeze(-1) * features.unsqueeze(-2)).flatten(1),
+            self._bias: cotangent,
+        }
+        return torch.cat([parts[name] for name in self.names], dim=1)
+
+
+def last_linear(model: nn.Module) -> str:
+    """Name of the last linear layer in the order of definition.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not found:
+        raise ValueError("the model has no nn.Linear layer, so that there is no last layer with a closed form")
+    return found[-1]
