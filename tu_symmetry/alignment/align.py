@@ -83,11 +83,11 @@ def align(
         graph: the architecture's symmetry graph (verified on first use).
         states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks.
         reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
-            distances to the others after matching (quadratic in number). ``mean``: the running mean of the aligned
-            networks, updated until nothing moves. ``universe``: the sum of all pairs' objectives at once, by
-            Frank-Wolfe on all networks together, then each network against the sum of all others until nothing moves
-            (``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and consistent along every cycle by
-            construction). Or a state dict.
+            distances to the others after matching (quadratic in number). ``mean``: each network to the mean of those
+            aligned before it, then each to the mean of all until nothing moves. ``universe``: the sum of all pairs'
+            objectives at once, by Frank-Wolfe on all networks together, then each network against the sum of all
+            others until nothing moves (``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and consistent
+            along every cycle by construction). Or a state dict.
         method: by weights, or by activations on ``dataloader`` with ``model`` (``first``, ``medoid``, a given state).
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
@@ -155,6 +155,8 @@ def align(
             start, rounds = synchronized_frank_wolfe(
                 graph, _parameters(graph, members), families(graph), threads=threads
             )
+        elif reference == "mean":
+            start = _running_mean(graph, members, match, _Runner(1, progress))
         else:
             start = [identity, *runner(lambda k: match(members[0], members[k], k).permutation, range(1, len(members)))]
         permutations, more = _synchronize(graph, members, start, runner, max_rounds, leave_out=reference == "universe")
@@ -221,6 +223,26 @@ def _medoid(
     best = min(range(count), key=lambda i: totals[i])
     identity = identity_permutation(graph)
     return best, [identity if j == best else found[best, j].permutation for j in range(count)]
+
+
+def _running_mean(
+    graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner
+) -> list[Permutation]:
+    """Match each network to the mean of those before it."""
+    parameters = _parameters(graph, members)
+    total = parameters[0]
+
+    def add(k: int) -> Permutation:
+        nonlocal total
+        if k == 0:
+            return identity_permutation(graph)
+        mean = {alias: total[n] / k for n in total for alias in graph.aliases[n]}
+        found = match({**members[k], **mean}, members[k], k).permutation
+        moved = permute_tensors(graph, found, parameters[k])
+        total = {n: t + moved[n] for n, t in total.items()}
+        return found
+
+    return runner(add, range(len(members)))
 
 
 def _parameters(graph: SymmetryGraph, members: Sequence[State]) -> list[State]:

@@ -213,7 +213,7 @@ class WeightVotes:
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         """Inner product of the family's tensors with all permutations applied."""
         moved = self.moved(family.tensors, permutation, frozenset())
-        return sum(float((self.reference[n].double() * moved[n].double()).sum()) for n in family.tensors)
+        return sum(float((self.reference[n] * moved[n]).sum(dtype=torch.float64)) for n in family.tensors)
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What speaks for pairing units of each group of a family, all other families' permutations applied.

@@ -21,7 +21,12 @@ from tu_symmetry.alignment.assignment import assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightVotes, families
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import Permutation, identity_permutation, random_permutation
+from tu_symmetry.symmetry.elements import (
+    Permutation,
+    check_permutation,
+    identity_permutation,
+    random_permutation,
+)
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Progress = Callable[[dict[str, Any]], None]
@@ -67,14 +72,14 @@ def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[st
     total = 0.0
     for name in graph.shapes:
         if name not in graph.buffers and a[name].is_floating_point():
-            total += float((a[name].double() - b[name].to(a[name].device).double()).square().sum())
+            total += float((a[name] - b[name].to(a[name].device)).square().sum(dtype=torch.float64))
     return total**0.5
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """``sum_T <a_T, b_T>`` over the parameters, float64."""
     return sum(
-        float((a[n].double() * b[n].to(a[n].device).double()).sum())
+        float((a[n] * b[n].to(a[n].device)).sum(dtype=torch.float64))
         for n in graph.shapes
         if n not in graph.buffers and a[n].is_floating_point()
     )
@@ -103,17 +108,32 @@ def weight_matching(
         max_sweeps: of each descent.
         init: where a descent starts; the identity if left out.
         generator: for random starts and the order of groups (a fixed order without one).
-        progress: called after each sweep with ``{"sweep", "objective"}``.
+        progress: called after each Frank-Wolfe iteration with ``{"iteration", "gap"}``, and after each sweep of a
+            descent with ``{"sweep", "stale"}`` (families that have to be looked at again).
 
     Returns:
         The matching. Running statistics move with their channels, but do not count in the objective.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights.
+        SymmetryError: a state of another architecture, NaN or infinite weights, or an ``init`` that is no element.
+        ValueError: an unknown method, ``init`` or ``restarts`` for a method that has no start to choose.
     """
+    if method not in ("frank_wolfe", "descent"):
+        raise ValueError(
+            f"unknown method {method!r}: 'frank_wolfe' or 'descent' (straight_through_matching needs data and is a "
+            "function of its own)"
+        )
+    if method == "frank_wolfe" and (init is not None or restarts != 1):
+        raise ValueError(
+            "init= and restarts= choose starts of method='descent'; 'frank_wolfe' starts at the barycenter"
+        )
+    if restarts < 1:
+        raise ValueError(f"restarts counts the starts of a descent, so it is at least 1, got {restarts}")
     graph.require_verified()
     graph.check_state(reference_state, name="reference_state")
     graph.check_state(state)
+    if init is not None:
+        check_permutation(init)
     before = weight_distance(graph, reference_state, state)
     if not graph.permutations:
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
@@ -125,7 +145,7 @@ def weight_matching(
         if method == "frank_wolfe":
             start, iterations = frank_wolfe(graph, votes.reference, votes.state, family_list, progress=progress)
         elif attempt == 0:
-            start = dict(init) if init is not None else identity_permutation(graph)
+            start = {**identity_permutation(graph), **(init or {})}
         else:
             start = random_permutation(graph, generator=generator)
         permutation, sweeps, converged = descend(votes, family_list, start, max_sweeps, generator, progress)

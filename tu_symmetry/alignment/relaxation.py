@@ -312,13 +312,18 @@ def _synchronized_step(
     objective = Polynomial([0.0])
     for name in plan.moves:
         axes = plan.axes(name)
-        parts = [network.bernstein(name, order[name], axes) for network, order in zip(free, orders, strict=True)]
-        anchor = fixed.mixed[name][axes]
-        sums = [_total([anchor, *(p[k] for p in parts)]) for k in range(len(axes) + 1)]
+        parts = torch.stack(  # [networks, coefficients, entries]
+            [
+                torch.stack(network.bernstein(name, order[name], axes)).flatten(1)
+                for network, order in zip(free, orders, strict=True)
+            ]
+        )
+        anchor = fixed.mixed[name][axes].reshape(1, -1)
+        sums = parts.sum(0) + anchor
+        crossed = (sums @ sums.T - (parts @ parts.mT).sum(0) - (anchor @ anchor.T)).double().cpu() / 2
         basis = _bernstein_basis(len(axes))
-        for i, j in itertools.product(range(len(basis)), repeat=2):
-            crossed = _dot([(sums[i], sums[j])]) - _dot((p[i], p[j]) for p in parts) - _dot([(anchor, anchor)])
-            objective = objective + basis[i] * basis[j] * (crossed / 2)
+        for (i, a), (j, b) in itertools.product(enumerate(basis), repeat=2):
+            objective = objective + a * b * float(crossed[i, j])
     return _best_ratio(objective)
 
 

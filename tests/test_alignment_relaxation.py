@@ -1,0 +1,214 @@
+"""Assignment over wreath products, and the relaxation's numbers against dense matrices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES
+from numpy.polynomial import Polynomial
+from test_symmetry_laws import discovered
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+from tu_symmetry.alignment.align import unstack
+from tu_symmetry.alignment.assignment import assign_family, family_value, flat_source
+from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
+from tu_symmetry.alignment.matching import descend, inner_product
+from tu_symmetry.alignment.relaxation import _best_ratio, _plan, _RelaxedNetwork, synchronized_frank_wolfe
+from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.elements import identity_permutation
+from tu_symmetry.symmetry.verification import random_state
+
+
+def case_of(name: str) -> tuple[nn.Module, tus.SymmetryGraph]:
+    return discovered(next(c for c in CASES if c.name == name))
+
+
+def elements(groups: list[tus.PermutationGroup]) -> Iterator[dict[str, Tensor]]:
+    """Every element of the product of some groups."""
+    options = []
+    for g in groups:
+        rows = itertools.product(itertools.permutations(range(g.size)), repeat=math.prod(g.blocks))
+        options.append([torch.tensor(r).reshape(g.shape) for r in rows])
+    for chosen in itertools.product(*options):
+        yield {g.name: p for g, p in zip(groups, chosen, strict=True)}
+
+
+@pytest.mark.parametrize("name", ["GroupedConv", "GroupNormNet", "BlocksInBlocks"])
+def test_assignment_over_nested_groups_is_the_brute_force_optimum(name: str) -> None:
+    """Also for blocks within blocks; similarities are random, so every level matters."""
+    _, graph = case_of(name)
+    generator = torch.Generator().manual_seed(0)
+    (family,) = families(graph)
+    children: list[tus.PermutationGroup] = []
+    for child in family.children:  # as many as can be tried in all orders
+        if math.prod(math.factorial(g.size) ** math.prod(g.blocks) for g in (*children, child)) <= 6000:
+            children.append(child)
+    family = Family(family.root, tuple(children), family.tensors, False)
+    grams = {
+        g.name: torch.randn(2 * [math.prod(g.shape)], generator=generator, dtype=torch.float64) for g in family.groups
+    }
+    best = max(family_value(family, grams, element)[0] for element in elements(list(family.groups)))
+    found = assign_family(family, grams)
+    assert {n: p.shape for n, p in found.items()} == {g.name: torch.Size(g.shape) for g in family.groups}
+    assert family_value(family, grams, found)[0] == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", [c.name for c in CASES if c.permutations])
+def test_gram_matrices_are_the_objective(name: str) -> None:
+    """Differences of the objective between elements of one family are differences of the similarities they pair."""
+    model, graph = case_of(name)
+    generator = torch.Generator().manual_seed(1)
+    a, b = random_state(model, generator), random_state(model, generator)
+    base = tus.random_permutation(graph, generator=generator)
+    votes = WeightVotes.of(graph, a, b)
+    for family in families(graph):
+        if family.coupled:
+            continue
+        grams = votes.grams(family, base)
+        values = []
+        for _ in range(2):
+            draw = tus.random_permutation(graph, generator=generator)
+            element = {**base, **{n: draw[n] for n in family.names}}
+            objective = inner_product(graph, a, tus.apply_permutation(graph, element, b))
+            values.append(objective - family_value(family, grams, element)[0])
+        assert values[0] == pytest.approx(values[1], abs=1e-9), family.root.name
+
+
+@pytest.mark.parametrize("name", ["GroupedConv", "transformer_grouped_query", "CalledTwice", "PackedConv"])
+def test_coupled_families_never_lose(name: str) -> None:
+    """Each sweep of a descent raises the objective, from many starts."""
+    model, graph = case_of(name)
+    generator = torch.Generator().manual_seed(2)
+    a, b = random_state(model, generator), random_state(model, generator)
+    votes = WeightVotes.of(graph, a, b)
+    for _ in range(5):
+        permutation = tus.random_permutation(graph, generator=generator)
+        before = inner_product(graph, a, tus.apply_permutation(graph, permutation, b))
+        for _ in range(20):
+            permutation, _, converged = descend(votes, families(graph), permutation, 1)
+            after = inner_product(graph, a, tus.apply_permutation(graph, permutation, b))
+            assert after >= before - 1e-9 * abs(before)
+            if converged:
+                break
+            before = after
+        assert converged
+
+
+def relaxed_pair(name: str) -> tuple[_RelaxedNetwork, dict[str, Tensor], dict[str, Tensor]]:
+    """A relaxed network two steps away from the barycenter, its parameters, and a reference."""
+    model, graph = case_of(name)
+    generator = torch.Generator().manual_seed(3)
+    reference, state = (working(graph, random_state(model, generator)) for _ in range(2))
+    network = _RelaxedNetwork(_plan(graph, families(graph)), state, full=True)
+    for ratio in (0.3, 0.6):
+        element = tus.random_permutation(graph, generator=generator)
+        sources = {g.name: flat_source(g, element) for g in graph.permutations}
+        network.step(sources, network.orders(sources), ratio)
+    return network, state, reference
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "cnn_flatten", "DenseConcat", "resnet_batchnorm", "transformer_fused"])
+def test_relaxed_tensors_are_dense_matrices_times_tensors(name: str) -> None:
+    network, state, reference = relaxed_pair(name)
+    gradients = network.gradients(reference)
+    expected = {g: torch.zeros_like(m) for g, m in network.matrices.items()}
+    for matrix in network.matrices.values():
+        for axis in (0, 1):
+            torch.testing.assert_close(matrix.sum(axis), torch.ones(len(matrix), dtype=torch.float64))
+    for tensor, moves in network.plan.moves.items():
+        dense = {}
+        for axis, parts in moves.items():
+            dense[axis] = torch.eye(state[tensor].shape[axis], dtype=torch.float64)
+            for group, index in parts:
+                for copy in index.T:
+                    dense[axis][copy[:, None], copy] = network.matrices[group]
+        for subset, mixed in network.mixed[tensor].items():
+            wanted = state[tensor]
+            for axis in subset:
+                wanted = torch.tensordot(dense[axis], wanted, dims=([1], [axis])).movedim(0, axis)
+            torch.testing.assert_close(mixed, wanted)
+        for axis, parts in moves.items():
+            others = network.mixed[tensor][tuple(a for a in network.plan.axes(tensor) if a != axis)]
+            rows = [t.movedim(axis, 0).reshape(t.shape[axis], -1) for t in (reference[tensor], others)]
+            pairs = rows[0] @ rows[1].T
+            for group, index in parts:
+                expected[group] += sum(pairs[c[:, None], c] for c in index.T)
+    for group, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[group])
+
+
+def test_a_step_is_the_polynomial_that_the_line_search_maximizes() -> None:
+    network, _, _ = relaxed_pair("resnet_batchnorm")
+    _, graph = case_of("resnet_batchnorm")
+    element = tus.random_permutation(graph, generator=torch.Generator().manual_seed(9))
+    sources = {g.name: flat_source(g, element) for g in graph.permutations}
+    orders = network.orders(sources)
+    axes = {n: network.plan.axes(n) for n in network.plan.moves}
+    parts = {n: [c.clone() for c in network.bernstein(n, orders[n], a)] for n, a in axes.items()}
+    network.step(sources, orders, 0.25)
+    for name, coefficients in parts.items():
+        degree = len(coefficients) - 1
+        wanted = sum(math.comb(degree, k) * 0.25**k * 0.75 ** (degree - k) * c for k, c in enumerate(coefficients))
+        torch.testing.assert_close(network.mixed[name][axes[name]], wanted)
+
+
+def test_best_ratio_is_the_best_of_a_fine_grid() -> None:
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.linspace(0, 1, 10_001, dtype=torch.float64).numpy()
+    for _ in range(50):
+        objective = Polynomial(torch.randn(5, generator=generator, dtype=torch.float64).numpy())
+        assert float(objective(_best_ratio(objective))) >= float(objective(grid).max()) - 1e-12
+    assert _best_ratio(Polynomial([1.0, -1.0])) == 0.0
+
+
+def test_synchronized_matching_recovers_many_planted_copies() -> None:
+    """With noise between the copies, and for the first network as the frame that the others are brought to."""
+    model, graph = case_of("resnet_frn")
+    generator = torch.Generator().manual_seed(4)
+    base = working(graph, random_state(model, generator))
+    noisy = [
+        {n: t + 0.1 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in base.items()}
+        for _ in range(5)
+    ]
+    planted = [identity_permutation(graph), *(tus.random_permutation(graph, generator=generator) for _ in range(4))]
+    states = [permute_tensors(graph, p, s) for p, s in zip(planted, noisy, strict=True)]
+    found, _ = synchronized_frank_wolfe(graph, states, families(graph), threads=2)
+    for p, q in zip(planted, found, strict=True):
+        assert all(torch.equal(tus.invert(p)[n], q[n]) for n in p)
+
+
+def test_universe_beats_a_single_reference() -> None:
+    """Independent networks: the sum over pairs that the universe maximizes is above what the first network gives."""
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 3)).double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 6, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(5)
+    states = [random_state(model, generator) for _ in range(5)]
+
+    def objective(aligned: list[dict[str, Tensor]]) -> float:
+        return sum(inner_product(graph, a, b) for a, b in itertools.combinations(aligned, 2))
+
+    first, mean, universe = (
+        objective(tus.align(graph, states, reference=r).states)  # type: ignore[arg-type]
+        for r in ("first", "mean", "universe")
+    )
+    assert universe > mean > first > objective(states)
+
+
+@pytest.mark.parametrize("reference", ["first", "mean", "medoid", "universe"])
+def test_threads_and_stacks_change_nothing(reference: str) -> None:
+    model, graph = case_of("resnet_batchnorm")
+    generator = torch.Generator().manual_seed(6)
+    states = [random_state(model, generator) for _ in range(3)]
+    stack = {n: torch.stack([s[n] for s in states]) for n in states[0]}
+    one, two = (
+        tus.align(graph, given, reference, threads=threads, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+        for given, threads in ((states, 1), (stack, 3))
+    )
+    assert one.transpositions == two.transpositions
+    for a, b in zip(one.states, unstack(two.states), strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)

@@ -1,0 +1,126 @@
+"""Straight-through matching: the permutation whose midpoint network has the least loss.
+
+Weight matching looks at weights alone. Here a free copy of the weights is trained so that its projection onto the orbit
+of a network (the closest permuted network, found by weight matching) gives a low loss halfway to the reference;
+gradients pass the projection as if it were the identity (Ainsworth et al. 2023, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tu_symmetry.alignment.barrier import Loss, interpolate, mean_loss
+from tu_symmetry.alignment.evaluation import evaluating, forward, labeled_batches, on_device, reusable
+from tu_symmetry.alignment.gram import WeightVotes, families, working
+from tu_symmetry.alignment.matching import (
+    Matching,
+    Progress,
+    descend,
+    inner_product,
+    weight_distance,
+    weight_matching,
+)
+from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.elements import Permutation
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+
+def straight_through_matching(
+    graph: SymmetryGraph,
+    model: nn.Module,
+    reference_state: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    dataloader: Iterable[Any],
+    loss: Loss,
+    *,
+    epochs: int = 5,
+    learning_rate: float = 1e-3,
+    max_sweeps: int = 100,
+    progress: Progress | None = None,
+) -> Matching:
+    """Find the permutation of ``state`` that makes the network halfway to ``reference_state`` a good one.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        model: the module, left as it is. Batch normalization uses the statistics of each batch while training, and
+            re-estimated ones when permutations are compared.
+        reference_state: state dict that stays as it is.
+        state: state dict to be permuted.
+        dataloader: batches ``(inputs, targets)``, read ``2 * epochs + 1`` times.
+        loss: mean loss over a batch, differentiable.
+        epochs: passes of training over the loader.
+        learning_rate: of Adam on the free copy.
+        max_sweeps: of each projection.
+        progress: called after each epoch with ``{"epoch", "loss", "best"}``: losses of the midpoint.
+
+    Returns:
+        The permutation with the least midpoint loss over the loader among weight matching's and those after each epoch
+        (so it is never worse than weight matching's there). ``sweeps`` counts the sweeps of all projections.
+
+    Raises:
+        SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: an empty loader, or a loss that is not finite.
+    """
+    batches = reusable(dataloader)
+    matched = weight_matching(graph, reference_state, state, max_sweeps=max_sweeps)
+    if not graph.permutations:
+        return matched
+    anchor, device = on_device(reference_state)
+    other = {n: t.to(device) for n, t in state.items()}
+    names = list(working(graph, anchor))
+    free = {n: t.clone() for n, t in working(graph, anchor).items()}
+    optimizer = torch.optim.Adam(list(free.values()), lr=learning_rate)
+    own = {n: t.to(free[n].dtype) for n, t in working(graph, other).items()}
+    family_list = families(graph)
+    normalizations = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+
+    def midpoint_loss(permutation: Permutation) -> float:
+        middle = interpolate(anchor, permute_tensors(graph, permutation, other), 0.5)
+        if normalizations:
+            middle = reestimate_batchnorm(model, middle, batches)
+        return mean_loss(model, middle, batches, loss)
+
+    current, sweeps, converged = matched.permutation, matched.sweeps, matched.converged
+    best, best_loss = current, midpoint_loss(current)
+    for epoch in range(1, epochs + 1):
+        with evaluating(model), torch.enable_grad():
+            for module in normalizations:
+                module.training = True
+            for inputs, targets in labeled_batches(batches, device):
+                current, more, converged = descend(WeightVotes(graph, free, own), family_list, current, max_sweeps)
+                sweeps += more
+                middle = interpolate(anchor, permute_tensors(graph, current, other), 0.5)
+                middle = {n: t.detach().clone() for n, t in middle.items()}  # running statistics are written to
+                leaves = [middle[n].requires_grad_() for n in names]
+                for name, leaf in zip(names, leaves, strict=True):
+                    middle.update(dict.fromkeys(graph.aliases[name], leaf))
+                value = loss(forward(model, middle, inputs), targets)
+                if not torch.isfinite(value):
+                    raise ValueError(
+                        f"the loss of the midpoint network is {float(value)} in epoch {epoch}; a smaller learning_rate "
+                        f"than {learning_rate} may help"
+                    )
+                gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+                for name, gradient in zip(names, gradients, strict=True):
+                    free[name].grad = None if gradient is None else 0.5 * gradient.to(free[name].dtype)
+                optimizer.step()
+        now = midpoint_loss(current)
+        if now < best_loss:
+            best, best_loss = current, now
+        if progress is not None:
+            progress({"epoch": epoch, "loss": now, "best": best_loss})
+    moved = permute_tensors(graph, best, state)
+    return Matching(
+        permutation=best,
+        objective=inner_product(graph, reference_state, moved),
+        sweeps=sweeps,
+        converged=converged,
+        distance_before=matched.distance_before,
+        distance_after=weight_distance(graph, reference_state, moved),
+    )
