@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.assignment import assign_family, family_value
 from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.alignment.gram import Family, WeightVotes, descendants, families, interact, own_member
-from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance
+from tu_symmetry.alignment.matching import Matching, Progress, check_pair, descend, weight_distance
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
@@ -29,6 +29,7 @@ from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, Symm
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
+_CONSTANT = 1e-12  # a variance below this part of the squared mean is rounding
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ def activation_matching(
         SymmetryError: a state of another architecture, NaN or infinite weights.
         ValueError: an empty loader, or activations that are not finite.
     """
-    graph.require_verified()
-    graph.check_state(reference_state, name="reference_state")
-    graph.check_state(state)
+    check_pair(graph, reference_state, state)
     if similarity not in ("product", "covariance", "correlation"):
         raise ValueError(f"unknown similarity {similarity!r}: 'product', 'covariance', or 'correlation'")
     before = weight_distance(graph, reference_state, state)
@@ -144,30 +143,40 @@ def _clash(family: Family, places: Mapping[str, list[_Place]]) -> bool:
 
 
 class _Accumulator:
-    """Streaming inner products in float64, and the moments that covariances and correlations need."""
+    """Streaming products of deviations from the means, in float64 (Chan's update, exact for any split in batches)."""
 
     def __init__(self) -> None:
-        self.sums: list[Tensor] = []
         self.count = 0
+        self.means: list[Tensor] = []
+        self.sums: list[Tensor] = []
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add activations ``[units, samples]`` of the two networks."""
-        new = [t.double() for t in (a @ b.T, a.sum(1), b.sum(1), a.square().sum(1), b.square().sum(1))]
-        self.count += a.shape[1]
-        self.sums = [s + n for s, n in zip(self.sums, new, strict=True)] if self.sums else new
+        count = a.shape[1]
+        means = [t.mean(1, dtype=torch.float64) for t in (a, b)]
+        a, b = (t - m.to(t.dtype)[:, None] for t, m in zip((a, b), means, strict=True))
+        sums = [t.double() for t in (a @ b.T, a.square().sum(1), b.square().sum(1))]
+        if self.count:
+            da, db = (new - old for new, old in zip(means, self.means, strict=True))
+            weight = self.count * count / (self.count + count)
+            shifts = (torch.outer(da, db), da.square(), db.square())
+            sums = [s + n + weight * d for s, n, d in zip(self.sums, sums, shifts, strict=True)]
+            means = [old + d * (count / (self.count + count)) for old, d in zip(self.means, (da, db), strict=True)]
+        self.count, self.means, self.sums = self.count + count, means, sums
 
     def result(self, similarity: str) -> Tensor:
-        """Similarities ``[units, units]`` on the host."""
-        product, sum_a, sum_b, square_a, square_b = (s.cpu() for s in self.sums)
+        """Similarities ``[units, units]`` on the host; a unit that is constant correlates with nothing."""
+        scatter, *squares = (s.cpu() for s in self.sums)
+        means = [m.cpu() for m in self.means]
         if similarity == "product":
-            return product
-        covariance = product / self.count - torch.outer(sum_a, sum_b) / self.count**2
+            return scatter + self.count * torch.outer(*means)
         if similarity == "covariance":
-            return covariance
-        deviation_a = (square_a / self.count - (sum_a / self.count).square()).clamp_min(0).sqrt()
-        deviation_b = (square_b / self.count - (sum_b / self.count).square()).clamp_min(0).sqrt()
-        scale = torch.outer(deviation_a, deviation_b)
-        return torch.where(scale > 0, covariance / scale.clamp_min(1e-300), torch.zeros_like(covariance))
+            return scatter / self.count
+        inverse = [
+            torch.where(s > _CONSTANT * self.count * m.square(), s, torch.inf).rsqrt()
+            for s, m in zip(squares, means, strict=True)
+        ]
+        return scatter * torch.outer(*inverse)
 
 
 def _units(activation: Tensor, axis: int, index: Tensor) -> Tensor:

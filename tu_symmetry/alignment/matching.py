@@ -8,7 +8,7 @@ followed by assignment and a descent to polish, finds planted permutations relia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightVotes, families
+from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
@@ -27,7 +27,7 @@ from tu_symmetry.symmetry.elements import (
     identity_permutation,
     random_permutation,
 )
-from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 Progress = Callable[[dict[str, Any]], None]
 _ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
@@ -67,22 +67,35 @@ class Matching:
     by_weights: tuple[str, ...] = ()
 
 
+def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Raise unless the graph is verified and both are states of one network each, without NaN or infinite weights."""
+    graph.require_verified()
+    for name, one in (("reference_state", reference_state), ("state", state)):
+        if graph.check_state(one, name=name):
+            raise SymmetryError(
+                f"{name} is a stack of states with leading sample axes, and matching compares two networks; "
+                "align(graph, states) matches all networks of a stack"
+            )
+
+
 def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """L2 distance between the parameters of two states (buffers do not count, tied tensors count once)."""
-    total = 0.0
-    for name in graph.shapes:
-        if name not in graph.buffers and a[name].is_floating_point():
-            total += float((a[name] - b[name].to(a[name].device)).square().sum(dtype=torch.float64))
-    return total**0.5
+    pairs = _parameter_pairs(graph, a, b)
+    return sum(float((p - q).square().sum(dtype=torch.float64)) for p, q in pairs) ** 0.5
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """``sum_T <a_T, b_T>`` over the parameters, float64."""
-    return sum(
-        float((a[n] * b[n].to(a[n].device)).sum(dtype=torch.float64))
-        for n in graph.shapes
-        if n not in graph.buffers and a[n].is_floating_point()
-    )
+    """``sum_T <a_T, b_T>`` over the parameters, summed in float64."""
+    return sum(float((p * q).sum(dtype=torch.float64)) for p, q in _parameter_pairs(graph, a, b))
+
+
+def _parameter_pairs(
+    graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    left = working(graph, a)
+    right = working(graph, b)
+    for name, tensor in left.items():
+        yield tensor, right[name].to(tensor.device)
 
 
 def weight_matching(
@@ -129,9 +142,7 @@ def weight_matching(
         )
     if restarts < 1:
         raise ValueError(f"restarts counts the starts of a descent, so it is at least 1, got {restarts}")
-    graph.require_verified()
-    graph.check_state(reference_state, name="reference_state")
-    graph.check_state(state)
+    check_pair(graph, reference_state, state)
     if init is not None:
         check_permutation(init)
     before = weight_distance(graph, reference_state, state)
