@@ -46,8 +46,11 @@ class Likelihood(ABC):
         """``[columns, batch, outputs]`` with ``sum_r root_r root_r^T`` equal to the Hessian of every sample."""
 
     @abstractmethod
-    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
-        """Monte-Carlo version of :meth:`hessian_root`: gradients at targets drawn from the model."""
+    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+        """Monte-Carlo version of :meth:`hessian_root`: gradients at targets drawn from the model.
+
+        The generator is one of the CPU, so that every device draws the same.
+        """
 
     def root(
         self,
@@ -58,10 +61,16 @@ class Likelihood(ABC):
         draws: int = 1,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Columns ``[columns, batch, outputs]`` whose outer products sum to the chosen Fisher's output matrix."""
+        """Columns ``[columns, batch, outputs]`` whose outer products sum to the chosen Fisher's output matrix.
+
+        Raises:
+            ValueError: the Monte-Carlo Fisher without a generator.
+        """
         if fisher == "type2":
             return self.hessian_root(outputs)
         if fisher == "mc":
+            if generator is None:
+                raise ValueError("fisher='mc' draws targets from the model: pass generator=torch.Generator()")
             return self.sampled_root(outputs, draws, generator)
         return self.residual(outputs, targets).unsqueeze(0)
 
@@ -143,10 +152,11 @@ class Categorical(Likelihood):
         )
         return (q.unsqueeze(-1) * basis).permute(2, 0, 1)
 
-    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
         """Residuals at classes drawn from the softmax, over the square root of their number."""
         p = outputs.softmax(-1)
-        labels = torch.multinomial(p, draws, replacement=True, generator=generator)
+        uniform = torch.rand(len(p), draws, generator=generator, dtype=p.dtype).to(p.device)
+        labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
         onehot = torch.nn.functional.one_hot(labels, p.shape[-1]).to(p)
         return (p.unsqueeze(1) - onehot).transpose(0, 1) / draws**0.5
 
@@ -187,10 +197,10 @@ class Gaussian(Likelihood):
         eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return eye.unsqueeze(1).expand(-1, outputs.shape[0], -1)
 
-    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator | None) -> Tensor:
+    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
         """Standard normal noise, over the square root of the number of draws."""
-        shape = (draws, *outputs.shape)
-        return torch.randn(shape, generator=generator, dtype=outputs.dtype, device=outputs.device) / draws**0.5
+        noise = torch.randn(draws, *outputs.shape, generator=generator, dtype=outputs.dtype)
+        return noise.to(outputs.device) / draws**0.5
 
 
 def make_likelihood(name: str) -> Likelihood:

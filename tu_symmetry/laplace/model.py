@@ -121,7 +121,7 @@ class LinearizedLaplace:
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
         prior_precision: initial precision, one for all groups or by group name; None starts each group at its center
             (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
-        generator: for the Monte-Carlo Fisher.
+        generator: of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
     Raises:
         ValueError: options that are not known or do not go together.
@@ -211,7 +211,7 @@ class LinearizedLaplace:
             train_loader,
             self.prior_groups,
             self.options,
-            generator=self.generator,
+            generator=self.generator or torch.Generator().manual_seed(0),
             progress=progress,
         )
         self._adopt(blocks, self.summary, self.tangent.fingerprint())

@@ -1,0 +1,117 @@
+"""What the Laplace tests compare with: dense Jacobians and Hessians by ``torch.func``, in float64, of tiny networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev, vmap
+from torch.nn import functional as F
+
+from tu_symmetry.laplace.blocks import CoupledBlock, Posterior
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+
+def data(
+    *shape: int, outputs: int, kind: str = "classification", samples: int = 9, seed: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Inputs ``[samples, *shape]``, and labels or real targets."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+    if kind == "classification":
+        return x, torch.randint(0, outputs, (samples,), generator=generator)
+    return x, torch.randn(samples, outputs, generator=generator, dtype=torch.float64)
+
+
+def randomize(model: nn.Module, seed: int = 0, scale: float = 0.6) -> nn.Module:
+    """Float64, with random weights, affine parameters and running statistics; in evaluation mode."""
+    generator = torch.Generator().manual_seed(seed)
+    model.double().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(scale * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+            if p.ndim == 1 and name.endswith("weight"):
+                p.add_(1)
+        for name, b in model.named_buffers():
+            if b.is_floating_point():
+                noise = torch.rand(b.shape, generator=generator, dtype=torch.float64)
+                b.copy_(0.5 + noise if name.endswith("var") else 0.3 * noise)
+    return model
+
+
+def split(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Callable[[Tensor, Any], Tensor]]:
+    """The flat vector of the named parameters, and the network as a function of it and of a batch."""
+    own = {n: p.detach() for n, p in model.named_parameters()}
+    point = torch.cat([own[n].reshape(-1) for n in names])
+
+    def function(theta: Tensor, inputs: Any) -> Tensor:
+        pieces = theta.split([own[n].numel() for n in names])
+        chosen = {n: piece.view(own[n].shape) for n, piece in zip(names, pieces, strict=True)}
+        return functional_call(model, {**own, **chosen}, inputs if isinstance(inputs, tuple) else (inputs,))
+
+    return point, function
+
+
+def jacobian(model: nn.Module, names: Sequence[str], inputs: Any) -> Tensor:
+    """``[batch, outputs, size]``."""
+    point, function = split(model, names)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return jacrev(function)(point, inputs).detach()
+
+
+def losses(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Loss of one sample (nats), for unit noise and without constants."""
+    if kind == "classification":
+        return lambda f, y: F.cross_entropy(f, y)
+    return lambda f, y: 0.5 * (f - y).square().sum()
+
+
+def output_matrices(kind: str, outputs: Tensor, targets: Tensor, fisher: str = "type2") -> Tensor:
+    """Hessian of every sample's loss with respect to the outputs, or the outer product of its gradient."""
+    loss = losses(kind)
+    if fisher == "type2":
+        return vmap(hessian(loss))(outputs, targets)
+    gradient = vmap(torch.func.grad(loss))(outputs, targets)
+    return gradient.unsqueeze(-1) * gradient.unsqueeze(-2)
+
+
+def exact_ggn(
+    model: nn.Module, names: Sequence[str], inputs: Any, targets: Tensor, kind: str, fisher: str = "type2"
+) -> Tensor:
+    """``sum_n J_n^T H_n J_n``, ``[size, size]``."""
+    jac = jacobian(model, names, inputs)
+    point, function = split(model, names)
+    middle = output_matrices(kind, function(point, inputs), targets, fisher)
+    return torch.einsum("nci,ncd,ndj->ij", jac, middle, jac)
+
+
+def dense_curvature(la: LinearizedLaplace) -> Tensor:
+    """The blocks of a fitted approximation as one matrix (unit noise)."""
+    size = la.tangent.size
+    found = torch.zeros(size, size, dtype=torch.float64)
+    for block in la.posterior.blocks:
+        own = slice(block.start, block.stop)
+        if isinstance(block, CoupledBlock):
+            found[own, own] = block.matrix
+        else:
+            eye = torch.eye(block.stop - block.start, dtype=torch.float64)
+            found[own, own] = block.from_basis(block.to_basis(eye) * block.eigenvalues())
+    return found
+
+
+def dense_covariance(la: LinearizedLaplace) -> Tensor:
+    """Posterior covariance from the definition: ``(H / v + Lambda)^-1``."""
+    precision = la.prior_groups.spread(la.log_precision.exp())
+    return torch.linalg.inv(dense_curvature(la) / la.noise_variance + torch.diag(precision))
+
+
+def posterior_covariance(posterior: Posterior) -> Tensor:
+    """What the posterior's own products say, as one matrix."""
+    return posterior.covariance_product(torch.eye(posterior.size, dtype=torch.float64))
+
+
+def slot(la: LinearizedLaplace, name: str) -> slice:
+    """The place of a parameter in the flat vector."""
+    return slice(la.tangent.slots[name].start, la.tangent.slots[name].stop)

@@ -1,0 +1,517 @@
+"""Curvature against dense generalized Gauss-Newton matrices, where it is exact and by its definition where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import (
+    data,
+    dense_covariance,
+    dense_curvature,
+    exact_ggn,
+    jacobian,
+    output_matrices,
+    posterior_covariance,
+    randomize,
+    slot,
+    split,
+)
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.layers import UnsupportedLayerError
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+RTOL = 1e-9
+
+
+def fitted(model: nn.Module, x: Any, y: Tensor, kind: str = "classification", **options: Any) -> LinearizedLaplace:
+    options = {"prior": "single", "mode": "map"} | options
+    half = max(1, len(y) // 3)
+    parts = [(x[:half], y[:half]), (x[half:], y[half:])] if isinstance(x, Tensor) else [(x, y)]
+    return LinearizedLaplace(model, kind, **options).fit([p for p in parts if len(p[1])])  # type: ignore[arg-type]
+
+
+def blocks_of(exact: Tensor, la: LinearizedLaplace) -> Tensor:
+    """An exact matrix, with zeros where the approximation has no block."""
+    kept = torch.zeros_like(exact)
+    for block in la.posterior.blocks:
+        own = slice(block.start, block.stop)
+        kept[own, own] = exact[own, own]
+    return kept
+
+
+def mlp(outputs: int = 3) -> nn.Module:
+    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)))
+
+
+def cnn() -> nn.Module:
+    return randomize(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 2, groups=2, dilation=2, padding=1, padding_mode="circular"),
+            nn.GroupNorm(2, 4),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        )
+    )
+
+
+class Tokens(nn.Module):
+    """Embedding, layer normalization and a linear layer over tokens, mean-pooled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4, padding_idx=0)
+        self.norm = nn.LayerNorm(4)
+        self.mix = nn.Linear(4, 5)
+        self.scale = nn.RMSNorm(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.scale(self.mix(self.norm(self.table(tokens))))).mean(1))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, separate: bool, tokens: int = 3) -> None:
+        super().__init__()
+        sizes = {"kdim": 3, "vdim": 5} if separate else {}
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **sizes)
+        self.separate = separate
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (x[..., :4], x[..., :3], x[..., :5]) if self.separate else (x, x, x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.head(self.attention(q, k, v, attn_mask=mask, need_weights=False)[0].mean(1))
+
+
+# ---------------------------------------------------------------------- exact kinds
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (mlp, lambda: data(4, outputs=3)[0]),
+    "cnn": (cnn, lambda: data(2, 6, 6, outputs=3)[0]),
+    "tokens": (
+        lambda: randomize(Tokens()),
+        lambda: torch.randint(0, 6, (9, 4), generator=torch.Generator().manual_seed(3)),
+    ),
+    "attention": (lambda: randomize(SelfAttention(False)), lambda: data(3, 4, outputs=3)[0]),
+}
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_full_is_the_generalized_gauss_newton_matrix(name: str, kind: str) -> None:
+    build, inputs = NETWORKS[name]
+    model, x = build(), inputs()
+    y = data(1, outputs=3, kind=kind)[1]
+    la = fitted(model, x, y, kind, curvature="full")
+    exact = exact_ggn(model, la.tangent.names, x, y, kind)
+    torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-9)
+
+
+@pytest.mark.parametrize("fisher", ["type2", "empirical"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_diag_is_the_diagonal(name: str, fisher: str) -> None:
+    build, inputs = NETWORKS[name]
+    model, x, y = build(), inputs(), data(1, outputs=3)[1]
+    la = fitted(model, x, y, curvature="diag", fisher=fisher)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification", fisher)
+    torch.testing.assert_close(dense_curvature(la), torch.diag(exact.diagonal()), rtol=RTOL, atol=1e-10)
+
+
+def test_full_empirical_fisher() -> None:
+    model, (x, y) = mlp(), data(4, outputs=3)
+    la = fitted(model, x, y, curvature="full", fisher="empirical")
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification", "empirical")
+    torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-10)
+
+
+def test_last_layer_is_the_block_of_the_last_layer() -> None:
+    model, (x, y) = mlp(), data(4, outputs=3)
+    la = fitted(model, x, y, curvature="last_layer")
+    assert la.tangent.names == ("2.weight", "2.bias")
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-10)
+
+
+def test_a_subset_of_the_parameters_is_that_block_of_the_full_matrix() -> None:
+    model, (x, y) = mlp(), data(4, outputs=3)
+    subset = fitted(model, x, y, curvature="full", parameters=["2.bias", "0"])
+    assert subset.tangent.names == ("0.weight", "0.bias", "2.bias")
+    everything = fitted(model, x, y, curvature="full")
+    rows = torch.cat([torch.arange(slot(everything, n).start, slot(everything, n).stop) for n in subset.tangent.names])
+    expected = dense_curvature(everything)[rows][:, rows]
+    torch.testing.assert_close(dense_curvature(subset), expected, rtol=RTOL, atol=1e-10)
+
+
+@pytest.mark.parametrize("curvature", ["full", "diag", "kfac", "ekfac"])
+def test_frozen_parameters_stay_outside_and_change_nothing_else(curvature: str) -> None:
+    """Weight frozen and bias not, a whole layer frozen in the middle: the others' blocks are those of the whole."""
+    x, y = data(2, 6, 6, outputs=3)
+    whole = fitted(cnn(), x, y, curvature=curvature)
+    model = cnn()
+    frozen = {"0.weight", "1.bias", "3.weight", "3.bias"}
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)
+    part = fitted(model, x, y, curvature=curvature)
+    assert set(part.tangent.names) == set(whole.tangent.names) - frozen
+    for name in part.tangent.names:
+        found = dense_curvature(part)[slot(part, name), slot(part, name)]
+        expected = dense_curvature(whole)[slot(whole, name), slot(whole, name)]
+        torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- where Kronecker factors are exact
+
+
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_kfac_of_one_sample_is_exact(curvature: str, weight_sharing: str) -> None:
+    model, (x, y) = mlp(), data(4, outputs=3, samples=1)
+    la = fitted(model, x, y, curvature=curvature, weight_sharing=weight_sharing)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    if curvature == "kfac":
+        torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
+    for block in la.posterior.blocks:  # EKFAC keeps the factors' basis, in which one sample is diagonal
+        own = slice(block.start, block.stop)
+        torch.testing.assert_close(dense_curvature(la)[own, own], exact[own, own], rtol=RTOL, atol=1e-10)
+
+
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+def test_kfac_of_a_linear_network_is_exact(weight_sharing: str) -> None:
+    """Gaussian likelihood: gradients of the outputs do not depend on the data."""
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 2)))
+    x, y = data(4, outputs=2, kind="regression")
+    la = fitted(model, x, y, "regression", weight_sharing=weight_sharing)
+    exact = exact_ggn(model, la.tangent.names, x, y, "regression")
+    torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
+
+
+class Pooled(nn.Module):
+    """A linear network over positions that adds up (or averages) them."""
+
+    def __init__(self, convolution: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, 4, 2) if convolution else nn.Linear(3, 4)
+        self.convolution = convolution
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.mT).mT if self.convolution else self.first(x)
+        return self.head(x.sum(1))
+
+
+@pytest.mark.parametrize("convolution", [False, True])
+def test_reduce_is_exact_for_linear_networks_that_pool(convolution: bool) -> None:
+    """Proposition 2 of arXiv 2311.00636; expand is not exact there."""
+    model = randomize(Pooled(convolution))
+    x, y = data(5, 3, outputs=2, kind="regression")
+    reduce = fitted(model, x, y, "regression", weight_sharing="reduce")
+    exact = exact_ggn(model, reduce.tangent.names, x, y, "regression")
+    torch.testing.assert_close(dense_curvature(reduce), blocks_of(exact, reduce), rtol=RTOL, atol=1e-9)
+    expand = fitted(model, x, y, "regression", weight_sharing="expand")
+    own = slot(expand, "first.weight")
+    assert (dense_curvature(expand) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
+
+
+class PerPosition(nn.Module):
+    """A linear network whose outputs are all its positions' outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).flatten(1)
+
+
+def test_expand_is_exact_for_linear_networks_with_a_loss_at_every_position() -> None:
+    """Proposition 1 of arXiv 2311.00636; reduce is not exact there."""
+    model = randomize(PerPosition())
+    x, y = data(5, 3, outputs=10, kind="regression")
+    expand = fitted(model, x, y, "regression", weight_sharing="expand")
+    exact = exact_ggn(model, expand.tangent.names, x, y, "regression")
+    torch.testing.assert_close(dense_curvature(expand), blocks_of(exact, expand), rtol=RTOL, atol=1e-9)
+    reduce = fitted(model, x, y, "regression", weight_sharing="reduce")
+    own = slot(reduce, "first.weight")
+    assert (dense_curvature(reduce) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
+
+
+CONVOLUTIONS = [
+    (nn.Conv1d(2, 4, 5), (2, 5)),
+    (nn.Conv2d(2, 4, 3), (2, 3, 3)),
+    (nn.Conv2d(4, 6, (3, 2), groups=2), (4, 3, 2)),
+    (nn.Conv2d(3, 6, 3, groups=3, bias=False), (3, 3, 3)),
+    (nn.Conv2d(2, 4, 3, stride=4, padding=1), (2, 3, 3)),
+    (nn.Conv2d(2, 4, 2, dilation=2), (2, 3, 3)),
+    (nn.Conv3d(2, 4, 2), (2, 2, 2, 2)),
+]
+
+
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("convolution", "shape"), CONVOLUTIONS)
+def test_convolutions_with_one_position_are_exact(
+    convolution: nn.Module, shape: tuple[int, ...], weight_sharing: str
+) -> None:
+    """Every group of a grouped convolution has its own factors; blocks between groups are dropped."""
+    width = convolution.weight.shape[0]  # type: ignore[union-attr,index]
+    model = randomize(nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(int(width), 3)))  # type: ignore
+    x, y = data(*shape, outputs=3, samples=1)
+    la = fitted(model, x, y, weight_sharing=weight_sharing)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    found, own = dense_curvature(la), slot(la, "0.weight")
+    size = (own.stop - own.start) // convolution.groups  # type: ignore[operator]
+    for start in range(own.start, own.stop, int(size)):
+        piece = slice(start, start + int(size))
+        torch.testing.assert_close(found[piece, piece], exact[piece, piece], rtol=RTOL, atol=1e-10)
+    for name in set(la.tangent.names) - {"0.weight"}:
+        torch.testing.assert_close(
+            found[slot(la, name), slot(la, name)], exact[slot(la, name), slot(la, name)], rtol=RTOL, atol=1e-10
+        )
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_attention_projections_of_one_token_are_exact(separate: bool) -> None:
+    """With one token no position shares a weight (and query and key have no effect)."""
+    model = randomize(SelfAttention(separate))
+    x, y = data(1, 5 if separate else 4, outputs=3, samples=1)
+    la = fitted(model, x, y)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
+    assert float(exact[slot(la, "attention.out_proj.weight")].abs().max()) > 1e-3
+
+
+# ---------------------------------------------------------------------- Kronecker factors by their definition
+
+
+def by_definition(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor, after: Tensor, reduce: bool) -> Tensor:
+    """``A x G`` of a layer whose input rows ``[batch, positions, features]`` and output Jacobians are given.
+
+    ``after``: ``[batch, outputs of the net, positions, outputs of the layer]``.
+    """
+    middle = output_matrices("classification", model(x), y)
+    if reduce:
+        rows, after = rows.mean(1, keepdim=True), after.sum(2, keepdim=True)
+    a = torch.einsum("nti,ntj->ij", rows, rows) / (rows.shape[0] * rows.shape[1])
+    g = torch.einsum("ncto,ncd,ndtp->op", after, middle, after)
+    return torch.kron(g.contiguous(), a.contiguous())
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+def test_factors_of_a_convolution_follow_their_definition(reduce: bool) -> None:
+    first, tail = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
+    model = randomize(nn.Sequential(first, tail))
+    x, y = data(2, 5, 5, outputs=3)
+    la = fitted(model, x, y, weight_sharing="reduce" if reduce else "expand")
+    rows = nn.functional.unfold(x, 3, stride=2, padding=1).mT
+    after = torch.stack([torch.func.jacrev(tail)(h.unsqueeze(0))[0, :, 0] for h in first(x).detach()])
+    after = after.flatten(3).transpose(2, 3).detach()
+    expected = by_definition(model, x, y, rows, after, reduce).detach()
+    own = slot(la, "0.weight")
+    torch.testing.assert_close(dense_curvature(la)[own, own], expected, rtol=RTOL, atol=1e-10)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("role", ["q", "k", "v"])
+def test_factors_of_attention_projections_follow_their_definition(role: str, reduce: bool) -> None:
+    model = randomize(SelfAttention(False))
+    x, y = data(3, 4, outputs=3)
+    la = fitted(model, x, y, weight_sharing="reduce" if reduce else "expand")
+    attention = model.attention
+    place = "qkv".index(role)
+
+    def from_projection(addition: Tensor, row: Tensor) -> Tensor:
+        """The network's output with ``addition`` added to one projection of one sample."""
+        parts = nn.functional.linear(row, attention.in_proj_weight, attention.in_proj_bias).chunk(3, -1)
+        heads = [(p + addition if i == place else p).unflatten(-1, (2, 2)).transpose(0, 1) for i, p in enumerate(parts)]
+        scores = heads[0] @ heads[1].mT / 2**0.5
+        scores = scores.masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
+        mixed = (scores.softmax(-1) @ heads[2]).transpose(0, 1).flatten(1)
+        return model.head(attention.out_proj(mixed).mean(0))  # type: ignore[operator]
+
+    zero = torch.zeros(3, 4, dtype=torch.float64)
+    torch.testing.assert_close(torch.stack([from_projection(zero, row) for row in x]), model(x))
+    after = torch.stack([torch.func.jacrev(from_projection)(zero, row) for row in x]).detach()
+    expected = by_definition(model, x, y, x, after, reduce).detach()
+    own = slot(la, "attention.in_proj_weight")
+    piece = slice(own.start + 16 * place, own.start + 16 * place + 16)
+    torch.testing.assert_close(dense_curvature(la)[piece, piece], expected, rtol=RTOL, atol=1e-10)
+
+
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_blocks_of_biases_normalizations_and_embeddings_are_exact(name: str, weight_sharing: str) -> None:
+    build, inputs = NETWORKS[name]
+    model, x, y = build(), inputs(), data(1, outputs=3)[1]
+    la = fitted(model, x, y, weight_sharing=weight_sharing)
+    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
+    compared = 0
+    for block in la.posterior.blocks:
+        own = slice(block.start, block.stop)
+        if block.kind == "dense":
+            torch.testing.assert_close(found[own, own], exact[own, own], rtol=RTOL, atol=1e-10)
+        elif block.kind == "diagonal":
+            torch.testing.assert_close(found[own, own], torch.diag(exact[own, own].diagonal()), rtol=RTOL, atol=1e-10)
+        compared += block.kind != "kronecker"
+    assert compared >= 2
+
+
+def test_shared_biases_take_the_gradient_factor() -> None:
+    """``bias='shared'``: ``sum g_t g_t^T`` over positions, as laplace-torch has it."""
+    model = randomize(PerPosition())
+    x, y = data(5, 3, outputs=10, kind="regression")
+    la = fitted(model, x, y, "regression", bias="shared")
+    weight = model.second.weight.detach()
+    expected = weight.T @ weight * 9 * 5
+    own = slot(la, "first.bias")
+    torch.testing.assert_close(dense_curvature(la)[own, own], expected, rtol=RTOL, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_ekfac_has_the_exact_diagonal_in_the_kronecker_basis(name: str) -> None:
+    build, inputs = NETWORKS[name]
+    model, x, y = build(), inputs(), data(1, outputs=3)[1]
+    la = fitted(model, x, y, curvature="ekfac")
+    plain = fitted(model, x, y, curvature="kfac")
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    checked = 0
+    for block, other in zip(la.posterior.blocks, plain.posterior.blocks, strict=True):
+        if block.kind != "kronecker":
+            continue
+        matrices, outputs, features = block.shape  # type: ignore[attr-defined]
+        for i in range(matrices):
+            size = outputs * features
+            own = slice(block.start + i * size, block.start + (i + 1) * size)
+            basis = torch.kron(block.outputs[i].contiguous(), block.inputs[i].contiguous())  # type: ignore[attr-defined]
+            expected = (basis.T @ exact[own, own] @ basis).diagonal().reshape(outputs, features)
+            torch.testing.assert_close(block.eigenvalues()[i], expected, rtol=RTOL, atol=1e-10)
+        trace = sum(exact[i, i] for i in range(block.start, block.stop))
+        torch.testing.assert_close(block.eigenvalues().sum(), torch.as_tensor(trace), rtol=RTOL, atol=1e-10)
+        assert not torch.allclose(block.eigenvalues(), other.eigenvalues())
+        checked += 1
+    assert checked
+
+
+# ---------------------------------------------------------------------- Monte-Carlo Fisher
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("curvature", ["full", "kfac"])
+def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind: str) -> None:
+    model, (x, y) = mlp(), data(4, outputs=3, kind=kind)
+    exact = dense_curvature(fitted(model, x, y, kind, curvature=curvature))
+    errors = []
+    for draws in (10, 1000):
+        la = fitted(model, x, y, kind, curvature=curvature, fisher="mc", draws=draws,
+                    generator=torch.Generator().manual_seed(0))  # fmt: skip
+        errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
+    assert errors[1] < 0.06 < errors[0] < 0.6
+
+
+def test_the_monte_carlo_fisher_repeats_and_leaves_the_global_generator_alone() -> None:
+    model, (x, y) = mlp(), data(4, outputs=3)
+    before = torch.get_rng_state()
+    found = [dense_curvature(fitted(model, x, y, fisher="mc")) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(*found)
+    other = dense_curvature(fitted(model, x, y, fisher="mc", generator=torch.Generator().manual_seed(5)))
+    assert not torch.allclose(other, found[0])
+
+
+# ---------------------------------------------------------------------- shared weights
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode, self.head = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+        self.decode.weight = nn.Parameter(self.encode.weight.detach().T.clone())
+        self.again = nn.Linear(4, 5)
+        self.again.weight = self.encode.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.decode(torch.tanh(self.encode(x) + self.again(x * x)))))
+
+
+class CalledTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+@pytest.mark.parametrize("build", [Tied, CalledTwice])
+@pytest.mark.parametrize("curvature", ["full", "diag"])
+def test_weights_used_twice_are_exact_without_factors(build: type[nn.Module], curvature: str) -> None:
+    model, (x, y) = randomize(build()), data(4, outputs=3)
+    la = fitted(model, x, y, curvature=curvature)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    expected = exact if curvature == "full" else torch.diag(exact.diagonal())
+    torch.testing.assert_close(dense_curvature(la), expected, rtol=RTOL, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("build", "words"), [(Tied, ["encode.weight", "again.weight", "tied"]), (CalledTwice, ["'layer'", "several times"])]
+)
+def test_weights_used_twice_are_refused_with_factors(build: type[nn.Module], words: Sequence[str]) -> None:
+    model, (x, y) = randomize(build()), data(4, outputs=3)
+    with pytest.raises(UnsupportedLayerError) as error:
+        fitted(model, x, y)
+    assert all(word in str(error.value) for word in words)
+    head = fitted(model, x, y, parameters=["head"])  # and the way out that the message names
+    exact = exact_ggn(model, head.tangent.names, x, y, "classification")
+    own = slot(head, "head.bias")
+    torch.testing.assert_close(dense_curvature(head)[own, own], exact[own, own], rtol=RTOL, atol=1e-10)
+
+
+# ---------------------------------------------------------------------- the Gaussian that the blocks make
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("prior", ["single", "per_layer", "per_group", "per_filter"])
+def test_posterior_covariance_is_the_inverse_of_curvature_plus_prior(prior: str, curvature: str) -> None:
+    model, (x, y) = cnn(), data(2, 6, 6, outputs=3, kind="regression")
+    la = fitted(model, x, y, "regression", curvature=curvature, prior=prior, noise_variance=0.3)
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.rand(len(la.prior_groups), generator=generator, dtype=torch.float64)
+    la.set_precision(dict(zip(la.prior_groups.names, (3 * spread).exp().tolist(), strict=True)))
+    assert len(la.prior_groups) > (1 if prior != "single" else 0)
+    expected = dense_covariance(la)
+    torch.testing.assert_close(posterior_covariance(la.posterior), expected, rtol=1e-8, atol=1e-10)
+    root = la.posterior.sample(torch.eye(la.tangent.size, dtype=torch.float64)).T
+    torch.testing.assert_close(root @ root.T, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, (x, y) = cnn(), data(2, 6, 6, outputs=3)
+    model.train()
+    model[4].eval()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    modes = [m.training for m in model.modules()]
+    fitted(model, x, y, curvature="ekfac")
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_oracle_jacobian() -> None:
+    """The oracle itself, by finite differences."""
+    model, (x, _) = mlp(), data(4, outputs=3)
+    names = [n for n, _ in model.named_parameters()]
+    point, function = split(model, names)
+    jac, eps = jacobian(model, names, x), 1e-6
+    for i in (0, 7, 30):
+        step = torch.zeros_like(point).index_fill_(0, torch.tensor(i), eps)
+        torch.testing.assert_close(
+            (function(point + step, x) - function(point - step, x)).detach() / (2 * eps), jac[..., i], rtol=0, atol=1e-8
+        )
