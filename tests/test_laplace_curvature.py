@@ -1,4 +1,4 @@
-"""Curvature against dense generalized Gauss-Newton matrices, where it is exact and by its definition where it is not."""
+"""Curvature against dense Gauss-Newton matrices where it is exact, and by its definition where it is not."""
 
 from __future__ import annotations
 

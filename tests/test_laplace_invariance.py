@@ -1,0 +1,164 @@
+"""Proposition 3 of arXiv 2206.08900: rescaling normalized weights leaves the per-group predictive as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, jacobian, randomize
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.symmetry.action import apply_scale
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+
+def batchnorm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, eps=0.0), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.0),
+        nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def layernorm() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.LayerNorm(6, eps=0.0), nn.Tanh(), nn.Linear(6, 5), nn.LayerNorm(5, eps=0.0), nn.Tanh(),
+        nn.Linear(5, 3),
+    )  # fmt: skip
+
+
+def groupnorm() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4, eps=0.0), nn.Tanh(), nn.Conv2d(4, 4, 2), nn.GroupNorm(1, 4, eps=0.0),
+        nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+NETWORKS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "batchnorm": (batchnorm, (2, 6, 6)),
+    "layernorm": (layernorm, (4,)),
+    "groupnorm": (groupnorm, (2, 6, 6)),
+}
+
+
+def problem(name: str, kind: str = "classification") -> tuple[nn.Module, SymmetryGraph, Tensor, Tensor]:
+    build, shape = NETWORKS[name]
+    model = randomize(build())
+    x, y = data(*shape, outputs=3, kind=kind, samples=16)
+    return model, discover_symmetries(model, x), x, y
+
+
+def rescaled(model: nn.Module, graph: SymmetryGraph, k: float, build: Any) -> nn.Module:
+    """All normalized weights times ``k``, running statistics moving along."""
+    found = build().double().eval()
+    factors = {g.name: torch.full((g.size,), k, dtype=torch.float64).log() for g in graph.normalizations}
+    found.load_state_dict(apply_scale(graph, factors, model.state_dict()))
+    return found
+
+
+def predictions(
+    model: nn.Module, graph: SymmetryGraph, x: Tensor, y: Tensor, kind: str = "classification", **options: Any
+) -> tuple[LinearizedLaplace, dict[str, Tensor]]:
+    la = LinearizedLaplace(model, kind, graph, **options)  # type: ignore[arg-type]
+    la.fit([(x, y)])
+    assert la.optimize_evidence().converged
+    inputs = x[:5] + 0.3
+    mean, covariance = la.function_covariance(inputs)
+    found = {"mean": mean, "covariance": covariance, "samples": la.function_samples(inputs, 8)}
+    if kind == "classification":
+        found["probit"] = la.predictive(inputs, link="probit")
+        found["mc"] = la.predictive(inputs, covariance="samples", n_samples=8)
+    else:
+        found["variance"] = la.predictive(inputs).variance
+    return la, found
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.parametrize("curvature", ["kfac", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str, curvature: str) -> None:
+    model, graph, x, y = problem(name)
+    reference, expected = predictions(model, graph, x, y, curvature=curvature)
+    evidence = reference.log_marginal_likelihood()
+    names = [g.name for g in graph.normalizations]
+    assert names
+    for k in (0.1, 10.0, 1000.0):
+        moved = rescaled(model, graph, k, NETWORKS[name][0])
+        torch.testing.assert_close(moved(x), model(x), rtol=1e-9, atol=1e-9)
+        la, found = predictions(moved, graph, x, y, curvature=curvature)
+        for key, value in found.items():
+            assert relative(value, expected[key]) < 1e-6, key
+        assert la.log_marginal_likelihood() == pytest.approx(evidence, rel=1e-7)
+        for row, before in zip(la.report(), reference.report(), strict=True):
+            factor = 1.0 if row.name == "rest" else k**2
+            assert row.precision * factor == pytest.approx(before.precision, rel=1e-4)
+            assert row.squared_norm / factor == pytest.approx(before.squared_norm, rel=1e-4, abs=1e-9)
+            assert row.gamma == pytest.approx(before.gamma, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"curvature": "ekfac"}, marks=pytest.mark.slow),
+        pytest.param({"curvature": "diag"}, marks=pytest.mark.slow),
+        {"prior": "per_filter"},
+    ],
+)
+def test_other_curvatures_and_one_precision_for_each_filter(options: dict[str, Any]) -> None:
+    model, graph, x, y = problem("batchnorm")
+    _, expected = predictions(model, graph, x, y, **options)
+    _, found = predictions(rescaled(model, graph, 10.0, batchnorm), graph, x, y, **options)
+    for key, value in found.items():
+        assert relative(value, expected[key]) < 1e-6, key
+
+
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["layernorm", pytest.param("batchnorm", marks=pytest.mark.slow), pytest.param("groupnorm", marks=pytest.mark.slow)],
+)
+def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
+    model, graph, x, y = problem(name, "regression")
+    reference, expected = predictions(model, graph, x, y, "regression")
+    la, found = predictions(rescaled(model, graph, 10.0, NETWORKS[name][0]), graph, x, y, "regression")
+    assert la.noise_variance == pytest.approx(reference.noise_variance, rel=1e-6)
+    for key, value in found.items():
+        assert relative(value, expected[key]) < 1e-6, key
+
+
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.parametrize(
+    ("name", "mode", "k"),
+    [("groupnorm", "linear", 10.0), ("batchnorm", "map", 0.1), ("layernorm", "map", 0.1), ("groupnorm", "map", 10.0)],
+)
+def test_a_single_precision_is_not_invariant(name: str, mode: str, k: float) -> None:
+    """The reason for Recommendation 2."""
+    model, graph, x, y = problem(name)
+    options = {"prior": "single", "mode": mode}
+    _, expected = predictions(model, graph, x, y, **options)
+    _, found = predictions(rescaled(model, graph, k, NETWORKS[name][0]), graph, x, y, **options)
+    assert relative(found["mean"], expected["mean"]) < 1e-9
+    assert relative(found["covariance"], expected["covariance"]) > 0.05
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_the_tangent_model_is_flat_along_normalized_weights(name: str) -> None:
+    """``J theta' = 0`` where the normalization uses the batch's own statistics; not for running statistics."""
+    model, graph, x, y = problem(name)
+    names = [n for n, _ in model.named_parameters()]
+    jac = jacobian(model, names, x)
+    la = LinearizedLaplace(model, "classification", graph, curvature="diag").fit([(x, y)])
+    rest = la.prior_groups.names.index("rest")
+    normalized = la.prior_groups.spread(torch.arange(len(la.prior_groups))) != rest
+    moved = (jac @ (la.tangent.point() * normalized)).norm() / model(x).detach().norm()
+    if name == "batchnorm":
+        assert float(moved) > 1e-2
+    else:
+        assert float(moved) < 1e-9
