@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 _EXPORTS: dict[str, str] = {
     "PosteriorSnapshots": "snapshots",
     "Rebasin": "rebasin",
+    "ScaleCanonicalization": "scale",
 }
 
-__all__ = ["PosteriorSnapshots", "Rebasin"]
+__all__ = ["PosteriorSnapshots", "Rebasin", "ScaleCanonicalization"]
 
 if TYPE_CHECKING:
     from tu_symmetry.callbacks.rebasin import Rebasin
+    from tu_symmetry.callbacks.scale import ScaleCanonicalization
     from tu_symmetry.callbacks.snapshots import PosteriorSnapshots
 
 
