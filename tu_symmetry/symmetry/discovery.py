@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from tu_symmetry.symmetry.extraction import Extraction
 from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
 from tu_symmetry.symmetry.scales import scale_groups
-from tu_symmetry.symmetry.tracing import export, interpret, tied_names
+from tu_symmetry.symmetry.tracing import interpret, tied_names, trace
 
 
 def discover_symmetries(
-    model: nn.Module, example_inputs: Tensor | tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    example_inputs: Tensor | tuple[Any, ...],
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    branches: Literal["refuse", "record"] = "refuse",
 ) -> SymmetryGraph:
     """Find the permutation, positive-scale and normalization symmetries of a module.
 
@@ -26,18 +30,26 @@ def discover_symmetries(
         model: any module.
         example_inputs: an input tensor, or the tuple of positional arguments of ``forward``.
         example_kwargs: keyword arguments of ``forward``.
+        branches: what to do where ``forward`` branches on the values of a tensor: ``"refuse"``, with an error that
+            names the line, or ``"record"`` the way that the example inputs take. What is found then holds for all
+            inputs that take the same way (which way is taken does not change under the symmetries), and parameters
+            that it does not meet are pinned.
 
     Returns:
         The symmetry graph. It is verified numerically (see :func:`verify_symmetries`) before weights are first
         transformed with it.
 
     Raises:
-        SymmetryError: if the module cannot be traced.
+        SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way.
+        ValueError: for another ``branches``.
     """
+    if branches not in ("refuse", "record"):
+        raise ValueError(f"branches must be 'refuse' or 'record', got {branches!r}")
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     aliases = tied_names(model)
-    ledger = interpret(export(model, args, kwargs), aliases)
+    traced = trace(model, args, kwargs, record=branches == "record")
+    ledger = interpret(traced)
     state = model.state_dict()
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = frozenset(name for name in aliases if name not in trained)
@@ -58,6 +70,7 @@ def discover_symmetries(
         unknown_operators=tuple(ledger.unknown),
         scale_terms=terms,
         architecture=type(model).__name__,
+        branch=traced.branch,
     )
 
     def verify() -> None:

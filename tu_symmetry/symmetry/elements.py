@@ -100,12 +100,12 @@ def invert(p: Mapping[str, Tensor]) -> Permutation:
 
 
 def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
-    """Number of transpositions (NoT): the least number of pairwise swaps of units that make up the permutation.
+    """Number of transpositions (NoT): how many pairwise swaps of units make up the permutation.
 
     For one permutation of n units this is n minus its number of cycles (arXiv 2401.00611, section 2), and groups add
-    up. In a wreath product a swap exchanges two whole blocks (slots matched at will) or two units inside a block: the
-    blocks contribute as above, and each cycle of blocks contributes the NoT of the product of the inner permutations
-    along it. The count is invariant under inversion and conjugation.
+    up. In a nested group each cycle of blocks contributes its length minus one, and the NoT of the product of the inner
+    permutations along it: the fewest swaps when as few blocks as possible are swapped first, and units inside blocks
+    then. The count is invariant under inversion and conjugation; it is a metric on plain groups only.
 
     Args:
         p: a permutation element, or one LongTensor ``[..., n]`` whose leading axes are independent permutations.

@@ -330,7 +330,7 @@ class Extraction:
                 break
             for color in ready:
                 nodes[color] = self._place(color, by_color, edges.get(color, {}), nodes, parent_of)
-                pending.remove(color)
+            pending = [c for c in pending if c not in nodes]
         return [n for n in nodes.values() if n is not None]
 
     def _place(

@@ -166,6 +166,8 @@ class SymmetryGraph:
         unknown_operators: operators without a rule that were met (everything they touch is pinned).
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
         architecture: name of the module's class.
+        branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
+            same way as the example.
         verified: whether :func:`verify_symmetries` has passed.
     """
 
@@ -179,6 +181,7 @@ class SymmetryGraph:
     unknown_operators: tuple[str, ...] = ()
     scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
     architecture: str = ""
+    branch: str | None = None
     verified: bool = False
     _verifier: Callable[[], None] | None = field(default=None, repr=False)
 

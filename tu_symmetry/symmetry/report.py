@@ -71,6 +71,8 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
     )
     facts.append(("pinned", pinned or "nothing"))
     facts.append(("no rule for", ", ".join(graph.unknown_operators) or "none: every operator that was met has one"))
+    if graph.branch:
+        facts.append(("branch", f"recorded for inputs that go the example's way at {graph.branch}"))
     tied = [names for names in graph.aliases.values() if len(names) > 1]
     if tied:
         facts.append(("tied", "; ".join(" = ".join(names) for names in tied)))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import operator
+import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from tu_symmetry.symmetry.algebra import Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
@@ -19,27 +25,130 @@ from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.rules import Call, unknown
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
+INPUT = "input of the network"
 
 
-def export(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
-    """Export an evaluation-mode copy of the model.
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter or buffer that enters the traced graph."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A forward pass as a graph of operators.
+
+    Attributes:
+        module: the graph, with the constants that it holds.
+        inputs: what stands for each placeholder, in order: a :class:`Parameter`, a pinned value for an input of the
+            network, a tensor for a constant, or a plain number.
+        branch: where the pass branched on values of tensors, or None. The graph then holds for the inputs that take
+            the same way as the example.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: tuple[Any, ...]
+    branch: str | None = None
+
+
+def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, record: bool = False) -> Trace:
+    """Trace an evaluation-mode copy of the model.
+
+    Args:
+        model: any module.
+        args: positional arguments of ``forward``.
+        kwargs: keyword arguments of ``forward``.
+        record: where ``forward`` branches on values of tensors, record the way that the example inputs take.
 
     Raises:
-        SymmetryError: if the model cannot be exported (its forward branches on values of tensors, mostly).
+        SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
     model = copy.deepcopy(model).eval()
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            return torch.export.export(model, args, dict(kwargs), strict=False)
-    except Exception as error:
-        text = str(error).strip().splitlines()
-        raise SymmetryError(
-            f"torch.export cannot trace {type(model).__name__}: {text[0] if text else type(error).__name__}\n"
-            "Likely causes: the forward pass branches on the values of a tensor, or the example inputs do not fit. "
-            "Check that model(*example_inputs) runs; replace `if tensor...:` by torch.where or torch.cond, or discover "
-            "the symmetries of the submodules without the branch."
-        ) from error
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                program = torch.export.export(model, args, dict(kwargs), strict=False)
+            if _has_open_shapes(program):  # boolean masks, nonzero: no branch, but sizes that only values tell
+                return _recorded(model, args, kwargs, None)
+            return _exported(model, program)
+        except GuardOnDataDependentSymNode as error:
+            place = _place(error)
+            if record:
+                return _recorded(model, args, kwargs, place)
+            raise SymmetryError(
+                f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
+                "symmetries may differ from branch to branch. discover_symmetries(..., branches=\"record\") finds "
+                "those of the way that the example inputs take; torch.where or torch.cond in place of the branch makes "
+                "both ways count."
+            ) from error
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            raise SymmetryError(
+                f"torch.export cannot trace {type(model).__name__}: {text[0] if text else type(error).__name__} (at "
+                f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
+                "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
+            ) from error
+
+
+def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
+    first_name = {name: first for first, names in tied_names(model).items() for name in names}
+    specs = {getattr(spec.arg, "name", None): spec for spec in program.graph_signature.input_specs}
+    inputs = []
+    for node in program.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        spec, tensor = specs[node.name], node.meta.get("val")
+        if spec.kind.name in ("PARAMETER", "BUFFER"):
+            held = program.state_dict.get(spec.target, program.constants.get(spec.target))
+            name = first_name.get(spec.target)
+            known = name is not None and held is not None and held.is_floating_point()
+            inputs.append(Parameter(name, tuple(held.shape)) if known else held)
+        elif spec.kind.name in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
+            inputs.append(program.constants[spec.target])
+        else:
+            inputs.append(pinned_value(tensor.shape, INPUT) if isinstance(tensor, Tensor) else tensor)
+    return Trace(program.graph_module, tuple(inputs))
+
+
+def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
+    held = (leaf for node in program.graph.nodes for leaf in _flatten(node.meta.get("val")))
+    return any(isinstance(size, torch.SymInt) for t in held if isinstance(t, Tensor) for size in t.shape)
+
+
+def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str | None) -> Trace:
+    state = model.state_dict(keep_vars=True)
+    tensors = {first: state[first].detach() for first in tied_names(model)}
+
+    def forward(tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.func.functional_call(model, tensors, args, kwargs)
+
+    graph_module = make_fx(
+        forward,
+        tracing_mode="real",
+        pre_dispatch=True,
+        _allow_non_fake_inputs=True,
+        _error_on_data_dependent_ops=False,
+    )(tensors, args, dict(kwargs))
+    inputs: list[Any] = [
+        Parameter(name, tuple(t.shape)) if t.is_floating_point() else t for name, t in tensors.items()
+    ]
+    for leaf in _flatten((args, dict(kwargs))):
+        inputs.append(pinned_value(leaf.shape, INPUT) if isinstance(leaf, Tensor) else leaf)
+    return Trace(graph_module, tuple(inputs), branch=place)
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``."""
+    library = str(Path(torch.__file__).parent)
+    here = str(Path(__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, here))]
+    if not frames:
+        return "an unknown place"
+    frame = frames[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}"
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -51,64 +160,44 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in groups.values()}
 
 
-def interpret(program: torch.export.ExportedProgram, aliases: Mapping[str, tuple[str, ...]]) -> Ledger:
-    """Run the rules over an exported program.
-
-    Args:
-        program: the exported program.
-        aliases: first name to all names of each tensor of the state dict.
-    """
-    return _Interpreter(program, aliases).run()
+def interpret(traced: Trace) -> Ledger:
+    """Run the rules over a traced forward pass."""
+    ledger = Ledger()
+    for result in _Interpreter(ledger, traced.module).run(traced.inputs):
+        if isinstance(result, Value):
+            ledger.pin(result, "output of the network")
+    for value in ledger.parameters.values():
+        ledger.observe(value, nested=False)  # the operators that nested them have seen them in blocks
+    return ledger
 
 
 class _Interpreter:
-    def __init__(self, program: torch.export.ExportedProgram, aliases: Mapping[str, tuple[str, ...]]) -> None:
-        self.ledger = Ledger()
-        self.program = program
-        self.first_name = {name: first for first, names in aliases.items() for name in names}
+    def __init__(self, ledger: Ledger, module: torch.fx.GraphModule) -> None:
+        self.ledger = ledger
+        self.module = module
         self.env: dict[torch.fx.Node, Any] = {}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
-        self.order = {node: k for k, node in enumerate(program.graph.nodes)}
+        self.order = {node: k for k, node in enumerate(module.graph.nodes)}
 
-    def run(self) -> Ledger:
-        targets = {}
-        for spec in self.program.graph_signature.input_specs:
-            targets[getattr(spec.arg, "name", None)] = spec
-        for node in self.program.graph.nodes:
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Results of the graph for the given inputs, as values."""
+        remaining = iter(inputs)
+        for node in self.module.graph.nodes:
             if node.op == "placeholder":
-                self.env[node] = self._placeholder(node, targets[node.name])
+                self.env[node] = next(remaining)
             elif node.op == "get_attr":
-                self.env[node] = getattr(self.program.graph_module, str(node.target), None)
+                self.env[node] = getattr(self.module, str(node.target), None)
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                for result in _flatten(node.args[0]):
-                    if isinstance(result, torch.fx.Node):
-                        value = self._value(self.env[result])
-                        if isinstance(value, Value):
-                            self.ledger.pin(value, "output of the network")
-        for value in self.ledger.parameters.values():
-            self.ledger.observe(value, nested=False)  # the operators that nested them have seen them in blocks
-        return self.ledger
-
-    def _placeholder(self, node: torch.fx.Node, spec: Any) -> Any:
-        kind = spec.kind.name
-        tensor = node.meta.get("val")
-        if kind in ("PARAMETER", "BUFFER"):
-            name = self.first_name.get(spec.target)
-            held = self.program.state_dict.get(spec.target, self.program.constants.get(spec.target))
-            if name is not None and held is not None and held.is_floating_point():
-                return _Parameter(name, tuple(held.shape))
-            return held
-        if kind in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
-            return self.program.constants[spec.target]
-        if isinstance(tensor, Tensor):
-            return pinned_value(tensor.shape, "input of the network")
-        return tensor
+                return [
+                    self._value(self.env[r]) if isinstance(r, torch.fx.Node) else r for r in _flatten(node.args[0])
+                ]
+        return []
 
     def _value(self, held: Any) -> Any:
         """What a rule sees: parameters and constant tensors as values."""
-        if isinstance(held, _Parameter):
+        if isinstance(held, Parameter):
             return self.ledger.parameter(held.name, held.shape)
         if isinstance(held, Tensor):
             return self._constant(held)
@@ -144,7 +233,7 @@ class _Interpreter:
         nodes = [a for a in _flatten((node.args, node.kwargs)) if isinstance(a, torch.fx.Node)]
         held = [self.env[a] for a in nodes]
         name = target._schema.name.replace("::", ".")
-        if not any(isinstance(h, (Value, _Parameter)) for h in _flatten(held)) and not any(r in name for r in RANDOM):
+        if not any(isinstance(h, (Value, Parameter)) for h in _flatten(held)) and not any(r in name for r in RANDOM):
             self.env[node] = self._evaluate(node)
             self._alias(node, target)
             return
@@ -163,7 +252,7 @@ class _Interpreter:
         for value in values:
             self.ledger.observe(value)
         for h in _flatten(held):
-            if isinstance(h, _Parameter):
+            if isinstance(h, Parameter):
                 self.ledger.used.add(h.name)
         output = node.meta.get("val")
         self.env[node] = values if isinstance(output, (tuple, list)) else values[0]
@@ -172,17 +261,35 @@ class _Interpreter:
             self._write(node, node.args[0])
 
     def _opaque(self, node: torch.fx.Node) -> Any:
-        """A higher-order operator or a Python function: evaluated on plain numbers, otherwise pinned and named."""
-        arguments = [self.env[a] for a in _flatten((node.args, node.kwargs)) if isinstance(a, torch.fx.Node)]
+        """A higher-order operator or a Python function: inlined or evaluated where possible, else pinned and named."""
+        held = list(torch.fx.node.map_arg(node.args, lambda n: self.env[n]))
         output = node.meta.get("val")
-        if not any(isinstance(h, (Value, _Parameter, Tensor)) for h in _flatten(arguments)) and output is not None:
-            return output
         name = getattr(node.target, "__name__", str(node.target))
+        bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
+        if name.startswith("wrap_with") and len(bodies) == 1:  # a context manager: autocast, no_grad, ...
+            return _Interpreter(self.ledger, held[bodies[0]]).run(held[bodies[0] + 1 :])
+        if name == "cond" and bodies == [1, 2]:
+            return self._branches(node, held)
+        arguments = [self.env[a] for a in _flatten((node.args, node.kwargs)) if isinstance(a, torch.fx.Node)]
+        if not any(isinstance(h, (Value, Parameter, Tensor)) for h in _flatten(arguments)) and output is not None:
+            return output
         values = [v for v in map(self._value, _flatten(arguments)) if isinstance(v, Value)]
         call = Call(self.ledger, name, {"arguments": values}, _shapes(output), node.name)
         found = unknown(call)
         values = [found] if isinstance(found, Value) else list(found)
         return values if isinstance(output, (tuple, list)) else (values[0] if values else None)
+
+    def _branches(self, node: torch.fx.Node, held: list[Any]) -> list[Value]:
+        """``torch.cond``: both ways are followed, and their results have to agree like those of ``torch.where``."""
+        condition = self._value(held[0])
+        ways = [_Interpreter(self.ledger, held[k]).run(held[3]) for k in (1, 2)]
+        results = []
+        for a, b, shape in zip(*ways, _shapes(node.meta.get("val")), strict=True):
+            call = Call(
+                self.ledger, "aten.where", {"condition": condition, "self": a, "other": b}, [shape], node.name
+            )
+            results.append(RULES["aten.where"](call))
+        return results
 
     def _evaluate(self, node: torch.fx.Node) -> Any:
         """Compute a node that depends on constants only."""
@@ -235,12 +342,6 @@ class _Interpreter:
         if stale:
             self.ledger.pin(self.env[node], reason)
         self.env[written] = self.env[node]
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    name: str
-    shape: tuple[int, ...]
 
 
 def _flatten(nested: Any) -> list[Any]:

@@ -92,7 +92,8 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     first, *rest = aligned
     for value in rest:
         call.ledger.equate(first.scale, value.scale)
-    return replace(result, scale=first.scale)
+    simplest = min(aligned, key=lambda v: sum(variable.size for _, variable in v.scale))
+    return replace(result, scale=simplest.scale)
 
 
 @register_rule(
@@ -197,11 +198,21 @@ def _inhomogeneous(call: Call) -> Value:
 
 @register_rule("sign", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "bitwise_not", "sgn")
 def _scale_free(call: Call) -> Value:
+    """Comparisons: with zero, and of two tensors that share their scale, no positive factor changes the result."""
     aligned, result = join_labels(call, call.tensors, call.shape)
-    if len(aligned) > 1 or call.operator not in ("aten.sign", "aten.sgn", "aten.isnan", "aten.isinf"):
-        for value in aligned:
-            call.ledger.pin_scale(value.scale)
+    compared = call.operator.removeprefix("aten.") in ("eq", "ne", "lt", "le", "gt", "ge")
+    if len(aligned) == 2:
+        call.ledger.equate(aligned[0].scale, aligned[1].scale)
+    elif compared and call.get("other") != 0:
+        call.ledger.pin_scale(aligned[0].scale)
     return result
+
+
+@register_rule("item", "_local_scalar_dense")
+def _item(call: Call) -> Value:
+    """The program reads a number and may branch on it."""
+    call.ledger.pin(call.tensors[0], "read by the program")
+    return pinned_value((), "read by the program")
 
 
 @register_rule(
