@@ -1,12 +1,23 @@
-"""The evidence and the predictive against closed forms, in float64."""
+"""The evidence and the weights that maximize it, against closed forms and dense oracles, in float64."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from typing import Any
+
 import pytest
 import torch
+from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, losses, randomize, split
+from scipy.optimize import minimize
 from torch import Tensor, nn
+from torch.func import vmap
 
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.blocks import CoupledBlock, DenseBlock, DiagonalBlock
+from tu_symmetry.laplace.evidence import FLAT, CoupledDeterminants, Hyperprior, Noise, Spectrum
+from tu_symmetry.laplace.groups import PriorGroups, centers, prior_groups
+from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.tangent import Slot
 
 
 def linear_problem() -> tuple[nn.Linear, Tensor, Tensor]:
@@ -14,29 +25,389 @@ def linear_problem() -> tuple[nn.Linear, Tensor, Tensor]:
     x = torch.randn(30, 4, generator=generator, dtype=torch.float64)
     y = x @ torch.randn(4, 1, generator=generator, dtype=torch.float64)
     y = y + 0.1 * torch.randn(30, 1, generator=generator, dtype=torch.float64)
-    torch.manual_seed(0)
-    return nn.Linear(4, 1, bias=False).double(), x, y
+    return randomize(nn.Linear(4, 1, bias=False)), x, y  # type: ignore[return-value]
+
+
+def mlp(kind: str = "classification") -> tuple[nn.Module, Tensor, Tensor]:
+    """A network with weights of its own kind, on data of another network that it could have learned."""
+    model, teacher = (
+        randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), seed, scale)
+        for seed, scale in ((0, 0.6), (1, 2.0))
+    )
+    x, noise = data(4, outputs=3, kind="regression", samples=20)
+    y = teacher(x).detach() + 0.3 * noise
+    return model, x, y if kind == "regression" else y.argmax(-1)
+
+
+def fitted(model: nn.Module, x: Tensor, y: Tensor, kind: str, **options: Any) -> LinearizedLaplace:
+    return LinearizedLaplace(model, kind, **options).fit([(x[:10], y[:10]), (x[10:], y[10:])])  # type: ignore[arg-type]
+
+
+def tangent_problem(la: LinearizedLaplace, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Jacobian ``[samples * outputs, size]`` and offset ``f - J theta~`` ``[samples * outputs]``."""
+    jac = jacobian(la.model, la.tangent.names, x).flatten(0, 1)
+    point, function = split(la.model, la.tangent.names)
+    return jac, function(point, x).detach().flatten() - jac @ point
+
+
+def spread(la: LinearizedLaplace) -> Tensor:
+    return la.prior_groups.spread(la.log_precision.exp())
+
+
+# ---------------------------------------------------------------------- regression: everything in closed form
 
 
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
 def test_evidence_is_that_of_bayesian_linear_regression(curvature: str) -> None:
     """log N(y | 0, sigma^2 I + X X^T / lambda), at whatever precision and noise the optimization chose."""
     model, x, y = linear_problem()
-    la = LinearizedLaplace(model, "regression", prior="single", curvature=curvature)  # type: ignore[arg-type]
-    la.fit([(x[:10], y[:10]), (x[10:], y[10:])])
+    la = fitted(model, x, y, "regression", prior="single", curvature=curvature)
     found = la.optimize_evidence()
     (group,) = la.report()
-    noise = float(la.predictive(x[:1]).variance - la.predictive(x[:1]).epistemic)
-    covariance = noise * torch.eye(30, dtype=torch.float64) + x @ x.T / group.precision
+    covariance = la.noise_variance * torch.eye(30, dtype=torch.float64) + x @ x.T / group.precision
     exact = torch.distributions.MultivariateNormal(torch.zeros(30, dtype=torch.float64), covariance).log_prob(y[:, 0])
-    assert found.log_marginal_likelihood == pytest.approx(float(exact), rel=1e-6)
+    assert found.log_marginal_likelihood == pytest.approx(float(exact), rel=1e-8)
 
 
-def test_batches_and_their_order_do_not_matter() -> None:
+@pytest.mark.parametrize("prior", ["single", "per_layer"])
+def test_evidence_of_a_network_is_that_of_its_tangent_model(prior: str) -> None:
+    """A Gaussian process: y - (f - J theta~) ~ N(0, v I + J Lambda^-1 J^T)."""
+    model, x, y = mlp("regression")
+    la = fitted(model, x, y, "regression", prior=prior, curvature="full", noise_variance=0.2, prior_precision=3.0)
+    if prior == "per_layer":
+        la.set_precision({"0": 0.4, "2": 5.0})
+    jac, offset = tangent_problem(la, x)
+    covariance = 0.2 * torch.eye(60, dtype=torch.float64) + (jac / spread(la)) @ jac.T
+    exact = torch.distributions.MultivariateNormal(offset, covariance).log_prob(y.flatten())
+    assert la.log_marginal_likelihood() == pytest.approx(float(exact), rel=1e-9)
+
+
+@pytest.mark.parametrize("curvature", ["full", "kfac", "diag"])
+@pytest.mark.parametrize("prior", ["single", "per_layer"])
+def test_weights_are_the_ridge_solution(prior: str, curvature: str) -> None:
+    """Whatever the curvature, which is only a preconditioner here."""
+    model, x, y = mlp("regression")
+    la = fitted(model, x, y, "regression", prior=prior, curvature=curvature, noise_variance=0.2, prior_precision=0.7)
+    jac, offset = tangent_problem(la, x)
+    exact = torch.linalg.solve(jac.T @ jac / 0.2 + torch.diag(spread(la)), jac.T @ (y.flatten() - offset) / 0.2)
+    mode = la.solve_mode(tolerance=1e-9)
+    assert mode.converged and mode.gradient_norm <= 1e-9
+    torch.testing.assert_close(la.theta, exact, rtol=1e-7, atol=1e-8)
+    residual = y.flatten() - offset - jac @ exact
+    assert mode.loss == pytest.approx(0.5 * float(residual.square().sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("hyperprior", [None, Hyperprior(std=0.5)])
+@pytest.mark.parametrize("prior", ["single", "per_layer"])
+def test_precisions_and_noise_maximize_the_evidence(prior: str, hyperprior: Hyperprior | None) -> None:
+    """Against scipy on the exact evidence, in which the weights are integrated out."""
+    model, x, y = mlp("regression")
+    la = fitted(model, x, y, "regression", prior=prior, curvature="full")
+    jac, offset = tangent_problem(la, x)
+
+    def negative(logs: Any) -> float:
+        rho, tau = torch.as_tensor(logs[:-1]), float(logs[-1])
+        covariance = math.exp(tau) * torch.eye(60, dtype=torch.float64) + (
+            (jac / la.prior_groups.spread(rho.exp())) @ jac.T
+        )
+        normal = torch.distributions.MultivariateNormal(offset, covariance)
+        energy = 0.0 if hyperprior is None else hyperprior.energy(rho, la.center.log())
+        return energy - float(normal.log_prob(y.flatten()))
+
+    start = [*la.center.log().tolist(), 0.0]
+    exact = minimize(negative, start, method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-11, "maxiter": 5000})
+    found = la.optimize_evidence(hyperprior=hyperprior)
+    assert found.converged
+    assert [*la.log_precision.tolist(), math.log(la.noise_variance)] == pytest.approx(exact.x.tolist(), abs=2e-4)
+    own = hyperprior.energy(la.log_precision, la.center.log()) if hyperprior else 0.0
+    assert found.log_marginal_likelihood - own == pytest.approx(-exact.fun, abs=1e-8)
+
+
+def test_a_given_noise_variance_stays() -> None:
     model, x, y = linear_problem()
-    values = []
-    for loader in ([(x, y)], [(x[20:], y[20:]), (x[:20], y[:20])]):
-        la = LinearizedLaplace(model, "regression", prior="single", curvature="kfac")
+    la = fitted(model, x, y, "regression", prior="single", noise_variance=0.37)
+    la.optimize_evidence()
+    assert la.noise_variance == 0.37
+    assert float(la.predictive(x[:2]).variance[0, 0] - la.predictive(x[:2]).epistemic[0, 0]) == pytest.approx(0.37)
+
+
+def test_noise_of_a_perfect_fit_is_refused() -> None:
+    model, x, _ = linear_problem()
+    la = fitted(model, x, model(x).detach(), "regression", prior="single", mode="map")
+    with pytest.raises(ValueError, match="noise_variance"):
+        la.optimize_evidence()
+
+
+# ---------------------------------------------------------------------- classification
+
+
+@pytest.mark.parametrize("curvature", ["full", "kfac"])
+def test_weights_of_a_classification_minimize_the_tangent_objective(curvature: str) -> None:
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
+    la.set_precision({"0": 0.4, "2": 2.0})
+    mode = la.solve_mode()
+    jac, offset = tangent_problem(la, x)
+    theta = la.theta.clone()
+
+    def objective(theta: Tensor) -> Tensor:
+        logits = (offset + jac @ theta).view(20, 3)
+        return vmap(losses("classification"))(logits, y).sum() + 0.5 * (spread(la) * theta.square()).sum()
+
+    for _ in range(3):  # Newton on the dense problem, from there
+        step = torch.linalg.solve(torch.func.hessian(objective)(theta), torch.func.grad(objective)(theta))
+        theta = theta - step
+    torch.testing.assert_close(la.theta, theta, rtol=0, atol=1e-5)
+    assert mode.converged
+    tight = la.solve_mode(tolerance=1e-10)
+    assert tight.converged
+    torch.testing.assert_close(la.theta, theta, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("curvature", ["full", "kfac"])
+def test_the_certificate_is_the_gradient_in_posterior_standard_deviations(curvature: str) -> None:
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
+    mode = la.solve_mode(tolerance=0.5)
+    assert mode.gradient_norm <= 0.5 and mode.newton_steps >= 1
+    jac, offset = tangent_problem(la, x)
+    logits = (offset + jac @ la.theta).view(20, 3)
+    residual = logits.softmax(-1) - nn.functional.one_hot(y, 3)
+    gradient = jac.T @ residual.flatten() + spread(la) * la.theta
+    exact = float(gradient @ dense_covariance(la) @ gradient) ** 0.5
+    assert mode.gradient_norm == pytest.approx(exact, rel=1e-9)
+    assert 1e-12 < exact
+
+
+@pytest.mark.parametrize("mode", ["map", "linear"])
+@pytest.mark.parametrize(
+    ("curvature", "prior"),
+    [("last_layer", "single"), *((c, p) for c in ("full", "kfac", "ekfac", "diag") for p in ("single", "per_layer"))],
+)
+def test_laplace_evidence_by_its_definition(prior: str, curvature: str, mode: str) -> None:
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior=prior, curvature=curvature, mode=mode)
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.rand(len(la.prior_groups), generator=generator, dtype=torch.float64)
+    la.set_precision(dict(zip(la.prior_groups.names, (4 * noise).exp().tolist(), strict=True)))
+    found = la.log_marginal_likelihood()
+    jac, offset = tangent_problem(la, x)
+    point, _ = split(model, la.tangent.names)
+    assert torch.equal(la.theta, point) == (mode == "map")
+    loss = vmap(losses("classification"))((offset + jac @ la.theta).view(20, 3), y).sum()
+    prior_diagonal = spread(la)
+    ratio = torch.logdet(dense_curvature(la) + torch.diag(prior_diagonal)) - prior_diagonal.log().sum()
+    exact = -loss - 0.5 * (prior_diagonal * la.theta.square()).sum() - 0.5 * ratio
+    assert found == pytest.approx(float(exact), rel=1e-10)
+    for row, diagonal in zip(la.report(), dense_covariance(la).diagonal().split(_sizes(la)), strict=True):
+        assert row.gamma == pytest.approx(float(row.size - row.precision * diagonal.sum()), rel=1e-8)
+
+
+def _sizes(la: LinearizedLaplace) -> list[int]:
+    """Groups of these tests are contiguous."""
+    return [int(s) for s in la.prior_groups.sizes]
+
+
+@pytest.mark.parametrize(("curvature", "hyperprior"), [("full", None), ("full", Hyperprior()), ("diag", Hyperprior())])
+def test_the_joint_point_is_stationary(curvature: str, hyperprior: Hyperprior | None) -> None:
+    """d(-log Z)/d log lambda = (lambda ||theta*||^2 - gamma) / 2, plus the hyperprior's slope, vanishes."""
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = la.optimize_evidence(hyperprior=hyperprior)
+    assert result.converged and result.change <= 1e-6 and result.gradient_norm <= 1e-6
+    prior = Hyperprior(std=1e9) if hyperprior is None else hyperprior
+    for row in la.report():
+        slope = (math.log(row.precision) - math.log(row.center)) / prior.std**2
+        assert (row.precision * row.squared_norm - row.gamma) / 2 + slope == pytest.approx(0, abs=1e-5)
+        assert row.gamma > 1
+    rho, tau = la.log_precision, math.log(la.noise_variance)
+    norms = la.prior_groups.total(la.theta.square())
+    for i in range(len(rho)):
+        step = torch.zeros_like(rho)
+        step[i] = 1e-4
+        energies = [
+            0.5 * float(((rho + s).exp() * norms).sum() + la._determinants.log_det_ratio(rho + s, tau))
+            + prior.energy(rho + s, la.center.log())
+            for s in (step, -step)
+        ]
+        assert (energies[0] - energies[1]) / 2e-4 == pytest.approx(0, abs=1e-5)
+
+
+def test_map_mode_needs_no_data_and_finds_the_root() -> None:
+    model, x, y = mlp()
+    la = LinearizedLaplace(model, prior="per_layer", mode="map").fit(iter([(x, y)]))
+    la.optimize_evidence(hyperprior=None)
+    for row in la.report():
+        assert row.precision * row.squared_norm == pytest.approx(row.gamma, rel=1e-10)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag", "last_layer"])
+def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
+    model, x, y = mlp()
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+    loaders = [
+        [(x, y)],
+        [(x[i : i + 3], y[i : i + 3]) for i in range(0, 20, 3)],
+        [(x[order][i : i + 7], y[order][i : i + 7]) for i in (14, 0, 7)],
+    ]
+    found, predicted = [], []
+    for loader in loaders:
+        la = LinearizedLaplace(model, prior="single", curvature=curvature, mode="map")  # type: ignore[arg-type]
         la.fit(loader)
-        values.append(la.log_marginal_likelihood())
-    assert values[0] == pytest.approx(values[1], rel=1e-12)
+        found.append((la.log_marginal_likelihood(), la.optimize_evidence(hyperprior=None).log_marginal_likelihood))
+        predicted.append(la.function_covariance(x[:4])[1])
+    for other, values in zip(found[1:], predicted[1:], strict=True):
+        assert other == pytest.approx(found[0], rel=1e-11)
+        torch.testing.assert_close(values, predicted[0], rtol=1e-9, atol=1e-12)
+
+
+def test_a_loader_that_shuffles_between_passes_gives_the_same() -> None:
+    model, x, y = mlp()
+    dataset = torch.utils.data.TensorDataset(x, y)
+    shuffled = torch.utils.data.DataLoader(dataset, 6, shuffle=True, generator=torch.Generator().manual_seed(0))
+    found = []
+    for loader in (shuffled, torch.utils.data.DataLoader(dataset, 20)):
+        la = LinearizedLaplace(model, prior="single").fit(loader)
+        found.append(la.optimize_evidence().log_marginal_likelihood)
+    assert found[0] == pytest.approx(found[1], rel=1e-8)
+
+
+def test_other_data_for_the_mode_than_for_the_curvature_are_refused() -> None:
+    model, x, y = mlp()
+    la = LinearizedLaplace(model, prior="single").fit([(x, y)])
+    with pytest.raises(ValueError, match="20 samples.*15"):
+        la.optimize_evidence([(x[:15], y[:15])])
+
+
+# ---------------------------------------------------------------------- hyperprior, pruned groups
+
+
+class DeadBranch(nn.Module):
+    """The weights of ``dead`` see inputs of next to nothing: the data determine none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive, self.dead = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alive(x) + self.dead(1e-9 * x)
+
+
+def test_a_group_that_the_data_do_not_determine_is_pruned_with_a_warning() -> None:
+    model, (x, y) = randomize(DeadBranch()), data(4, outputs=3, samples=20)
+    la = fitted(model, x, y, "classification", prior="per_layer")
+    with pytest.warns(PrunedGroupWarning, match="dead"):
+        la.optimize_evidence(hyperprior=None)
+    rows = {row.name: row for row in la.report()}
+    assert rows["dead"].pruned and rows["dead"].at_cap
+    assert not rows["alive"].pruned and not rows["alive"].at_cap
+    assert rows["dead"].precision == pytest.approx(rows["dead"].center * FLAT.cap, rel=1e-6)
+
+
+def test_the_hyperprior_keeps_such_a_group_at_its_center() -> None:
+    model, (x, y) = randomize(DeadBranch()), data(4, outputs=3, samples=20)
+    la = fitted(model, x, y, "classification", prior="per_layer", mode="linear")
+    with pytest.warns(PrunedGroupWarning, match="dead"):
+        la.optimize_evidence()
+    rows = {row.name: row for row in la.report()}
+    assert rows["dead"].pruned and not rows["dead"].at_cap  # it adds no uncertainty to the outputs all the same
+    assert rows["dead"].precision == pytest.approx(rows["dead"].center, rel=1e-6)
+
+
+def test_a_narrow_hyperprior_wins_and_a_wide_one_is_none() -> None:
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior="per_layer", mode="map")
+    la.optimize_evidence(hyperprior=Hyperprior(std=1e-4))
+    torch.testing.assert_close(la.log_precision, la.center.log(), rtol=0, atol=1e-5)
+    la.optimize_evidence(hyperprior=Hyperprior(std=1e4))
+    wide = la.log_precision
+    la.optimize_evidence(hyperprior=None)
+    torch.testing.assert_close(la.log_precision, wide, rtol=0, atol=1e-5)
+    la.optimize_evidence(hyperprior=Hyperprior(std=1e4, cap=1.01))
+    assert float((la.log_precision - la.center.log()).abs().max()) <= math.log(1.01) + 1e-12
+
+
+@pytest.mark.parametrize("options", [{"std": 0.0}, {"std": -1.0}, {"std": math.nan}, {"cap": 1.0}])
+def test_hyperpriors_that_make_no_sense_are_refused(options: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="std > 0 and cap > 1"):
+        Hyperprior(**options)
+
+
+def test_centers_move_with_the_scale_of_the_weights() -> None:
+    slots = {"a": Slot(0, 4, (4,)), "b": Slot(4, 6, (2,)), "zero": Slot(6, 9, (3,))}
+    groups = PriorGroups(slots, {"a": "a", "b": "b", "zero": "zero"})
+    point = torch.tensor([1.0, -1, 1, 1, 3, 4, 0, 0, 0], dtype=torch.float64)
+    found = centers(groups, point)
+    assert found.tolist() == pytest.approx([1.0, 2 / 25, 1.0])
+    scaled = point * torch.tensor([10.0] * 4 + [1.0] * 5, dtype=torch.float64)
+    assert centers(groups, scaled).tolist() == pytest.approx([0.01, 2 / 25, 1.0])
+
+
+def test_stopping_early_warns() -> None:
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior="per_layer")
+    with pytest.warns(NotConvergedWarning, match="1 iterations"):
+        assert not la.optimize_evidence(max_iterations=1).converged
+
+
+def test_the_evidence_does_not_get_worse() -> None:
+    """The objective of the alternation: evidence less the hyperprior's energy."""
+    model, x, y = mlp()
+    la = fitted(model, x, y, "classification", prior="per_layer")
+    values: list[float] = []
+    la.optimize_evidence(progress=lambda d: values.append(d["objective"]) if d["stage"] == "evidence" else None)
+    assert values[-1] <= min(values) + 1e-8
+    assert values[-1] < values[0] - 1e-3
+
+
+# ---------------------------------------------------------------------- determinants
+
+
+def one_group(size: int) -> PriorGroups:
+    return PriorGroups({"w": Slot(0, size, (size,))}, {"w": "all"})
+
+
+def test_binned_eigenvalues_are_as_good_as_all_of_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = (6 * torch.randn(200_000, generator=generator, dtype=torch.float64)).exp()
+    values[:1000] = 0
+    block = DiagonalBlock("w", 0, torch.tensor(0), values)
+    spectrum = Spectrum.of([block], one_group(len(values)))
+    assert spectrum.counts.shape[1] < 4096
+    for rho in (-8.0, 0.0, 5.0):
+        point, lam = torch.tensor([rho], dtype=torch.float64), math.exp(rho)
+        assert spectrum.log_det_ratio(point, 0.3) == pytest.approx(
+            float((values / math.exp(0.3) / lam).log1p().sum()), rel=1e-5
+        )
+        exact = (values / (values + math.exp(0.3) * lam)).sum()
+        assert float(spectrum.gamma(point, 0.3)) == pytest.approx(float(exact), rel=1e-5)
+
+
+@pytest.mark.parametrize("noise", [None, Noise(40, 3.0)])
+@pytest.mark.parametrize("hyperprior", [FLAT, Hyperprior()])
+def test_coupled_and_separate_determinants_agree_where_both_apply(hyperprior: Hyperprior, noise: Noise | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (5, 7))
+    first, second = first @ first.T, 30 * second @ second.T
+    slots = {"a": Slot(0, 5, (5,)), "b": Slot(5, 12, (7,))}
+    groups = prior_groups(slots, "per_layer")
+    separate = []
+    for start, number, matrix in ((0, 0, first), (5, 1, second)):
+        values, vectors = torch.linalg.eigh(matrix)
+        separate.append(DenseBlock("w", start, torch.tensor(number), vectors, values))
+    both = torch.block_diag(first, second)
+    coupled = CoupledDeterminants(CoupledBlock("all", 0, groups.spread(torch.arange(2)), both), 2)
+    spectrum = Spectrum.of(separate, groups)
+    rho, tau = torch.tensor([0.3, -1.0], dtype=torch.float64), (0.2 if noise is None else 0.0)
+    assert coupled.log_det_ratio(rho, tau) == pytest.approx(spectrum.log_det_ratio(rho, tau), rel=1e-10)
+    torch.testing.assert_close(coupled.gamma(rho, tau), spectrum.gamma(rho, tau))
+    norms, center = torch.tensor([2.0, 0.5], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    found = coupled.step(norms, rho, tau, center, hyperprior, noise)
+    expected = spectrum.step(norms, rho, tau, center, hyperprior, noise)
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
+    assert found[1] == pytest.approx(expected[1], abs=1e-6)

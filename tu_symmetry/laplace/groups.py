@@ -172,11 +172,13 @@ def centers(groups: PriorGroups, point: Tensor) -> Tensor:
     """The precision at which a group's weights have their expected size: ``sizes / ||theta||^2`` (float64).
 
     It moves with the scale of the weights (``k theta`` has the center divided by ``k^2``), so that whatever is stated
-    relative to it respects the scale invariance of normalized weights. Groups of zeros take the center of all weights.
+    relative to it respects the scale invariance of normalized weights. Groups of zeros have the center 1.
+
+    Raises:
+        ValueError: weights that are all zero, or not finite.
     """
     squares = groups.total(point.double().square())
     overall = float(squares.sum())
     if overall == 0 or not math.isfinite(overall):
         raise ValueError("the weights are all zero or not finite: an untrained or damaged network")
-    fallback = groups.sizes.sum() / overall
-    return torch.where(squares > 0, groups.sizes / squares.clamp(min=1e-300), fallback)
+    return torch.where(squares > 0, groups.sizes / squares.clamp(min=1e-300), 1.0)

@@ -53,42 +53,44 @@ class _Objective:
     """Passes over the data: value and gradient, curvature products, values along a line."""
 
     def __init__(
-        self, tangent: TangentModel, likelihood: Likelihood, loader: Iterable[Any], precision: Tensor, noise: float
+        self,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        loader: Iterable[Any],
+        precision: Tensor,
+        noise: float,
+        samples: int,
     ) -> None:
         self.tangent, self.likelihood, self.loader = tangent, likelihood, loader
-        self.precision, self.noise = precision, noise
+        self.precision, self.noise, self.samples = precision, noise, samples
         self.point = tangent.point()
         self.theta = self.point
         self._kept: list[tuple[Tensor, Tensor]] | None = []
-        self.samples = -1
-
-    def _count(self, samples: int) -> None:
-        if self.samples not in (-1, samples):
-            raise ValueError(
-                f"the loader gave {self.samples} samples in one pass and {samples} in the next; the mode needs the "
-                "same data in every pass (in any order): no dropped last batch, no sampling with replacement"
-            )
-        self.samples = samples
 
     def gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """Loss for unit noise, and the gradient of the objective, at ``theta``."""
         self.theta = theta
         kept: list[tuple[Tensor, Tensor]] | None = None if self._kept is None else []
-        total = torch.zeros((), dtype=torch.float64, device=theta.device)
-        gradient, samples = torch.zeros_like(theta), 0
+        total = torch.zeros(2, dtype=torch.float64, device=theta.device)  # loss, number of samples
+        gradient = torch.zeros_like(theta)
         for inputs, targets in batches(self.loader, theta.device):
             outputs, change = self.tangent.jvp(inputs, theta - self.point)
             linear = outputs + change
             targets = self.likelihood.targets(linear, targets)
-            total += self.likelihood.loss(linear, targets).double().sum()
+            total[0] += self.likelihood.loss(linear, targets).double().sum()
+            total[1] += len(outputs)
             gradient += self.tangent.vjp(inputs, self.likelihood.residual(linear, targets))
-            samples += len(outputs)
             if kept is not None:
                 kept.append((outputs, linear))
         self._kept = kept
-        self._count(samples)
         all_reduce(total, gradient)
-        return total.item(), gradient / self.noise + self.precision * theta
+        loss, samples = total.tolist()
+        if round(samples) != self.samples:
+            raise ValueError(
+                f"the curvature has seen {self.samples} samples, and the loader now gives {round(samples)}; the mode "
+                "needs the same data in every pass (in any order): no dropped last batch, no sampling with replacement"
+            )
+        return loss, gradient / self.noise + self.precision * theta
 
     def product(self, vector: Tensor) -> Tensor:
         """``(J^T H J / v + Lambda) vector`` at the last point of :meth:`gradient`."""
@@ -134,6 +136,7 @@ def solve_mode(
     posterior: Posterior,
     start: Tensor,
     *,
+    samples: int,
     tolerance: float,
     max_newton: int = 50,
     max_products: int = 500,
@@ -148,6 +151,7 @@ def solve_mode(
         precision: prior precision of every weight, ``[size]``.
         posterior: the preconditioner, for the same precisions; it also holds the noise variance.
         start: where to start, ``[size]``.
+        samples: how many samples the loader has to give, over all processes.
         tolerance: of the gradient norm, in posterior standard deviations.
         max_newton: largest number of Newton steps.
         max_products: largest number of curvature products in one Newton step.
@@ -159,7 +163,7 @@ def solve_mode(
     Raises:
         ValueError: data that change from pass to pass, values that are not finite.
     """
-    problem = _Objective(tangent, likelihood, loader, precision, posterior.noise)
+    problem = _Objective(tangent, likelihood, loader, precision, posterior.noise, samples)
     theta, products, steps = start, 0, 0
     loss, gradient = problem.gradient(theta)
     while True:

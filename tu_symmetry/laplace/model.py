@@ -341,29 +341,37 @@ class LinearizedLaplace:
         if max_iterations < 1:
             raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
         memory = _Extrapolation()
+        pruned = torch.zeros(len(self.prior_groups), dtype=torch.bool)
         best = math.inf
-        change = math.inf
+        change = 1.0
         iteration = 0
+        mode_tolerance = mode_tolerance or self._default_mode_tolerance()
         while True:
-            self.solve_mode(loader, tolerance=mode_tolerance, progress=progress)
+            self.solve_mode(loader, tolerance=max(mode_tolerance, 0.01 * min(change, 1.0)), progress=progress)
             value = self._objective()
             iteration += 1
             rho, tau = self._hyperparameter_step(self._mode)
+            rho = torch.where(pruned, self.log_precision, rho)
             point = torch.cat([self.log_precision, torch.tensor([math.log(self.noise_variance)], dtype=torch.float64)])
             image = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)])
             change = float((image - point).abs().max())
             if progress is not None:
                 progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": value})
-            if change <= tolerance or iteration >= max_iterations:
-                if change <= tolerance:  # the precisions that belong to these weights exactly
+            settled = change <= tolerance and self._mode.gradient_norm <= mode_tolerance
+            if settled or iteration >= max_iterations:
+                if settled:  # the precisions that belong to these weights exactly
                     self.log_precision, self.noise_variance, self._samples = rho, math.exp(tau), None
                 break
-            if value > best + 1e-9 * abs(best) and memory.points:
+            bound = math.log(self.hyperprior.cap)
+            lost = self._undetermined(rho) & ~pruned
+            if bool(lost.any()):
+                memory, best, pruned = _Extrapolation(), math.inf, pruned | lost
+                image[:-1] = torch.where(lost, self.center.log() + bound, rho)  # for good
+            elif value > best + 1e-9 * abs(best) and memory.points:
                 image = memory.restart()  # the extrapolation was no good: go on from the last plain step
             else:
                 best = value
                 image = memory.next(point, image)
-            bound = math.log(self.hyperprior.cap)
             rho = image[:-1].clamp(self.center.log() - bound, self.center.log() + bound)
             self._set(rho, self.noise_variance if self.noise_fixed else math.exp(float(image[-1])))
         return EvidenceResult(
@@ -371,8 +379,19 @@ class LinearizedLaplace:
             iteration,
             change,
             self._mode.gradient_norm,
-            change <= tolerance and self._mode.converged,
+            settled,
         )
+
+    def _undetermined(self, rho: Tensor) -> Tensor:
+        """Groups on their way to an infinite precision under a flat hyperprior, which they approach ever more slowly.
+
+        The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
+        by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
+        """
+        if not math.isinf(self.hyperprior.std):
+            return torch.zeros(len(rho), dtype=torch.bool)
+        gamma = self._determinants.gamma(rho, math.log(self.noise_variance))
+        return ((gamma < 1e-2) & (rho > self.log_precision)) | (gamma < 1e-8)
 
     def solve_mode(
         self,
@@ -389,7 +408,6 @@ class LinearizedLaplace:
             progress: called after every pass over the data.
         """
         self._require_fit()
-        double = self._mode.theta.dtype == torch.float64
         precision = self.prior_groups.spread(self.log_precision.exp()).to(self._mode.theta)
         with evaluating(self.model):
             self._mode = solve_mode(
@@ -399,10 +417,14 @@ class LinearizedLaplace:
                 precision,
                 self.posterior,
                 self._mode.theta,
-                tolerance=tolerance or (1e-6 if double else 1e-2),
+                samples=self.summary.samples,
+                tolerance=tolerance or self._default_mode_tolerance(),
                 progress=progress,
             )
         return self._mode
+
+    def _default_mode_tolerance(self) -> float:
+        return 1e-6 if self._mode.theta.dtype == torch.float64 else 1e-2
 
     def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
         """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
