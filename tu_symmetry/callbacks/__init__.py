@@ -6,14 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS: dict[str, str] = {
+    "FitLaplace": "laplace",
     "PosteriorSnapshots": "snapshots",
     "Rebasin": "rebasin",
     "ScaleCanonicalization": "scale",
 }
 
-__all__ = ["PosteriorSnapshots", "Rebasin", "ScaleCanonicalization"]
+__all__ = ["FitLaplace", "PosteriorSnapshots", "Rebasin", "ScaleCanonicalization"]
 
 if TYPE_CHECKING:
+    from tu_symmetry.callbacks.laplace import FitLaplace
     from tu_symmetry.callbacks.rebasin import Rebasin
     from tu_symmetry.callbacks.scale import ScaleCanonicalization
     from tu_symmetry.callbacks.snapshots import PosteriorSnapshots

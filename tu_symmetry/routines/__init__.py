@@ -5,12 +5,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_EXPORTS: dict[str, str] = {"posterior_ensemble": "ensembles"}
+_EXPORTS: dict[str, str] = {
+    "LaplaceEnsemble": "laplace",
+    "LaplacePostProcessing": "laplace",
+    "LaplaceRegressionRoutine": "laplace",
+    "posterior_ensemble": "ensembles",
+}
 
-__all__ = ["posterior_ensemble"]
+__all__ = ["LaplaceEnsemble", "LaplacePostProcessing", "LaplaceRegressionRoutine", "posterior_ensemble"]
 
 if TYPE_CHECKING:
     from tu_symmetry.routines.ensembles import posterior_ensemble
+    from tu_symmetry.routines.laplace import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,324 @@
+"""Fit a linearized Laplace approximation where training ends, and hand it to whatever evaluates it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tu_symmetry.callbacks.members import ModuleSource, require_whole_weights, resolve_modules
+from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.model import EvidenceResult, GroupReport, LinearizedLaplace
+
+_SHOWN = 12  # groups that the printed summary names
+
+
+@runtime_checkable
+class LaplaceUser(Protocol):
+    """A part of a LightningModule that predicts with a Laplace approximation once it has one."""
+
+    def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
+        """Take the approximation; None where the network is about to train, and an older one has no meaning."""
+
+
+class FitLaplace(Callback):
+    """Fits :class:`~tu_symmetry.LinearizedLaplace` to the trained network, and chooses its precisions by the evidence.
+
+    It fits at the end of ``fit``, and before ``test``, ``validate`` and ``predict`` where the weights are not those
+    that it has been fitted to (another checkpoint, or no fit before). The approximation is that of the network itself,
+    not of a copy, and goes to every part of the LightningModule that uses one:
+    :class:`~tu_symmetry.routines.LaplacePostProcessing`, :class:`~tu_symmetry.routines.LaplaceEnsemble`,
+    :class:`~tu_symmetry.routines.LaplaceRegressionRoutine`, and whatever has a method ``attach_laplace``.
+
+    **On training data, unaugmented.** The evidence of other data, or of augmented data, is another quantity. Without
+    ``train_data`` the trainer's training loader is made sequential, with nothing dropped. A data module's
+    ``test_transform`` takes the place of its ``train_transform``, which is said, and samples are read repeatedly: data
+    that change from one reading to the next raise an error before training starts.
+
+    Logged to every logger of the trainer are ``laplace/log_evidence`` (nats), ``laplace/lambda/GROUP``,
+    ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``, and for a regression ``laplace/noise_variance``. The
+    curvature is saved beside the checkpoint, without the weights: read it again with ``load_from``, or with
+    :meth:`LinearizedLaplace.load`.
+
+    Example:
+        >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
+        ...     model, 10, nn.CrossEntropyLoss(),
+        ...     post_processing=LaplacePostProcessing(), eval_ood=True, ood_criterion="post_processing",
+        ... )
+        >>> trainer = TUTrainer(callbacks=[FitLaplace(prior="per_group", mode="linear")])   # doctest: +SKIP
+        >>> trainer.fit(routine, datamodule); trainer.test(routine, datamodule)             # doctest: +SKIP
+
+    Args:
+        train_data: a loader or data set that gives the training data as the network sees them when it predicts.
+        transform: evaluation transform that takes the place of the training data set's ``transform``.
+        batch_size: for the curvature and the evidence; by default that of the training loader.
+        network: where the network is: an attribute path (``"model.ema_model"``) or a callable of the LightningModule.
+            Default: its ``model``, or the network within a :class:`~tu_symmetry.routines.LaplaceEnsemble`.
+        at_fit_end: whether to fit at the end of ``fit``; False where tests load other weights anyway.
+        evidence: whether to choose the precisions by the evidence; False leaves them as they start, see
+            ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
+        hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
+        max_iterations: largest number of alternations between weights and precisions.
+        path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
+            checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints.
+        load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
+            weights.
+        prefix: first part of the logged names.
+        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, ``prior``, ``mode``,
+            ``curvature``, ...).
+
+    Attributes:
+        laplace: the approximation, once fitted.
+        evidence_result: what :meth:`LinearizedLaplace.optimize_evidence` returned.
+        saved_to: the file, once written.
+    """
+
+    def __init__(
+        self,
+        train_data: DataLoader[Any] | Dataset[Any] | None = None,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        batch_size: int | None = None,
+        network: ModuleSource | None = None,
+        at_fit_end: bool = True,
+        evidence: bool = True,
+        hyperprior: Hyperprior | Literal["default"] | None = "default",
+        max_iterations: int = 100,
+        path: str | Path | None = None,
+        load_from: str | Path | None = None,
+        prefix: str = "laplace",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        LinearizedLaplace(nn.Linear(1, 2), **_without_names(options))  # refuses wrong options before training
+        self.train_data = train_data
+        self.transform = transform
+        self.batch_size = batch_size
+        self.network = network
+        self.at_fit_end = at_fit_end
+        self.evidence = evidence
+        self.hyperprior = hyperprior
+        self.max_iterations = max_iterations
+        self.path = None if path is None else Path(path)
+        self.load_from = None if load_from is None else Path(load_from)
+        self.prefix = prefix
+        self.options = options
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what earlier runs left."""
+        self.laplace: LinearizedLaplace | None = None
+        self.evidence_result: EvidenceResult | None = None
+        self.saved_to: Path | None = None
+        self._fingerprint = ""
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take back older approximations: the weights are about to change.
+
+        Raises:
+            ValueError: no network, or an ensemble or averaging wrapper where one network is meant.
+        """
+        require_whole_weights(trainer)
+        self._find_network(pl_module)
+        self.forget()
+        _attach(pl_module, None)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the training data while there is nothing to lose.
+
+        Raises:
+            ValueError: data of which no plain loader can be made.
+        """
+        self._loader(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit to the weights that training ended with."""
+        if self.at_fit_end:
+            self._fit(trainer, pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit, unless the approximation belongs to these weights.
+
+        Raises:
+            ValueError: a test that TorchUncertainty's routines cannot run with a post-processing.
+        """
+        processing = getattr(pl_module, "post_processing", None)
+        lacks = not hasattr(trainer.datamodule, "postprocess_dataloader")  # type: ignore[attr-defined]
+        if isinstance(processing, LaplaceUser) and lacks:
+            raise ValueError(
+                "TorchUncertainty's routine asks the data module for postprocess_dataloader() before it tests with a "
+                "post-processing (whose data are not used here); test with datamodule=..., a TUDataModule or one that "
+                "has this method"
+            )
+        self._ensure(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As before a test, where ``validate`` was called; during ``fit`` there is nothing to fit yet."""
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            self._ensure(trainer, pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """As before a test."""
+        self._ensure(trainer, pl_module)
+
+    # ------------------------------------------------------------------ work
+
+    def _ensure(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        network = self._find_network(pl_module)
+        with torch.inference_mode(False):
+            _leave_inference(network)
+            known = self.laplace
+            if known is not None and known.model is network and known.tangent.fingerprint() == self._fingerprint:
+                _attach(pl_module, known)
+            elif self.load_from is not None:
+                self._adopt(pl_module, LinearizedLaplace.load(self.load_from, network))
+            else:
+                self._fit(trainer, pl_module)
+
+    def _adopt(self, pl_module: LightningModule, laplace: LinearizedLaplace) -> None:
+        self.laplace, self._fingerprint = laplace, laplace.tangent.fingerprint()
+        _attach(pl_module, laplace)
+
+    def _fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        require_whole_weights(trainer)
+        network = self._find_network(pl_module)
+        cuda = pl_module.device.type == "cuda"
+        with torch.inference_mode(False), isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
+            _leave_inference(network)
+            loader = self._loader(trainer, pl_module)
+            laplace = LinearizedLaplace(network, **self.options)
+            laplace.fit(loader, progress=progress)
+            self.evidence_result = None
+            if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
+                self.evidence_result = laplace.optimize_evidence(
+                    hyperprior=self.hyperprior, max_iterations=self.max_iterations, progress=progress
+                )
+        self._adopt(pl_module, laplace)
+        self._log(trainer, laplace)
+        self._save(trainer, laplace)
+
+    def _find_network(self, pl_module: LightningModule) -> nn.Module:
+        if self.network is not None:
+            found = resolve_modules(self.network, pl_module, argument="network")
+            if len(found) != 1:
+                raise ValueError(f"network={self.network!r} finds {len(found)} modules; a Laplace fit is of one")
+            return found[0]
+        model = getattr(pl_module, "model", None)
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                f"{type(pl_module).__name__} has no submodule 'model'; say where the network is, for example "
+                "network='backbone' or network=lambda module: module"
+            )
+        if isinstance(model, LaplaceUser):
+            model = getattr(model, "core_model", model)
+        inner = [name for name in ("core_model", "core_models", "ema_model", "swa_model") if hasattr(model, name)]
+        if inner:
+            raise ValueError(
+                f"{type(model).__name__} holds several networks or averages of one ({', '.join(inner)}); say which one "
+                f"predicts, for example network='model.{inner[-1]}'"
+            )
+        return resolve_modules(lambda _: model, pl_module, argument="network")[0]
+
+    def _loader(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
+        return plain_training_loader(
+            trainer, pl_module, self.train_data, transform=self.transform, batch_size=self.batch_size
+        )
+
+    def _log(self, trainer: Trainer, laplace: LinearizedLaplace) -> None:
+        rows = laplace.report()
+        scalars = {}
+        if self.evidence_result is not None:
+            scalars["log_evidence"] = self.evidence_result.log_marginal_likelihood
+        for row in rows:
+            scalars |= {
+                f"lambda/{row.name}": row.precision,
+                f"gamma/{row.name}": row.gamma,
+                f"squared_norm/{row.name}": row.squared_norm,
+            }
+        if laplace.likelihood.name == "regression":
+            scalars["noise_variance"] = laplace.noise_variance
+        for logger in trainer.loggers:
+            logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
+            logger.save()
+        rank_zero_info(_summary(laplace, rows))
+
+    def _save(self, trainer: Trainer, laplace: LinearizedLaplace) -> None:
+        path = self.path or _beside_checkpoint(trainer)
+        if path is None:
+            return
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            laplace.save(path)
+        trainer.strategy.barrier("FitLaplace saved")
+        self.saved_to = path
+
+
+def _attach(pl_module: LightningModule, laplace: LinearizedLaplace | None) -> None:
+    for module in pl_module.modules():
+        if isinstance(module, LaplaceUser):
+            module.attach_laplace(laplace)
+
+
+def _without_names(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that can be checked without the network."""
+    return {k: v for k, v in options.items() if k not in ("parameters", "graph", "groups")}
+
+
+def _leave_inference(network: nn.Module) -> None:
+    """Exchange tensors that were made under inference mode, which autograd refuses, for ordinary ones."""
+    if not any(t.is_inference() for t in (*network.parameters(), *network.buffers())):
+        return
+    made: dict[int, Any] = {}
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_inference():
+                made.setdefault(id(parameter), nn.Parameter(parameter.clone(), parameter.requires_grad))
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_inference():
+                module._buffers[name] = made.setdefault(id(buffer), buffer.clone())
+
+
+def _beside_checkpoint(trainer: Trainer) -> Path | None:
+    loaded = trainer.ckpt_path if trainer.state.fn != TrainerFn.FITTING else None
+    if loaded is not None:
+        return Path(loaded).with_suffix(".laplace.safetensors")
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    return None if folder is None else Path(folder) / "laplace.safetensors"
+
+
+@contextmanager
+def _progress(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None] | None]:
+    """A line that says what is going on, where the trainer shows progress at all."""
+    if trainer.progress_bar_callback is None or not trainer.is_global_zero:
+        yield None
+        return
+    with Console(stderr=True).status("Laplace: reading the training data") as status:
+
+        def show(info: dict[str, Any]) -> None:
+            figures = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in info.items() if k != "stage")
+            status.update(f"Laplace: {info.get('stage', '')}  {'  '.join(figures)}")
+
+        yield show
+
+
+def _summary(laplace: LinearizedLaplace, rows: list[GroupReport]) -> str:
+    lines = [
+        f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
+        for row in rows[:_SHOWN]
+    ]
+    more = [f"  and {len(rows) - _SHOWN} more groups"] if len(rows) > _SHOWN else []
+    return "\n".join([f"Laplace approximation from {laplace.summary.samples} training samples:", *lines, *more])

@@ -1,0 +1,179 @@
+"""The data a network was trained on, in a fixed order, whole and without augmentation, from a trainer's loader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
+
+Transform = Callable[[Any], Any]
+
+_PROBES, _READS = 8, 4  # samples that are read, and how often, to see whether they are augmented
+
+
+def plain_training_loader(
+    trainer: Trainer,
+    pl_module: LightningModule,
+    given: DataLoader[Any] | Dataset[Any] | None = None,
+    *,
+    transform: Transform | None = None,
+    batch_size: int | None = None,
+) -> DataLoader[Any]:
+    """A loader of the training data: sequential, nothing dropped, and the same whenever it is read.
+
+    Without ``given`` the trainer's training loader is rebuilt. Where its data set has the data module's
+    ``train_transform``, and the data module a ``test_transform`` (as TorchUncertainty's have), the latter takes its
+    place. Under data parallelism every process gets its own share, without repeated samples.
+
+    Args:
+        trainer: whose loader, or whose data module's loader, is taken.
+        pl_module: of the run.
+        given: a loader or data set to use instead.
+        transform: takes the place of the data set's ``transform``.
+        batch_size: of the new loader; by default that of the loader it comes from, 128 for a data set.
+
+    Raises:
+        ValueError: data that are augmented (they read differently from time to time), or of which no plain loader can
+            be made.
+    """
+    source: Any = _own_loader(trainer, pl_module) if given is None else given
+    if not isinstance(source, (DataLoader, Dataset)):
+        raise ValueError(_asks_for_data(f"the training data are a {type(source).__name__}, not one DataLoader"))
+    loader = source if isinstance(source, DataLoader) else None
+    dataset: Any = source if loader is None else _everything_in(loader)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(_asks_for_data("the training data are a stream, of which no fixed order is known"))
+    datamodule = trainer.datamodule if given is None else None  # type: ignore[attr-defined]
+    evaluation = getattr(datamodule, "test_transform", None)
+    if transform is not None:
+        dataset = with_transform(dataset, transform)
+    elif evaluation is not None and _transform_of(dataset) is getattr(datamodule, "train_transform", None):
+        rank_zero_info("FitLaplace: training data with the data module's test_transform in place of train_transform.")
+        dataset = with_transform(dataset, evaluation)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        dataset = Subset(dataset, range(min(len(dataset), 128)))
+    collate = None if loader is None else loader.collate_fn
+    _require_repeatable(dataset, collate)
+    rank, world = trainer.global_rank, trainer.world_size
+    return DataLoader(
+        dataset if world == 1 else Subset(dataset, range(rank, len(dataset), world)),
+        batch_size=batch_size or (128 if loader is None else loader.batch_size),
+        shuffle=False,
+        num_workers=0 if loader is None else loader.num_workers,
+        collate_fn=collate,
+        pin_memory=loader is not None and loader.pin_memory,
+    )
+
+
+def with_transform(dataset: Dataset[Any], transform: Transform) -> Dataset[Any]:
+    """A shallow copy of a data set (also within subsets) that applies ``transform`` instead of its own.
+
+    Raises:
+        ValueError: a data set without an attribute ``transform``.
+    """
+    made = copy.copy(dataset)
+    if isinstance(made, Subset):
+        made.dataset = with_transform(made.dataset, transform)
+        return made
+    if not hasattr(made, "transform"):
+        raise ValueError(
+            f"transform= was given, but {type(dataset).__name__} has no attribute 'transform' that it could replace; "
+            "pass train_data= with a data set that applies it"
+        )
+    made.transform = transform
+    if hasattr(made, "transforms"):  # torchvision keeps both
+        made.transforms = type(made.transforms)(transform, made.target_transform)  # type: ignore[attr-defined]
+    return made
+
+
+def _transform_of(dataset: Any) -> Any:
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return getattr(dataset, "transform", None)
+
+
+def _own_loader(trainer: Trainer, pl_module: LightningModule) -> Any:
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    for owner in (datamodule, pl_module):
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if owner is not None and is_overridden(hook, owner):
+                raise ValueError(
+                    _asks_for_data(f"{type(owner).__name__} changes batches in {hook}, before the network sees them")
+                )
+    found = trainer.train_dataloader
+    if found is None and datamodule is not None:
+        datamodule.setup("fit")
+        found = datamodule.train_dataloader()
+    if found is None:
+        raise ValueError(_asks_for_data("the trainer has no training data here (a test without data module)"))
+    return found
+
+
+def _everything_in(loader: DataLoader[Any]) -> Dataset[Any]:
+    """The samples of which the loader shows a shuffled or truncated selection."""
+    dataset, sampler = loader.dataset, loader.sampler
+    if isinstance(dataset, IterableDataset):
+        return dataset
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ValueError(_asks_for_data(f"the training loader draws batches by {type(loader.batch_sampler).__name__}"))
+    if isinstance(sampler, SubsetRandomSampler):
+        return Subset(dataset, list(sampler.indices))
+    size = len(dataset)  # type: ignore[arg-type]
+    whole = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == size
+    if not whole and not isinstance(sampler, (SequentialSampler, DistributedSampler)):
+        raise ValueError(
+            _asks_for_data(f"the training loader draws by {type(sampler).__name__}, of which no fixed order is known")
+        )
+    return dataset
+
+
+def _require_repeatable(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
+    if not len(dataset):
+        raise ValueError("the training data are empty")
+    chosen = sorted({round(i * (len(dataset) - 1) / (_PROBES - 1)) for i in range(_PROBES)})
+    with isolate_rng(include_cuda=False):
+        reads = [[dataset[i] for i in chosen] for _ in range(_READS)]
+        batches = reads if collate is None else [collate(samples) for samples in reads]
+    for batch in batches[1:]:
+        if not _same(batch, batches[0]):
+            raise ValueError(
+                _asks_for_data(
+                    "the training data are augmented: the same samples read differently from time to time. Pass "
+                    "transform= with the evaluation transform, or"
+                ).replace("or; ", "or ")
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Sequence) and not isinstance(a, (str, bytes)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "__array__"):
+        return _same(torch.as_tensor(a), torch.as_tensor(b))
+    return bool(a == b)
+
+
+def _asks_for_data(seen: str) -> str:
+    return (
+        f"{seen}; pass train_data= with a loader or data set that gives the training data as the network sees them, "
+        "without augmentation"
+    )
