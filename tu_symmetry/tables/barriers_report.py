@@ -1,0 +1,134 @@
+"""The report of the barrier recipes: two tables for each kind of network, barriers as bars, losses along the paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from tu_symmetry.tables import plots
+from tu_symmetry.tables.grid import Grid
+from tu_symmetry.tables.stage import Results, StageContext, stage
+
+METHODS = {
+    "none": "no permutation",
+    "weight": "weight matching",
+    "activation": "activation matching",
+    "straight_through": "straight-through",
+    "universe": "universe",
+}
+MENDINGS = {"plain": "plain", "batchnorm": "BN re-estimated", "repair": "REPAIR"}
+COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
+SHADES = dict(zip(MENDINGS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """A report has no options."""
+
+
+def barrier_table(found: Mapping[str, Any]) -> Grid:
+    """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
+
+    def cell(method: str, mending: str, key: str) -> str:
+        values = [path[key] for path in found["methods"][method]["paths"][mending]]
+        return f"{fmean(values):.3f}\n± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+
+    rows = [
+        [
+            METHODS[method],
+            f"{fmean(found['matching']['methods'][method]['transpositions'][1:]):.1f}",
+            f"{fmean(found['matching']['methods'][method]['distances']):.2f}",
+            *(cell(method, mending, key) for key in ("barrier", "tuned_barrier") for mending in MENDINGS),
+        ]
+        for method in found["methods"]
+    ]
+    header = ["", "NoT", "distance"]
+    header += [f"{prefix}\n{name}" for prefix in ("barrier", "barrier, tuned T") for name in MENDINGS.values()]
+    largest = found["matching"]["largest_transpositions"]
+    caption = (
+        f"barriers: test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; tuned T: "
+        f"softmax temperature tuned at each point on held-out images; NoT: mean over networks, of at most {largest}; "
+        "distance: L2, mean over pairs"
+    )
+    return Grid(f"{found['title']}: barriers", header, rows, caption)
+
+
+def accuracy_table(found: Mapping[str, Any]) -> Grid:
+    """Accuracy halfway between two networks, and of the mean of all, with its loss."""
+    single = fmean(member["accuracy"] for member in found["members"])
+    loss = fmean(member["loss"] for member in found["members"])
+    rows = []
+    for method, measured in found["methods"].items():
+        middle = [fmean(path["middle_accuracy"] for path in measured["paths"][mending]) for mending in MENDINGS]
+        mean = [measured["mean"][mending] for mending in MENDINGS]
+        rows.append(
+            [
+                METHODS[method],
+                *(f"{100 * value:.1f}" for value in middle),
+                *(f"{100 * scores['accuracy']:.1f}\n{scores['loss']:.3f}" for scores in mean),
+            ]
+        )
+    header = ["", *(f"{prefix}\n{name}" for prefix in ("middle", "mean net") for name in MENDINGS.values())]
+    caption = (
+        f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
+        f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"
+    )
+    return Grid(f"{found['title']}: merged networks", header, rows, caption)
+
+
+def draw_barriers(path: Path, networks: Sequence[Mapping[str, Any]]) -> None:
+    """Barriers as bars, for each method and mending; dots are pairs, black marks the mean with tuned temperatures."""
+    with plots.figure(path, len(networks), width=4.2, height=3.2) as axes:
+        for ax, found in zip(axes, networks, strict=True):
+            for m, (mending, name) in enumerate(MENDINGS.items()):
+                for k, method in enumerate(found["methods"]):
+                    paths = found["methods"][method]["paths"][mending]
+                    values, x = [p["barrier"] for p in paths], k + 0.26 * (m - 1)
+                    label = {"label": name} if k == 0 else {}
+                    ax.bar(x, fmean(values), 0.24, color=SHADES[mending], alpha=0.75, **label)
+                    ax.plot([x] * len(values), values, "o", color="black", markersize=2, alpha=0.6)
+                    label = {"label": "mean, tuned temperature"} if k == m == 0 else {}
+                    tuned = fmean(p["tuned_barrier"] for p in paths)
+                    ax.plot([x - 0.12, x + 0.12], [tuned, tuned], color="black", linewidth=1.5, **label)
+            ticks = [METHODS[method].replace(" ", "\n").replace("-", "-\n") for method in found["methods"]]
+            ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
+            ax.set(title=found["title"], ylabel="barrier of the test loss (nats)")
+            ax.grid(axis="x", visible=False)
+        axes[0].legend(loc="upper right")
+
+
+def draw_paths(path: Path, found: Mapping[str, Any]) -> None:
+    """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each mending."""
+    with plots.figure(path, len(MENDINGS), width=3.4) as axes:
+        for ax, (mending, name) in zip(axes, MENDINGS.items(), strict=True):
+            for method, measured in found["methods"].items():
+                losses = [p["loss"] for p in measured["paths"][mending]]
+                plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
+            ax.set(title=name, xlabel=r"interpolation $\lambda$", ylabel="test loss (nats)", xlim=(0, 1))
+            ax.sharey(axes[0])
+        axes[-1].legend(loc="upper right")
+
+
+@stage(inputs=("first", "second?", "third?", "fourth?"), reads_table=True)
+def report(context: StageContext, options: ReportOptions) -> Results:
+    """Write ``report.md`` with tables and figures; the inputs are the barriers of up to four kinds of networks."""
+    networks = [source.results for source in context.inputs.values()]
+    draw_barriers(context.folder / "barriers.png", networks)
+    parts = [f"# {context.table.title}", f"Reproduces: {context.table.source}.", context.table.note]
+    parts.append("![barriers](barriers.png)")
+    grids = []
+    for role, found in zip(context.inputs, networks, strict=True):
+        file = f"paths-{context.inputs[role].folder.name}.png"
+        draw_paths(context.folder / file, found)
+        tables = [barrier_table(found), accuracy_table(found)]
+        grids += tables
+        parts.append(f"## {found['title']}")
+        parts += [grid.markdown() for grid in tables]
+        parts.append(f"![losses along the paths]({file})")
+    environment = ", ".join(f"{k} {v}" for k, v in context.environment.items())
+    parts.append(f"## Hardware and versions\n\n{environment}")
+    (context.folder / "report.md").write_text("\n\n".join(p for p in parts if p) + "\n", encoding="utf-8")
+    return {"tables": [grid.to_dict() for grid in grids], "headline": f"{context.name}/report.md"}
