@@ -85,8 +85,10 @@ def load_data(config: DataConfig, root: Path) -> Data:
         parts = _digits()
     elif config.name in TORCHVISION:
         parts = _torchvision(TORCHVISION[config.name], root)
+    elif config.name == "cifar10":
+        parts = _cifar10(root)
     else:
-        raise RecipeError(f"data.name {config.name!r}: the data sets are digits, {', '.join(TORCHVISION)}")
+        raise RecipeError(f"data.name {config.name!r}: the data sets are digits, cifar10, {', '.join(TORCHVISION)}")
     train_x, train_y = _first(*parts[:2], config.train_size, "train_size")
     test_x, test_y = _first(*parts[2:], config.test_size, "test_size")
     digest = hashlib.sha256()
@@ -132,6 +134,22 @@ def _torchvision(name: str, root: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]
             ) from error
     train_x, train_y, test_x, test_y = (read_idx(raw, stem) for stem in stems)
     return train_x.unsqueeze(1), train_y, test_x.unsqueeze(1), test_y
+
+
+def _cifar10(root: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The images ``[n, 3, 32, 32]`` in 0..255 and labels, from torchvision's ``cifar-10-batches-py``."""
+    from torchvision.datasets import CIFAR10
+
+    try:
+        parts = [CIFAR10(root, train=train, download=True) for train in (True, False)]
+    except (RuntimeError, OSError) as error:
+        raise RecipeError(
+            f"CIFAR-10 is not in {root} (torchvision's folder cifar-10-batches-py) and could not be downloaded there; "
+            f"give --data-root with a folder that holds it. The download said: {error}"
+        ) from error
+    images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
+    labels = [torch.tensor(part.targets, dtype=torch.uint8) for part in parts]
+    return images[0], labels[0], images[1], labels[1]
 
 
 def read_idx(folder: Path, stem: str) -> Tensor:

@@ -29,7 +29,7 @@ class DataConfig:
     """Which data a table uses.
 
     Attributes:
-        name: ``digits`` (ships with scikit-learn), ``mnist``, ``fashion_mnist`` or ``kmnist``.
+        name: ``digits`` (ships with scikit-learn), ``mnist``, ``fashion_mnist``, ``kmnist`` or ``cifar10``.
         train_size: number of training images, the first ones in the data set's order; None for all.
         test_size: number of test images, the first ones; None for all.
     """
