@@ -1,0 +1,485 @@
+"""FitLaplace: which weights it is fitted to, which data it sees, what it logs and saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from tu_symmetry.callbacks import FitLaplace
+from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAMPLES, CLASSES = 42, 3
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 4, generator=generator)
+    return x, (x @ torch.randn(4, CLASSES, generator=generator)).argmax(-1)
+
+
+class Routine(LightningModule):
+    """A classifier with two parts that use a Laplace approximation, as TorchUncertainty's routines may have."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = model or net()
+        self.user = User()
+        self.predictions: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        assert torch.is_inference_mode_enabled() and self.user.laplace is not None
+        self.predictions.append(self.user.laplace.predictive(batch[0]))
+
+    validation_step = test_step
+    predict_step = test_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class User(nn.Module):
+    laplace: LinearizedLaplace | None = None
+
+    def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
+        self.laplace = laplace
+
+
+class Data(LightningDataModule):
+    def __init__(self, dataset: Dataset[Any] | None = None, **options: Any) -> None:
+        super().__init__()
+        self.dataset = dataset
+        self.options: dict[str, Any] = {"batch_size": 8, "shuffle": True, "drop_last": True} | options
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.train = self.dataset or TensorDataset(*samples())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train, **self.options)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(*samples()), batch_size=20)
+
+    predict_dataloader = test_dataloader
+
+
+class Numbers(Logger):
+    """Keeps what is logged."""
+
+    name, version = "numbers", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics |= metrics
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def trainer(*callbacks: Callback, logger: Any = False, epochs: int = 3, **options: Any) -> Trainer:
+    return Trainer(
+        callbacks=list(callbacks),
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=logger,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def by_hand(model: nn.Module, data: Any = None, **options: Any) -> LinearizedLaplace:
+    la = LinearizedLaplace(model, **options)
+    la.fit([data or samples()])
+    la.optimize_evidence()
+    return la
+
+
+def same(found: LinearizedLaplace | None, expected: LinearizedLaplace) -> None:
+    assert found is not None
+    x = samples()[0] + 0.2
+    torch.testing.assert_close(found.predictive(x), expected.predictive(x), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found.log_precision, expected.log_precision, rtol=1e-3, atol=2e-3)
+
+
+# ---------------------------------------------------------------------- which weights
+
+
+@pytest.mark.parametrize("mode", ["map", "linear"])
+def test_fits_the_trained_network_on_all_training_data(mode: str) -> None:
+    routine, callback, logger = Routine(), FitLaplace(mode=mode), Numbers()
+    untrained = by_hand(Routine().model, mode=mode)
+    trainer(callback, logger=logger).fit(routine, Data())
+    la = callback.laplace
+    assert la is not None and la.model is routine.model and routine.user.laplace is la
+    assert la.summary.samples == SAMPLES  # the training loader drops two
+    expected = by_hand(routine.model, mode=mode)
+    same(la, expected)
+    assert (la.log_precision - untrained.log_precision).abs().max() > 0.1, "vacuous: training changed nothing"
+    assert routine.model.training and next(routine.model.parameters()).requires_grad
+    rows = {row.name: row for row in la.report()}
+    assert rows.keys() == {"0", "rest"}
+    for name, row in rows.items():
+        assert logger.metrics[f"laplace/lambda/{name}"] == row.precision
+        assert logger.metrics[f"laplace/gamma/{name}"] == row.gamma
+        assert logger.metrics[f"laplace/squared_norm/{name}"] == row.squared_norm
+    assert logger.metrics["laplace/log_evidence"] == pytest.approx(la.log_marginal_likelihood())
+    assert la.log_marginal_likelihood() == pytest.approx(expected.log_marginal_likelihood(), rel=1e-4)
+
+
+def test_tests_reuse_what_belongs_to_the_weights_and_fit_anew_what_does_not(tmp_path: Path) -> None:
+    routine, callback = Routine(), FitLaplace(mode="map")
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    runner = trainer(callback, keep)
+    runner.fit(routine, Data())
+    last = callback.laplace
+    runner.test(routine, Data(), verbose=False)
+    assert callback.laplace is last
+    runner.test(routine, Data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
+    assert callback.laplace is not last and routine.user.laplace is callback.laplace
+    same(callback.laplace, by_hand(routine.model, mode="map"))
+    torch.testing.assert_close(torch.cat(routine.predictions[-3:]), callback.laplace.predictive(samples()[0]))
+    assert (tmp_path / "laplace.safetensors").is_file() and (tmp_path / "epoch=0.laplace.safetensors").is_file()
+
+
+def test_without_a_fit_before() -> None:
+    for stage in ("test", "validate", "predict"):
+        routine, callback = Routine(), FitLaplace(mode="map", at_fit_end=False)
+        data = Data()
+        data.val_dataloader = data.test_dataloader  # type: ignore[method-assign]
+        getattr(trainer(callback), stage)(routine, datamodule=data)
+        same(callback.laplace, by_hand(routine.model, mode="map"))
+        assert len(routine.predictions) == 3
+
+
+def test_at_fit_end_can_be_left_out() -> None:
+    routine, callback = Routine(), FitLaplace(mode="map", at_fit_end=False)
+    runner = trainer(callback)
+    runner.fit(routine, Data())
+    assert callback.laplace is None
+    runner.test(routine, Data(), verbose=False)
+    assert callback.laplace is not None
+
+
+def test_weights_made_under_inference_mode() -> None:
+    with torch.inference_mode():
+        model = net()
+        model[3].weight.mul_(1.0)
+    model.add_module("tied", nn.Identity())
+    model.tied.weight = model[3].weight
+    assert model[3].weight.is_inference()
+    routine, callback = Routine(model), FitLaplace(mode="linear", curvature="diag")
+    trainer(callback).test(routine, Data(), verbose=False)
+    assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
+    assert model.tied.weight is model[3].weight
+    same(callback.laplace, by_hand(model, mode="linear", curvature="diag"))
+
+
+def test_training_again_takes_the_old_approximation_back() -> None:
+    seen = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(pl_module.user.laplace)  # type: ignore[union-attr]
+
+    routine, callback = Routine(), FitLaplace(mode="map")
+    trainer(callback).fit(routine, Data())
+    first = callback.laplace
+    trainer(callback, Look()).fit(routine, Data())
+    assert seen == [None] and callback.laplace is not first
+    same(callback.laplace, by_hand(routine.model, mode="map"))
+
+
+def test_random_state_is_left_alone() -> None:
+    states = []
+    for callbacks in ([], [FitLaplace(mode="map", fisher="mc")]):
+        torch.manual_seed(5)
+        trainer(*callbacks).fit(Routine(), Data())
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
+class Averaged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core_model, self.ema_model = net(), net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.core_model if self.training else self.ema_model)(x)
+
+
+def test_which_network() -> None:
+    with pytest.raises(ValueError, match=r"core_model, ema_model.*network='model.ema_model'"):
+        trainer(FitLaplace()).fit(Routine(Averaged()), Data())
+    routine, callback = Routine(Averaged()), FitLaplace(mode="map", network="model.ema_model")
+    trainer(callback).fit(routine, Data())
+    assert callback.laplace is not None and callback.laplace.model is routine.model.ema_model
+    other = Routine()
+    other.backbone = other.model
+    del other.model
+    with pytest.raises(ValueError, match="network='backbone'"):
+        trainer(FitLaplace()).fit(other, Data())
+
+
+# ---------------------------------------------------------------------- which data
+
+
+class Augmented(Dataset[Any]):
+    """Noise on every reading, unless a transform takes its place; ``transform`` as torchvision's data sets have it."""
+
+    def __init__(self, transform: Any = None) -> None:
+        self.x, self.y = samples()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return (self.transform(self.x[i]) if self.transform else self.x[i]), self.y[i]
+
+
+def noise(x: Tensor) -> Tensor:
+    return x + 0.5 * torch.randn(x.shape)
+
+
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_augmented_data_are_refused_before_training() -> None:
+    routine = Routine()
+    before = routine.model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"augmented.*transform="):
+        trainer(FitLaplace()).fit(routine, Data(Augmented(noise)))
+    assert torch.equal(routine.model[0].weight, before)
+
+
+def test_augmenting_collate_functions_are_refused() -> None:
+    def mix(batch: list[Any]) -> Any:
+        x, y = torch.utils.data.default_collate(batch)
+        return noise(x), y
+
+    with pytest.raises(ValueError, match="augmented"):
+        trainer(FitLaplace()).fit(Routine(), Data(collate_fn=mix))
+
+
+def test_the_evaluation_transform_takes_the_place_of_augmentation() -> None:
+    x, y = samples()
+    for split in (False, True):
+        rows = torch.arange(5, 35)
+        data = Subset(Augmented(noise), rows.tolist()) if split else Augmented(noise)
+        routine, callback = Routine(), FitLaplace(mode="map", transform=double)
+        trainer(callback).fit(routine, Data(data))
+        same(callback.laplace, by_hand(routine.model, (2 * x[rows], y[rows]) if split else (2 * x, y), mode="map"))
+        own = data.dataset if isinstance(data, Subset) else data
+        assert own.transform is noise  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="no attribute 'transform'"):
+        trainer(FitLaplace(transform=double)).fit(Routine(), Data())
+
+
+def test_a_data_modules_own_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TorchUncertainty's data modules have them."""
+    said: list[str] = []
+    monkeypatch.setattr("tu_symmetry.callbacks.training_data.rank_zero_info", said.append)
+    data = Data(Augmented(noise))
+    data.train_transform, data.test_transform = noise, double
+    routine, callback = Routine(), FitLaplace(mode="map")
+    trainer(callback).fit(routine, data)
+    x, y = samples()
+    same(callback.laplace, by_hand(routine.model, (2 * x, y), mode="map"))
+    assert "test_transform in place of train_transform" in said[0]
+
+
+def test_given_data() -> None:
+    x, y = samples()
+    given = TensorDataset(x[:20], y[:20])
+    for data in (given, DataLoader(given, batch_size=3, shuffle=True, drop_last=True)):
+        routine, callback = Routine(), FitLaplace(data, mode="map")  # type: ignore[arg-type]
+        trainer(callback).fit(routine, Data(Augmented(noise)))
+        same(callback.laplace, by_hand(routine.model, (x[:20], y[:20]), mode="map"))
+
+
+def plain(data: Data, **options: Any) -> DataLoader[Any]:
+    data.setup("fit")
+    runner = trainer()
+    runner.datamodule = data  # type: ignore[attr-defined]
+    return plain_training_loader(runner, Routine(), **options)
+
+
+def test_plain_loaders_are_sequential_and_whole() -> None:
+    loader = plain(Data())
+    assert [len(x) for x, _ in loader] == [8] * 5 + [2]
+    torch.testing.assert_close(torch.cat([x for x, _ in loader]), samples()[0])
+    assert [len(x) for x, _ in plain(Data(), batch_size=40)] == [40, 2]
+    subset = plain(Data(shuffle=False, drop_last=False, sampler=SubsetRandomSampler([4, 9, 1])))
+    torch.testing.assert_close(torch.cat([x for x, _ in subset]), samples()[0][[4, 9, 1]])
+
+
+def test_loaders_without_a_known_order_are_refused() -> None:
+    weighted = WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES)
+    with pytest.raises(ValueError, match=r"WeightedRandomSampler.*train_data="):
+        plain(Data(sampler=weighted, shuffle=False))
+
+    class Batches(BatchSampler):
+        pass
+
+    batches = Batches(SequentialSampler(range(SAMPLES)), 8, False)
+    with pytest.raises(ValueError, match="draws batches by Batches"):
+        plain(Data(batch_sampler=batches, batch_size=1, shuffle=None, drop_last=False))
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from zip(*samples(), strict=True)
+
+    with pytest.raises(ValueError, match="stream"):
+        plain(Data(Stream(), shuffle=None, drop_last=False))
+    with pytest.raises(ValueError, match="empty"):
+        plain(Data(), given=TensorDataset(torch.zeros(0, 4), torch.zeros(0)))
+    with pytest.raises(ValueError, match="are a list"):
+        plain(Data(), given=[samples()])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no training data here"):
+        trainer(FitLaplace()).test(Routine(), Data().test_dataloader(), verbose=False)
+
+
+def test_batches_that_are_changed_on_their_way_are_refused() -> None:
+    class Normalizing(Data):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return double(batch[0]), batch[1]
+
+    with pytest.raises(ValueError, match="Normalizing changes batches in on_after_batch_transfer"):
+        trainer(FitLaplace()).fit(Routine(), Normalizing())
+
+
+def test_every_process_has_its_share_and_no_sample_twice() -> None:
+    class Rank:
+        datamodule, fast_dev_run, world_size, train_dataloader = None, False, 4, None
+
+    shares = []
+    for rank in range(4):
+        Rank.global_rank = rank  # type: ignore[attr-defined]
+        loader = plain_training_loader(Rank(), Routine(), TensorDataset(*samples()))  # type: ignore[arg-type]
+        shares.append(torch.cat([x for x, _ in loader]))
+    assert sorted(len(s) for s in shares) == [10, 10, 11, 11]
+    torch.testing.assert_close(torch.cat(shares).sum(0), samples()[0].sum(0), rtol=1e-4, atol=1e-4)
+
+
+# ---------------------------------------------------------------------- files and options
+
+
+def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None:
+    routine, callback = Routine(), FitLaplace(mode="linear")
+    trainer(callback, ModelCheckpoint(tmp_path, filename="net")).fit(routine, Data())
+    assert callback.saved_to == tmp_path / "laplace.safetensors"
+    content = torch.load(tmp_path / "net.ckpt", weights_only=True)
+    assert content["state_dict"].keys() == {f"model.{name}" for name in net().state_dict()}
+    with safe_open(callback.saved_to, "pt") as file:
+        stored = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+    for name, weight in routine.model.named_parameters():
+        assert not any(t.shape == weight.shape and torch.equal(t, weight) for t in stored), name
+    assert not list(tmp_path.glob("*.tmp*"))
+    assert callback.laplace is not None
+    expected = callback.laplace.predictive(samples()[0])
+
+    again, other = Routine(), FitLaplace(load_from=callback.saved_to)
+    trainer(other).test(again, Data(), ckpt_path=tmp_path / "net.ckpt", verbose=False)
+    assert torch.equal(torch.cat(again.predictions), torch.cat([expected[:20], expected[20:40], expected[40:]]))
+    with pytest.raises(ValueError, match=r"laplace\.safetensors"):
+        trainer(FitLaplace(load_from=callback.saved_to)).test(Routine(), Data(), verbose=False)
+
+
+def test_a_path_of_ones_own_and_nothing_without_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer(callback := FitLaplace(mode="map")).fit(Routine(), Data())
+    assert callback.saved_to is None and not list(tmp_path.iterdir())
+    trainer(callback := FitLaplace(mode="map", path=tmp_path / "deep" / "la.safetensors")).fit(Routine(), Data())
+    assert LinearizedLaplace.load(tmp_path / "deep" / "la.safetensors", callback.laplace.model).prior == "per_group"
+
+
+def test_evidence_and_hyperprior() -> None:
+    routine, callback, logger = Routine(), FitLaplace(evidence=False, prior_precision=7.0, prior="single"), Numbers()
+    trainer(callback, logger=logger).fit(routine, Data())
+    assert logger.metrics["laplace/lambda/all"] == pytest.approx(7) and "laplace/log_evidence" not in logger.metrics
+    flat = FitLaplace(mode="map", hyperprior=None)
+    trainer(flat).fit(routine := Routine(), Data())
+    assert flat.laplace is not None
+    la = LinearizedLaplace(routine.model, mode="map").fit([samples()])
+    la.optimize_evidence(hyperprior=None)
+    torch.testing.assert_close(flat.laplace.log_precision, la.log_precision, rtol=1e-3, atol=2e-3)
+
+
+def test_wrong_options_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="prior='per_unit' is not known"):
+        FitLaplace(prior="per_unit")
+    with pytest.raises(TypeError, match="priors"):
+        FitLaplace(priors="single")
+    FitLaplace(parameters=["head"], groups={"head": ["head.weight"]})
+
+
+def test_in_yaml(tmp_path: Path) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Callback, "callback")
+    parser.add_argument("--config", action="config")
+    (tmp_path / "c.yaml").write_text("""
+callback:
+  class_path: tu_symmetry.callbacks.FitLaplace
+  init_args: {prior: single, mode: map, likelihood: regression, noise_variance: 0.5, hyperprior: {std: 3.0}}
+""")
+    found = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
+    assert found.options["prior"] == "single" and found.options["noise_variance"] == 0.5
+    assert found.hyperprior.std == 3
+    with pytest.raises(Exception, match="priors"):
+        parser.parse_object(
+            {"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"priors": 1}}}
+        )
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    runner = Trainer(
+        callbacks=[FitLaplace(mode="linear", path=tmp_path / "two.safetensors"), ModelCheckpoint(tmp_path)],
+        max_epochs=1, accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    runner.fit(Routine(), Data())
+    model = net()
+    state = torch.load(next(tmp_path.glob("*.ckpt")), weights_only=True)["state_dict"]
+    model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
+    found = LinearizedLaplace.load(tmp_path / "two.safetensors", model)
+    assert found.summary.samples == SAMPLES
+    same(found, by_hand(model, mode="linear"))
