@@ -17,6 +17,14 @@ from torch import Tensor
 BlockKind = Literal["kronecker", "dense", "diagonal", "coupled"]
 
 
+def rotate(rows: Tensor, basis: Tensor) -> Tensor:
+    """``rows [..., matrices, n, m] @ basis [matrices, m, k]``, without a copy of the basis for each leading index."""
+    if len(basis) == 1:
+        return rows @ basis[0]
+    moved = rows.movedim(-3, 0)
+    return (moved.flatten(1, -2) @ basis).unflatten(1, moved.shape[1:-1]).movedim(0, -3)
+
+
 class Block(ABC):
     """One block; ``start`` and ``stop`` bound its piece of the flat vector.
 
@@ -115,11 +123,11 @@ class KroneckerBlock(Block):
 
     def to_basis(self, vectors: Tensor) -> Tensor:
         """``U_G^T W U_A``."""
-        return self.outputs.mT @ vectors.unflatten(-1, self.shape) @ self.inputs
+        return rotate(rotate(vectors.unflatten(-1, self.shape), self.inputs).mT, self.outputs).mT
 
     def from_basis(self, coefficients: Tensor) -> Tensor:
         """``U_G W U_A^T``."""
-        return (self.outputs @ coefficients @ self.inputs.mT).flatten(-3)
+        return rotate(rotate(coefficients, self.inputs.mT).mT, self.outputs.mT).mT.flatten(-3)
 
     def tensors(self) -> dict[str, Tensor]:
         """Both eigendecompositions, and the corrected eigenvalues."""

@@ -15,7 +15,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock, within_groups
+from tu_symmetry.laplace.blocks import (
+    Block,
+    CoupledBlock,
+    DenseBlock,
+    DiagonalBlock,
+    KroneckerBlock,
+    rotate,
+    within_groups,
+)
 from tu_symmetry.laplace.data import all_reduce, batches
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, find_layers, watching
@@ -381,7 +389,7 @@ def _correct(
 
     def observe(layer: Layer, inputs: Tensor) -> None:
         if layer.name in own:
-            rows[layer.name] = layer.rows(inputs) @ own[layer.name].inputs
+            rows[layer.name] = rotate(layer.rows(inputs), own[layer.name].inputs)
 
     def add(_: int, layer: Layer, gradient: Tensor) -> None:
         if layer.name not in own:
@@ -389,7 +397,7 @@ def _correct(
         assert isinstance(layer, MatrixLayer)
         block = own[layer.name]
         assert block.corrected is not None
-        g = layer.gradient_rows(gradient) @ block.outputs
+        g = rotate(layer.gradient_rows(gradient), block.outputs)
         a = rows[layer.name]
         if a.shape[2] == 1:
             block.corrected += torch.einsum("nbto,nbti->boi", g.square(), a.square())

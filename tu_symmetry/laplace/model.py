@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 Progress = Callable[[dict[str, Any]], None]
 
 _EXACT_OUTPUTS = 32  # up to as many outputs, covariances are cheaper than samples
+_EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
 
 
 class PrunedGroupWarning(UserWarning):
@@ -535,7 +536,7 @@ class LinearizedLaplace:
             n_samples: number of Monte-Carlo samples.
             link: from logits to probabilities: ``mc``, or in closed form ``probit``, ``bridge``, or ``mean``.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
-                ``auto``: exact up to 32 outputs.
+                ``auto``: exact up to 32 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
             seed: of the samples; the same seed gives the same functions in every call.
 
@@ -548,6 +549,8 @@ class LinearizedLaplace:
             raise ValueError(f"n_samples={n_samples} has to be at least 1")
         if link not in ("mc", "probit", "bridge", "mean"):
             raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit', 'bridge' or 'mean'")
+        if covariance not in ("auto", "exact", "samples"):
+            raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
         classify = self.likelihood.name == "classification"
         if joint:
             samples = self.function_samples(inputs, n_samples, seed)
@@ -556,8 +559,7 @@ class LinearizedLaplace:
         if classify and link == "mean":
             with evaluating(self.model):
                 return self.tangent.outputs(inputs).softmax(-1)
-        exact = covariance == "exact" or (covariance == "auto" and self.summary.outputs <= _EXACT_OUTPUTS)
-        if exact:
+        if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
             mean, matrix = outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, inputs)
             variance = matrix.diagonal(dim1=-2, dim2=-1)
             if classify and link == "mc":
@@ -572,6 +574,22 @@ class LinearizedLaplace:
         if classify:
             return outputs_posterior.link_probabilities(link, mean, variance)
         return GaussianPredictive(mean, variance + self.noise_variance, variance)
+
+    def _exact_is_cheap(self) -> bool:
+        """Few outputs; apart from Kronecker factors, a Jacobian of one sample that is not too large."""
+        outputs = self.summary.outputs
+        return outputs <= _EXACT_OUTPUTS and (self._layers is not None or outputs * self.tangent.size <= _EXACT_ENTRIES)
+
+    def predict(self, loader: Iterable[Any], **options: Any) -> Iterator[Any]:
+        """Stream over a loader: :meth:`predictive` of one batch after the other.
+
+        Args:
+            loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read).
+            options: of :meth:`predictive`. Monte-Carlo samples are those of its seed in every batch, so that results
+                do not depend on the batch size, and joint ones are joint over the whole loader.
+        """
+        for batch in loader:
+            yield self.predictive(batch[0] if isinstance(batch, (tuple, list)) else batch, **options)
 
     def _weight_samples(self, count: int, seed: int) -> WeightSamples:
         kept = self._samples

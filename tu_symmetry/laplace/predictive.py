@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior
+from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, watching
 from tu_symmetry.laplace.likelihood import check_outputs
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
@@ -132,11 +132,12 @@ def _add_matrix(
     covariance: Tensor, layer: MatrixLayer, block: KroneckerBlock, posterior: Posterior, rows: Tensor, gradients: Tensor
 ) -> None:
     variance = block.precisions(posterior.log_precision, posterior.noise).reciprocal()
-    g = torch.stack([layer.gradient_rows(gradient) for gradient in gradients]) @ block.outputs
-    a = rows @ block.inputs
+    g = rotate(torch.stack([layer.gradient_rows(gradient) for gradient in gradients]), block.outputs)
+    a = rotate(rows, block.inputs)
     if a.shape[2] == 1:
-        weight = torch.einsum("bnti,noi->bno", a.square(), variance)
-        covariance += torch.einsum("cbno,dbno,bno->bcd", g.squeeze(3), g.squeeze(3), weight)
+        weight = rotate(a.square(), variance.mT).sqrt()
+        white = (g * weight).flatten(2).transpose(0, 1)
+        covariance += white @ white.mT
         return
     deviation = variance.sqrt()
     width = len(g)
@@ -184,15 +185,15 @@ class WeightSamples:
                 yield self._kept[start]
                 continue
             stop = min(start + self.chunk, self.count)
-            drawn = torch.stack([self._draw(i) for i in range(start, stop)])
+            noise = torch.stack([self._noise(i) for i in range(start, stop)])
+            drawn = self.posterior.sample(noise.to(self.like.device))
             if stop <= self._limit:
                 self._kept[start] = drawn
             yield drawn
 
-    def _draw(self, number: int) -> Tensor:
+    def _noise(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        noise = torch.randn(self.posterior.size, generator=generator, dtype=self.like.dtype)
-        return self.posterior.sample(noise.to(self.like.device))
+        return torch.randn(self.posterior.size, generator=generator, dtype=self.like.dtype)
 
 
 def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -202,12 +203,8 @@ def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any)
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
-        changes = [_products(tangent, inputs, chunk) for chunk in samples.chunks()]
+        changes = [tangent.jvps(inputs, chunk) for chunk in samples.chunks()]
     return outputs, torch.cat(changes)
-
-
-def _products(tangent: TangentModel, inputs: Any, vectors: Tensor) -> Tensor:
-    return torch.stack([tangent.jvp(inputs, vector)[1] for vector in vectors])
 
 
 def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:

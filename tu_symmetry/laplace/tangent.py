@@ -117,6 +117,7 @@ class TangentModel:
             self.slots[name] = Slot(self.size, self.size + count, tuple(own[name].shape))
             self.size += count
         self._forward_mode = True
+        self._vectorized = True
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, without gradient history; shared with the module."""
@@ -181,6 +182,24 @@ class TangentModel:
             (product,) = push(direction)
         return check_outputs(outputs.detach()), product.detach()
 
+    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
+        """The Jacobian times several flat vectors ``[count, size]``: ``[count, batch, outputs]``.
+
+        All at once, which shares the forward pass, or one after the other where an operator cannot be vectorized.
+        """
+        if self._forward_mode and self._vectorized and len(vectors) > 1:
+            function, point = self.function(inputs), self.parameters()
+
+            def push(vector: Tensor) -> Tensor:
+                return jvp(function, (point,), (self.unflatten(vector),))[1]
+
+            try:
+                with torch.no_grad():
+                    return vmap(push)(vectors)
+            except (RuntimeError, NotImplementedError):  # what jvp itself cannot do, it says below
+                self._vectorized = False
+        return torch.stack([self.jvp(inputs, vector)[1] for vector in vectors])
+
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """The transposed Jacobian times ``[batch, outputs]``, summed over the batch: a flat vector."""
         with torch.enable_grad():
@@ -201,8 +220,16 @@ class TangentModel:
             return pullback(direction.unsqueeze(0))[0]
 
         with torch.enable_grad():
-            gradients = vmap(one)(inputs, cotangent)
-        return torch.cat([gradients[name].detach().reshape(len(cotangent), -1) for name in self.names], dim=1)
+            if self._vectorized:
+                try:
+                    gradients = vmap(one)(inputs, cotangent)
+                    return torch.cat(
+                        [gradients[name].detach().reshape(len(cotangent), -1) for name in self.names], dim=1
+                    )
+                except RuntimeError:  # an operator that cannot be vectorized; others fail again below
+                    self._vectorized = False
+            rows = [rows_of(inputs, slice(i, i + 1)) for i in range(len(cotangent))]
+            return torch.stack([self.vjp(row, cotangent[i : i + 1]) for i, row in enumerate(rows)])
 
 
 class LastLayerModel(TangentModel):
@@ -240,8 +267,16 @@ class LastLayerModel(TangentModel):
     def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs, and the layer applied with the vector's weights."""
         features, outputs = self.features(inputs)
+        return outputs, self._apply(features, vector)
+
+    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
+        """The layer applied with the weights of each vector."""
+        features, _ = self.features(inputs)
+        return torch.stack([self._apply(features, vector) for vector in vectors])
+
+    def _apply(self, features: Tensor, vector: Tensor) -> Tensor:
         own = self.unflatten(vector)
-        return outputs, nn.functional.linear(features, own[self._weight], own.get(self._bias))
+        return nn.functional.linear(features, own[self._weight], own.get(self._bias))
 
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Sum of the outer products of cotangents and features."""

@@ -1,0 +1,401 @@
+"""The predictive against the exact Gaussian of the tangent model, by dense Jacobians in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, dense_covariance, jacobian, randomize
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tu_symmetry.laplace import predictive as predictive_module
+from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.predictive import WeightSamples
+
+
+def mlp(outputs: int = 3) -> nn.Module:
+    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)))
+
+
+def cnn() -> nn.Module:
+    return randomize(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 6, 3, groups=2),
+            nn.GroupNorm(2, 6), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
+        )
+    )  # fmt: skip
+
+
+class Transformer(nn.Module):
+    """Embedding, attention module, and attention by the function that has no forward-mode derivative when fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.query, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.table(tokens))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        q = self.query(x).unsqueeze(1)
+        return self.head(F.scaled_dot_product_attention(q, q, q).squeeze(1).mean(1))
+
+
+class Recurrent(nn.Module):
+    """A network without forward-mode derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.memory(x)[0][:, -1])
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.head = nn.Linear(4, 5), nn.Linear(2, 5), nn.Linear(5, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.a(a) * self.b(b)))
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 6, (9, 4), generator=torch.Generator().manual_seed(3))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "mlp": (mlp, lambda: data(4, outputs=3)[0]),
+    "cnn": (cnn, lambda: data(2, 5, 5, outputs=3)[0]),
+    "transformer": (lambda: randomize(Transformer()), tokens),
+    "two_inputs": (
+        lambda: randomize(TwoInputs()),
+        lambda: (data(4, outputs=3)[0], data(2, outputs=3, seed=2)[0]),
+    ),
+}
+
+
+def fitted(
+    name: str = "mlp", kind: str = "classification", mode: str = "map", **options: Any
+) -> tuple[LinearizedLaplace, Any]:
+    build, inputs = NETWORKS[name]
+    model, x = build(), inputs()
+    y = data(1, outputs=3, kind=kind)[1]
+    options = {"prior": "per_layer"} | options
+    la = LinearizedLaplace(model, kind, mode=mode, **options).fit([(x, y)])  # type: ignore[arg-type]
+    numbers = torch.arange(1, len(la.prior_groups) + 1).double()
+    la.set_precision(dict(zip(la.prior_groups.names, (0.3 * numbers).tolist(), strict=True)))
+    return la, x
+
+
+def exact(la: LinearizedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Mean ``[batch, outputs]`` and covariance ``[batch, outputs, batch, outputs]`` of the tangent model."""
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    jac = jacobian(la.model, la.tangent.names, inputs)
+    covariance = torch.einsum("nci,ij,mdj->ncmd", jac, dense_covariance(la), jac)
+    return la.model(*args).detach(), covariance
+
+
+def each(covariance: Tensor) -> Tensor:
+    return torch.einsum("ncnd->ncd", covariance)
+
+
+# ---------------------------------------------------------------------- exact covariance
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_covariance_is_jacobian_covariance_jacobian(name: str, curvature: str) -> None:
+    la, x = fitted(name, curvature=curvature)
+    mean, covariance = exact(la, x)
+    found = la.function_covariance(x)
+    torch.testing.assert_close(found[0], mean)
+    torch.testing.assert_close(found[1], each(covariance), rtol=1e-8, atol=1e-10)
+
+
+def test_covariance_of_a_recurrent_network() -> None:
+    """No rule for vectorized or forward-mode derivatives of nn.LSTM: products fall back to reverse mode."""
+    model, (x, y) = randomize(Recurrent()), data(3, 4, outputs=3)
+    la = LinearizedLaplace(model, prior="single", curvature="diag", parameters=["head"]).fit([(x, y)])
+    torch.testing.assert_close(la.function_covariance(x)[1], each(exact(la, x)[1]), rtol=1e-8, atol=1e-10)
+    whole = LinearizedLaplace(model, prior="single", curvature="kfac", parameters=["memory.weight_ih_l0"])
+    names = whole.tangent.names
+    vector = torch.randn(whole.tangent.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    exact_product = jacobian(model, names, x) @ vector
+    torch.testing.assert_close(whole.tangent.jvp(x, vector)[1], exact_product, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(whole.tangent.jvp(x, 2 * vector)[1], 2 * exact_product, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_last_layer_closed_form(kind: str) -> None:
+    la, x = fitted(kind=kind, curvature="last_layer")
+    full, _ = fitted(kind=kind, curvature="full", parameters=["2"])
+    torch.testing.assert_close(la.function_covariance(x)[1], each(exact(la, x)[1]), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(la.function_covariance(x)[1], full.function_covariance(x)[1], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(la.function_samples(x, 4), full.function_samples(x, 4), rtol=1e-7, atol=1e-9)
+
+
+def test_covariance_of_a_frozen_network_covers_the_rest_alone() -> None:
+    model, (x, y) = cnn(), data(2, 5, 5, outputs=3)
+    model[0].weight.requires_grad_(False)
+    model[4].requires_grad_(False)
+    la = LinearizedLaplace(model, prior="per_layer").fit([(x, y)])
+    assert not {"0.weight", "4.weight", "4.bias"} & set(la.tangent.names)
+    torch.testing.assert_close(la.function_covariance(x)[1], each(exact(la, x)[1]), rtol=1e-8, atol=1e-10)
+
+
+# ---------------------------------------------------------------------- samples
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_function_samples_are_the_tangent_model_at_weight_samples(name: str, curvature: str) -> None:
+    la, x = fitted(name, curvature=curvature)
+    weights = torch.cat(list(WeightSamples(la.posterior, 5, 3, la.tangent.point()[:1]).chunks()))
+    expected = exact(la, x)[0] + torch.einsum("nci,si->snc", jacobian(la.model, la.tangent.names, x), weights)
+    torch.testing.assert_close(la.function_samples(x, 5, seed=3), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_weight_samples_have_the_posterior_covariance() -> None:
+    la, _ = fitted(curvature="kfac")
+    drawn = torch.cat(list(WeightSamples(la.posterior, 4000, 0, la.tangent.point()[:1]).chunks()))
+    expected = dense_covariance(la)
+    assert float(drawn.mean(0).abs().max()) < 0.12
+    assert float((torch.cov(drawn.T) - expected).norm() / expected.norm()) < 0.12
+
+
+def test_samples_are_joint_over_inputs_batches_and_calls() -> None:
+    la, x = fitted("cnn")
+    together = la.function_samples(x, 6)
+    apart = torch.cat([la.function_samples(x[:4], 6), la.function_samples(x[4:], 6)], dim=1)
+    torch.testing.assert_close(apart, together)
+    torch.testing.assert_close(la.function_samples(x, 20)[:6], together)  # more samples extend fewer
+    assert not torch.allclose(la.function_samples(x, 6, seed=1), together)
+
+
+def test_joint_samples_have_the_covariance_between_inputs() -> None:
+    la, x = fitted()
+    _, covariance = exact(la, x[:2])
+    drawn = la.function_samples(x[:2], 2000).flatten(1)
+    found, expected = torch.cov(drawn.T), covariance.reshape(6, 6)
+    assert float((found - expected).norm() / expected.norm()) < 0.15
+    assert float(expected[:3, 3:].norm() / expected.norm()) > 0.1
+    torch.testing.assert_close(la.predictive(x[:2], joint=True, n_samples=9), la.function_samples(x[:2], 9).softmax(-1))
+
+
+def test_samples_beyond_the_memory_limit_are_drawn_anew() -> None:
+    la, _ = fitted()
+    like = la.tangent.point()[:1]
+    plenty = WeightSamples(la.posterior, 20, 0, like)
+    scarce = WeightSamples(la.posterior, 20, 0, like, memory=10 * 8 * la.tangent.size)
+    for _ in range(2):
+        torch.testing.assert_close(torch.cat(list(scarce.chunks())), torch.cat(list(plenty.chunks())), rtol=0, atol=0)
+    assert sum(len(v) for v in scarce._kept.values()) == 8
+
+
+# ---------------------------------------------------------------------- links
+
+
+def monte_carlo(mean: Tensor, covariance: Tensor, count: int = 200_000) -> Tensor:
+    """Mean of the softmax under the exact Gaussian."""
+    generator = torch.Generator().manual_seed(99)
+    root = torch.linalg.cholesky(covariance)
+    noise = torch.randn(count, *mean.shape, generator=generator, dtype=torch.float64)
+    return (mean + torch.einsum("ncd,snd->snc", root, noise)).softmax(-1).mean(0)
+
+
+@pytest.mark.parametrize("covariance", ["exact", "samples"])
+def test_monte_carlo_predictive_converges_to_the_exact_one(covariance: str) -> None:
+    la, x = fitted()
+    mean, both = exact(la, x[:4])
+    expected = monte_carlo(mean, each(both))
+    errors = [
+        float((la.predictive(x[:4], n_samples=n, covariance=covariance) - expected).abs().max())  # type: ignore
+        for n in (20, 1000)
+    ]
+    assert errors[1] < 0.03 and errors[1] < errors[0]
+    assert float((mean.softmax(-1) - expected).abs().max()) > 0.05  # the uncertainty matters here
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "last_layer"])
+def test_probit(curvature: str) -> None:
+    la, x = fitted(curvature=curvature)
+    mean, covariance = exact(la, x)
+    variance = torch.einsum("ncnc->nc", covariance)
+    expected = (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+    torch.testing.assert_close(la.predictive(x, link="probit"), expected, rtol=1e-8, atol=1e-10)
+    sampled = la.predictive(x, link="probit", covariance="samples", n_samples=800)
+    assert 1e-6 < float((sampled - expected).abs().max()) < 0.03
+
+
+def test_probit_of_two_classes_is_near_the_exact_predictive() -> None:
+    """Two outputs, of which the second is 0 for certain: MacKay's one-dimensional approximation."""
+
+    class Logit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logit = self.layer(x)
+            return torch.cat([logit, torch.zeros_like(logit)], -1)
+
+    model, (x, y) = randomize(Logit()), data(4, outputs=2)
+    la = LinearizedLaplace(model, prior="single", curvature="full", prior_precision=0.5).fit([(x, y)])
+    found = la.predictive(x, link="probit")
+    torch.testing.assert_close(found, la.predictive(x, link="mc", n_samples=20_000), rtol=0, atol=0.02)
+    assert float((found - la.predictive(x, link="mean")).abs().max()) > 0.03
+
+
+def test_bridge_and_mean() -> None:
+    la, x = fitted()
+    mean, covariance = exact(la, x)
+    variance = torch.einsum("ncnc->nc", covariance)
+    centered = mean - mean.mean(-1, keepdim=True)
+    alpha = (1 - 2 / 3 + centered.exp() / 9 * centered.neg().exp().sum(-1, keepdim=True)) / variance
+    torch.testing.assert_close(la.predictive(x, link="bridge"), alpha / alpha.sum(-1, keepdim=True))
+    torch.testing.assert_close(la.predictive(x, link="mean"), mean.softmax(-1))
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])
+def test_regression_predictive(curvature: str) -> None:
+    la, x = fitted(kind="regression", curvature=curvature, noise_variance=0.3)
+    mean, covariance = exact(la, x)
+    found = la.predictive(x)
+    torch.testing.assert_close(found.mean, mean)
+    torch.testing.assert_close(found.epistemic, torch.einsum("ncnc->nc", covariance), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(found.variance, found.epistemic + 0.3)
+    sampled = la.predictive(x, covariance="samples", n_samples=800)
+    torch.testing.assert_close(sampled.epistemic, found.epistemic, rtol=0.25, atol=1e-3)
+    assert la.predictive(x, joint=True, n_samples=7).shape == (7, 9, 3)
+
+
+def test_the_mean_stays_where_the_network_is_and_weights_move_in_mode_linear() -> None:
+    la, x = fitted(mode="linear")
+    la.optimize_evidence()
+    assert float((la.theta - la.tangent.point()).norm()) > 0.1
+    torch.testing.assert_close(la.function_covariance(x)[0], la.model(x).detach())
+
+
+# ---------------------------------------------------------------------- streams, memory, surroundings
+
+
+@pytest.mark.parametrize("options", [{}, {"covariance": "samples"}, {"link": "probit"}, {"joint": True}])
+def test_streaming_a_loader(options: dict[str, Any]) -> None:
+    la, x = fitted("cnn")
+    dataset = torch.utils.data.TensorDataset(x, torch.zeros(9))
+    expected = la.predictive(x, n_samples=11, **options)
+    for loader in (torch.utils.data.DataLoader(dataset, 4), x.split(2)):
+        parts = la.predict(loader, n_samples=11, **options)
+        assert iter(parts) is parts
+        torch.testing.assert_close(torch.cat(list(parts), dim=1 if options.get("joint") else 0), expected)
+
+
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that any operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(tensor, Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return found
+
+
+@pytest.mark.parametrize("covariance", ["exact", "samples"])
+def test_no_jacobian_of_a_batch_is_ever_in_memory(covariance: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomize(nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10)))
+    x, y = data(40, outputs=10, samples=32)
+    la = LinearizedLaplace(model, prior="per_layer").fit([(x, y)])
+    monkeypatch.setattr(predictive_module, "_ELEMENTS", 1 << 14)
+    expected = la.predictive(x, link="probit", covariance=covariance, n_samples=4)  # type: ignore[arg-type]
+    with Largest() as largest:
+        again = la.predictive(x, link="probit", covariance=covariance, n_samples=4)  # type: ignore[arg-type]
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    size, outputs = la.tangent.size, 10
+    assert largest.entries <= 8 * size  # a chunk of weight samples; a Jacobian has 320 times the size
+    assert largest.entries < len(x) * outputs * size / 10
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer", "mlp"])
+@pytest.mark.parametrize("curvature", ["kfac", "diag"])
+def test_small_pieces_give_the_same_covariance(name: str, curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    la, x = fitted(name, curvature=curvature)
+    expected = la.function_covariance(x)[1]
+    monkeypatch.setattr(predictive_module, "_ELEMENTS", 50)
+    torch.testing.assert_close(la.function_covariance(x)[1], expected)
+
+
+def test_many_outputs_take_samples_and_few_take_covariances(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("function_covariance", "function_samples"):
+        own = getattr(predictive_module, name)
+        monkeypatch.setattr(predictive_module, name, lambda *a, _own=own, _n=name: called.append(_n) or _own(*a))
+    for outputs, curvature in ((3, "kfac"), (33, "kfac"), (3, "diag")):
+        x, y = data(4, outputs=outputs)
+        la = LinearizedLaplace(mlp(outputs), prior="single", curvature=curvature).fit([(x, y)])  # type: ignore
+        la.predictive(x, n_samples=2)
+    monkeypatch.setattr("tu_symmetry.laplace.model._EXACT_ENTRIES", 20)
+    la.predictive(x, n_samples=2)
+    assert called == ["function_covariance", "function_samples", "function_covariance", "function_samples"]
+
+
+@pytest.mark.parametrize("covariance", ["exact", "samples"])
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
+def test_prediction_inside_inference_mode(context: Any, covariance: str) -> None:
+    """Where Lightning calls it."""
+    la, x = fitted("transformer")
+    expected = la.predictive(x, n_samples=5, covariance=covariance)  # type: ignore[arg-type]
+    with context():
+        found = la.predictive(x.clone(), n_samples=5, covariance=covariance)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected)
+    assert not found.requires_grad
+
+
+def test_single_precision() -> None:
+    model, (x, y) = cnn(), data(2, 5, 5, outputs=3)
+    expected = LinearizedLaplace(model, prior="per_group").fit([(x, y)])
+    expected.optimize_evidence()
+    double = expected.predictive(x, link="probit")
+    single = LinearizedLaplace(model.float(), prior="per_group").fit([(x.float(), y)])
+    single.optimize_evidence()
+    found = single.predictive(x.float(), link="probit")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), double, rtol=0, atol=1e-3)
+
+
+def test_weights_that_changed_after_the_fit_are_refused() -> None:
+    la, x = fitted()
+    with torch.no_grad():
+        la.model[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        la.predictive(x)
+    with torch.no_grad():
+        la.model[0].weight.div_(2)
+    la.predictive(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"n_samples": 0}, "n_samples=0"), ({"link": "logit"}, "'probit'"), ({"covariance": "all"}, "'samples'")],
+)
+def test_options_that_are_not_known(options: dict[str, Any], message: str) -> None:
+    la, x = fitted()
+    with pytest.raises(ValueError, match=message):
+        la.predictive(x, **options)
+
+
+def test_prediction_before_the_fit() -> None:
+    with pytest.raises(RuntimeError, match="call fit"):
+        LinearizedLaplace(mlp()).predictive(torch.zeros(1, 4, dtype=torch.float64))
