@@ -126,7 +126,11 @@ def render(everything: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _render_section(subject: str, found: Mapping[str, Any]) -> str:
-    lines = [f"## {found['title']}", "", f"`python -m benchmarks {subject}`, {found['finished']}, {found['seconds']} s."]
+    lines = [
+        f"## {found['title']}",
+        "",
+        f"`python -m benchmarks {subject}`, {found['finished']}, {found['seconds']} s.",
+    ]
     if found["quick"]:
         lines += ["", "**Quick run: the sizes are too small for the numbers to mean anything.**"]
     lines += ["", found["text"].strip(), ""]

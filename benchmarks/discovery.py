@@ -50,9 +50,7 @@ def run(settings: Settings) -> Section:
         "resident with the model loaded, relative to the size of the model's parameters and buffers; verification "
         "works on copies in float64. Inputs are one 224 × 224 image (299 × 299 for Inception v3); weights are random."
     )
-    return Section(
-        "Discovery and verification", text, [Grid("torchvision families", header, rows)], _goals(data), data
-    )
+    return Section("Discovery and verification", text, [Grid("torchvision families", header, rows)], _goals(data), data)
 
 
 def _in_own_process(name: str, repeats: int) -> Record:

@@ -64,7 +64,11 @@ def run(settings: Settings) -> Section:
             data.append({"method": name, "noise": noise, "hits": hits[name], "plants": plants, "seconds": mean})
         settings.say(f"noise {noise}: " + ", ".join(f"{n}: {h} of {plants}" for n, h in hits.items()))
         goals.append(
-            Goal(f"all planted permutations found at noise {noise}", hits[default] == plants, f"{hits[default]} of {plants}")
+            Goal(
+                f"all planted permutations found at noise {noise}",
+                hits[default] == plants,
+                f"{hits[default]} of {plants}",
+            )
         )
     grid = Grid(
         "Planted permutations that were found", ["method", "noise", "found", "ms each", "against the default"], rows
