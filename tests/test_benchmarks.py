@@ -118,4 +118,3 @@ def test_figures() -> None:
         "1235",
         "1.0e-05",
     ]
-    assert Settings(True, Console(quiet=True)).quick
