@@ -215,10 +215,10 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
 
 @stage(inputs=("members",))
 def match_members(context: StageContext, options: MatchingOptions) -> Results:
-    """Match the networks by each method: permutations, transpositions (NoT), and distances between all pairs."""
+    """Match the networks by each method: transpositions (NoT) relative to the first, distances between all pairs."""
     from tu_symmetry.alignment.matching import weight_distance
     from tu_symmetry.symmetry.action import apply_permutation
-    from tu_symmetry.symmetry.elements import transposition_count
+    from tu_symmetry.symmetry.elements import compose, invert, transposition_count
 
     unknown = set(options.methods) - set(MATCHINGS)
     if unknown:
@@ -238,7 +238,7 @@ def match_members(context: StageContext, options: MatchingOptions) -> Results:
             permutations = read_permutations(path)
             aligned = [apply_permutation(graph, p, s) for p, s in zip(permutations, states, strict=True)]
             methods[method] = {
-                "transpositions": [transposition_count(p) for p in permutations],
+                "transpositions": [transposition_count(compose(invert(permutations[0]), p)) for p in permutations],
                 "distances": distances(aligned),
             }
             tracker.update(done, method=method)

@@ -50,8 +50,8 @@ def barrier_table(found: Mapping[str, Any]) -> Grid:
     largest = found["matching"]["largest_transpositions"]
     caption = (
         f"barriers: test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; tuned T: "
-        f"softmax temperature tuned at each point on held-out images; NoT: mean over networks, of at most {largest}; "
-        "distance: L2, mean over pairs"
+        "softmax temperature tuned at each point on held-out images; NoT: relative to the first network, mean over "
+        f"the others, {largest} at most; distance: L2, mean over pairs"
     )
     return Grid(f"{found['title']}: barriers", header, rows, caption)
 
@@ -80,24 +80,30 @@ def accuracy_table(found: Mapping[str, Any]) -> Grid:
 
 
 def draw_barriers(path: Path, networks: Sequence[Mapping[str, Any]]) -> None:
-    """Barriers as bars, for each method and mending; dots are pairs, black marks the mean with tuned temperatures."""
+    """Barriers as bars, for each method and mending.
+
+    Dots are pairs: full ones with the first network, hollow ones of two others, which most methods match to the first
+    network only. Black lines are means with tuned temperatures.
+    """
     with plots.figure(path, len(networks), width=4.2, height=3.2) as axes:
         for ax, found in zip(axes, networks, strict=True):
             for m, (mending, name) in enumerate(MENDINGS.items()):
                 for k, method in enumerate(found["methods"]):
                     paths = found["methods"][method]["paths"][mending]
                     values, x = [p["barrier"] for p in paths], k + 0.26 * (m - 1)
-                    label = {"label": name} if k == 0 else {}
-                    ax.bar(x, fmean(values), 0.24, color=SHADES[mending], alpha=0.75, **label)
-                    ax.plot([x] * len(values), values, "o", color="black", markersize=2, alpha=0.6)
-                    label = {"label": "mean, tuned temperature"} if k == m == 0 else {}
+                    label = name if k == 0 else "_"  # the legend leaves out what begins with an underscore
+                    ax.bar(x, fmean(values), 0.24, color=SHADES[mending], alpha=0.75, label=label)
+                    for (i, _), value in zip(found["pairs"], values, strict=True):
+                        ax.plot(x, value, "o", color="black", markersize=2.5, fillstyle="none" if i else "full")
+                    label = "mean, tuned temperature" if k == m == 0 else "_"
                     tuned = fmean(p["tuned_barrier"] for p in paths)
-                    ax.plot([x - 0.12, x + 0.12], [tuned, tuned], color="black", linewidth=1.5, **label)
+                    ax.plot([x - 0.12, x + 0.12], [tuned, tuned], color="black", linewidth=1.5, label=label)
             ticks = [METHODS[method].replace(" ", "\n").replace("-", "-\n") for method in found["methods"]]
             ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
             ax.set(title=found["title"], ylabel="barrier of the test loss (nats)")
+            ax.set_ylim(0, ax.get_ylim()[1] * 1.3)
             ax.grid(axis="x", visible=False)
-        axes[0].legend(loc="upper right")
+        axes[0].legend(loc="upper right", ncols=2)
 
 
 def draw_paths(path: Path, found: Mapping[str, Any]) -> None:
