@@ -32,6 +32,10 @@ KINDS: dict[str, str] = {
     "transposition_pairs": "tu_symmetry.tables.transpositions:train_pairs",
     "transposition_matching": "tu_symmetry.tables.transpositions:match_pairs",
     "transposition_report": "tu_symmetry.tables.transpositions:report",
+    "rebasin_members": "tu_symmetry.tables.barriers:train_members",
+    "rebasin_matching": "tu_symmetry.tables.barriers:match_members",
+    "rebasin_barriers": "tu_symmetry.tables.barriers:measure_barriers",
+    "rebasin_report": "tu_symmetry.tables.barriers_report:report",
 }
 
 Results = dict[str, Any]
