@@ -254,14 +254,28 @@ def test_probit_of_two_classes_is_near_the_exact_predictive() -> None:
     assert float((found - la.predictive(x, link="mean")).abs().max()) > 0.03
 
 
-def test_bridge_and_mean() -> None:
+@pytest.mark.parametrize("covariance", ["exact", "samples"])
+def test_bridge_is_the_dirichlet_of_the_logits_that_sum_to_zero(covariance: str) -> None:
     la, x = fitted()
-    mean, covariance = exact(la, x)
-    variance = torch.einsum("ncnc->nc", covariance)
-    centered = mean - mean.mean(-1, keepdim=True)
-    alpha = (1 - 2 / 3 + centered.exp() / 9 * centered.neg().exp().sum(-1, keepdim=True)) / variance
-    torch.testing.assert_close(la.predictive(x, link="bridge"), alpha / alpha.sum(-1, keepdim=True))
-    torch.testing.assert_close(la.predictive(x, link="mean"), mean.softmax(-1))
+    mean, both = exact(la, x)
+    own = each(both)
+    if covariance == "samples":
+        changes = la.function_samples(x, 6) - mean
+        own = torch.einsum("snc,snd->ncd", changes, changes) / 6
+    found = la.predictive(x, link="bridge", covariance=covariance, n_samples=6)  # type: ignore[arg-type]
+    for i in range(len(x)):
+        ones = torch.ones(3, dtype=torch.float64)
+        shift = own[i] @ ones / (ones @ own[i] @ ones)
+        conditional = own[i] - torch.outer(own[i] @ ones, shift)  # given that the logits sum to zero
+        center = mean[i] - shift * mean[i].sum()
+        assert float(center.sum()) == pytest.approx(0, abs=1e-12)
+        alpha = (1 - 2 / 3 + center.exp() / 9 * center.neg().exp().sum()) / conditional.diagonal()
+        torch.testing.assert_close(found[i], alpha / alpha.sum())
+
+
+def test_mean_is_the_network() -> None:
+    la, x = fitted()
+    torch.testing.assert_close(la.predictive(x, link="mean"), la.model(x).softmax(-1).detach())
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])

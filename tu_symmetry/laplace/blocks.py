@@ -100,8 +100,8 @@ class KroneckerBlock(Block):
         corrected: Tensor | None = None,
     ) -> None:
         super().__init__(name, start, groups)
-        self.inputs, self.input_values = inputs, input_values
-        self.outputs, self.output_values = outputs, output_values
+        self.inputs, self.input_values = inputs.contiguous(), input_values
+        self.outputs, self.output_values = outputs.contiguous(), output_values
         self.corrected = corrected
 
     @property
@@ -147,7 +147,7 @@ class DenseBlock(Block):
 
     def __init__(self, name: str, start: int, groups: Tensor, vectors: Tensor, values: Tensor) -> None:
         super().__init__(name, start, groups)
-        self.vectors, self.values = vectors, values
+        self.vectors, self.values = vectors.contiguous(), values
 
     @property
     def stop(self) -> int:

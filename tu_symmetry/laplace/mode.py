@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,12 @@ class Mode:
     newton_steps: int
     products: int
     converged: bool
+
+    @classmethod
+    def at(cls, point: Tensor, loss: float, kind: Literal["linear", "map"]) -> Mode:
+        """The linearization point: the answer in mode ``map``, the start of the search in mode ``linear``."""
+        found = kind == "map"
+        return cls(point, loss, 0.0 if found else math.nan, 0, 0, found)
 
 
 class _Objective:

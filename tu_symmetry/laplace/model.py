@@ -124,6 +124,15 @@ class LinearizedLaplace:
             (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
         generator: of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
+    Attributes:
+        prior_groups: the groups of weights that share a precision.
+        log_precision: log of their precisions, float64.
+        noise_variance: of a regression's noise (1 for a classification).
+        center: the hyperprior's center of each precision.
+        solution: the weights ``theta`` and how well they solve their problem.
+        summary: number of samples and outputs, and the loss at the linearization point.
+        train_loader: what :meth:`fit` was given; None after loading.
+
     Raises:
         ValueError: options that are not known or do not go together.
     """
@@ -173,8 +182,9 @@ class LinearizedLaplace:
         self.options = Options(curvature, fisher, weight_sharing, bias, draws)
         self.generator = generator
         self.noise_fixed = noise_variance is not None
-        self.noise_variance = 1.0 if noise_variance is None else float(noise_variance)
+        self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
         self._initial = prior_precision
+        self.train_loader: Iterable[Any] | None = None
         if curvature == "last_layer":
             if parameters is not None:
                 raise ValueError("curvature='last_layer' chooses its parameters itself; for a subset use 'full'")
@@ -203,35 +213,49 @@ class LinearizedLaplace:
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
-        layered = self.options.curvature in ("kfac", "ekfac")
-        self._layers = find_layers(self.model, self.tangent.names) if layered else None
-        self.prior_groups = self._group(train_loader)
-        blocks, self.summary = fit_curvature(
+        groups = self._group(train_loader)
+        blocks, summary = fit_curvature(
             self.tangent,
             self.likelihood,
             train_loader,
-            self.prior_groups,
+            groups,
             self.options,
             generator=self.generator or torch.Generator().manual_seed(0),
             progress=progress,
         )
-        self._adopt(blocks, self.summary, self.tangent.fingerprint())
-        self.train_loader: Iterable[Any] | None = train_loader
-        return self
-
-    def _adopt(self, blocks: list[Block], summary: Summary, fingerprint: str) -> None:
-        """Take over a curvature, fitted or loaded, and put precisions at their start."""
-        self._blocks, self.summary, self._fingerprint = blocks, summary, fingerprint
-        self._determinants: Determinants = determinants(blocks, self.prior_groups)
-        point = self.tangent.point()
-        self.center = centers(self.prior_groups, point)
-        self.log_precision = self.center.log()
-        self.hyperprior = FLAT
-        norm = 0.0 if self.mode == "map" else math.nan
-        self._mode = Mode(point, summary.loss, norm, 0, 0, self.mode == "map")
-        self._versions = self._version()
+        self.restore(
+            blocks,
+            summary,
+            groups,
+            log_precision=centers(groups, self.tangent.point()).log(),
+            noise_variance=self._initial_noise,
+            solution=Mode.at(self.tangent.point(), summary.loss, self.mode),
+        )
         if self._initial is not None:
             self.set_precision(self._initial)
+        self.train_loader = train_loader
+        return self
+
+    def restore(
+        self,
+        blocks: Sequence[Block],
+        summary: Summary,
+        groups: PriorGroups,
+        *,
+        log_precision: Tensor,
+        noise_variance: float,
+        solution: Mode,
+        hyperprior: Hyperprior = FLAT,
+    ) -> None:
+        """Take over a curvature of this network (fitted, loaded, or converted), precisions and weights."""
+        layered = self.options.curvature in ("kfac", "ekfac")
+        self._layers = find_layers(self.model, self.tangent.names) if layered else None
+        self._blocks, self.summary, self.prior_groups = list(blocks), summary, groups
+        self._determinants: Determinants = determinants(blocks, groups)
+        self.center = centers(groups, self.tangent.point())
+        self.log_precision, self.noise_variance, self.hyperprior = log_precision, noise_variance, hyperprior
+        self.solution = solution
+        self.fingerprint, self._versions = self.tangent.fingerprint(), self._version()
         self._samples = None
 
     def _group(self, loader: Iterable[Any]) -> PriorGroups:
@@ -266,7 +290,7 @@ class LinearizedLaplace:
     def _set(self, log_precision: Tensor, noise: float) -> None:
         moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
         if self.mode == "linear" and moved:
-            self._mode = replace(self._mode, gradient_norm=math.nan, converged=False)
+            self.solution = replace(self.solution, gradient_norm=math.nan, converged=False)
         self.log_precision, self.noise_variance, self._samples = log_precision, noise, None
 
     # ------------------------------------------------------------------ evidence
@@ -311,9 +335,9 @@ class LinearizedLaplace:
         double = self.tangent.point().dtype == torch.float64
         tolerance = tolerance or (1e-6 if double else 1e-3)
         if self.mode == "map":
-            rho, tau = self._hyperparameter_step(self._mode)
+            rho, tau = self._hyperparameter_step(self.solution)
             self._set(rho, math.exp(tau))
-            result = EvidenceResult(self._log_evidence(self._mode), 1, 0.0, 0.0, True)
+            result = EvidenceResult(self._log_evidence(self.solution), 1, 0.0, 0.0, True)
         else:
             loader = self._training_data(train_loader)
             result = self._joint(loader, max_iterations, tolerance, mode_tolerance, progress)
@@ -351,14 +375,14 @@ class LinearizedLaplace:
             self.solve_mode(loader, tolerance=max(mode_tolerance, 0.01 * min(change, 1.0)), progress=progress)
             value = self._objective()
             iteration += 1
-            rho, tau = self._hyperparameter_step(self._mode)
+            rho, tau = self._hyperparameter_step(self.solution)
             rho = torch.where(pruned, self.log_precision, rho)
             point = torch.cat([self.log_precision, torch.tensor([math.log(self.noise_variance)], dtype=torch.float64)])
             image = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)])
             change = float((image - point).abs().max())
             if progress is not None:
                 progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": value})
-            settled = change <= tolerance and self._mode.gradient_norm <= mode_tolerance
+            settled = change <= tolerance and self.solution.gradient_norm <= mode_tolerance
             if settled or iteration >= max_iterations:
                 if settled:  # the precisions that belong to these weights exactly
                     self.log_precision, self.noise_variance, self._samples = rho, math.exp(tau), None
@@ -376,10 +400,10 @@ class LinearizedLaplace:
             rho = image[:-1].clamp(self.center.log() - bound, self.center.log() + bound)
             self._set(rho, self.noise_variance if self.noise_fixed else math.exp(float(image[-1])))
         return EvidenceResult(
-            self._log_evidence(self._mode),
+            self._log_evidence(self.solution),
             iteration,
             change,
-            self._mode.gradient_norm,
+            self.solution.gradient_norm,
             settled,
         )
 
@@ -409,23 +433,23 @@ class LinearizedLaplace:
             progress: called after every pass over the data.
         """
         self._require_fit()
-        precision = self.prior_groups.spread(self.log_precision.exp()).to(self._mode.theta)
+        precision = self.prior_groups.spread(self.log_precision.exp()).to(self.solution.theta)
         with evaluating(self.model):
-            self._mode = solve_mode(
+            self.solution = solve_mode(
                 self.tangent,
                 self.likelihood,
                 self._training_data(train_loader),
                 precision,
                 self.posterior,
-                self._mode.theta,
+                self.solution.theta,
                 samples=self.summary.samples,
                 tolerance=tolerance or self._default_mode_tolerance(),
                 progress=progress,
             )
-        return self._mode
+        return self.solution
 
     def _default_mode_tolerance(self) -> float:
-        return 1e-6 if self._mode.theta.dtype == torch.float64 else 1e-2
+        return 1e-6 if self.solution.theta.dtype == torch.float64 else 1e-2
 
     def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
         """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
@@ -433,9 +457,9 @@ class LinearizedLaplace:
         In mode ``linear`` the weights' mode is found first, where the precisions have changed since it last was.
         """
         self._require_fit()
-        if math.isnan(self._mode.gradient_norm):
+        if math.isnan(self.solution.gradient_norm):
             self.solve_mode(train_loader)
-        return self._log_evidence(self._mode)
+        return self._log_evidence(self.solution)
 
     def _noise(self, mode: Mode) -> Noise:
         return Noise(self.summary.samples * self.summary.outputs, 2 * mode.loss)
@@ -448,13 +472,13 @@ class LinearizedLaplace:
         return -data - 0.5 * (prior + self._determinants.log_det_ratio(self.log_precision, tau))
 
     def _objective(self) -> float:
-        return self.hyperprior.energy(self.log_precision, self.center.log()) - self._log_evidence(self._mode)
+        return self.hyperprior.energy(self.log_precision, self.center.log()) - self._log_evidence(self.solution)
 
     def report(self) -> list[GroupReport]:
         """Precision, determined directions and squared norm of every prior group."""
         self._require_fit()
         gamma = self._determinants.gamma(self.log_precision, math.log(self.noise_variance))
-        norms = self.prior_groups.total(self._mode.theta.double().square())
+        norms = self.prior_groups.total(self.solution.theta.double().square())
         bound = math.log(self.hyperprior.cap) * (1 - 1e-9)
         rows = []
         for i, name in enumerate(self.prior_groups.names):
@@ -504,7 +528,7 @@ class LinearizedLaplace:
     def theta(self) -> Tensor:
         """``theta*`` in mode ``linear``, the linearization point in mode ``map``: ``[size]``."""
         self._require_fit()
-        return self._mode.theta
+        return self.solution.theta
 
     def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``."""
@@ -561,7 +585,7 @@ class LinearizedLaplace:
                 return self.tangent.outputs(inputs).softmax(-1)
         if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
             mean, matrix = outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, inputs)
-            variance = matrix.diagonal(dim1=-2, dim2=-1)
+            variance, with_sum = matrix.diagonal(dim1=-2, dim2=-1), matrix.sum(-1)
             if classify and link == "mc":
                 return (mean + outputs_posterior.gaussian_samples(matrix, n_samples, seed)).softmax(-1).mean(0)
         else:
@@ -570,9 +594,9 @@ class LinearizedLaplace:
             )
             if classify and link == "mc":
                 return (mean + changes).softmax(-1).mean(0)
-            variance = changes.square().mean(0)
+            variance, with_sum = changes.square().mean(0), (changes * changes.sum(-1, keepdim=True)).mean(0)
         if classify:
-            return outputs_posterior.link_probabilities(link, mean, variance)
+            return outputs_posterior.link_probabilities(link, mean, variance, with_sum)
         return GaussianPredictive(mean, variance + self.noise_variance, variance)
 
     def _exact_is_cheap(self) -> bool:
@@ -626,6 +650,19 @@ class LinearizedLaplace:
 
         return load(path, model)
 
+    def to_laplace_torch(self) -> Any:
+        """A ``KronLaplace`` with the same posterior, see :func:`tu_symmetry.laplace.interop.to_laplace_torch`."""
+        from tu_symmetry.laplace.interop import to_laplace_torch
+
+        return to_laplace_torch(self)
+
+    @classmethod
+    def from_laplace_torch(cls, other: Any, mode: Literal["linear", "map"] = "map") -> LinearizedLaplace:
+        """A fitted ``KronLaplace``, see :func:`tu_symmetry.laplace.interop.from_laplace_torch`."""
+        from tu_symmetry.laplace.interop import from_laplace_torch
+
+        return from_laplace_torch(other, mode)
+
     def _training_data(self, loader: Iterable[Any] | None) -> Iterable[Any]:
         loader = self.train_loader if loader is None else loader
         if loader is None:
@@ -648,7 +685,7 @@ class LinearizedLaplace:
         version = self._version()
         if version == self._versions:
             return
-        if self.tangent.fingerprint() != self._fingerprint:
+        if self.tangent.fingerprint() != self.fingerprint:
             raise RuntimeError(
                 "the network's weights have changed since the Laplace approximation was fitted (further training, "
                 "or weights loaded into it); fit again, or put the fitted weights back"

@@ -220,11 +220,17 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     return torch.einsum("bcd,sd->sbc", root, noise.to(covariance.device))
 
 
-def link_probabilities(link: Link, mean: Tensor, variance: Tensor) -> Tensor:
-    """Class probabilities from means and variances of the logits, ``[batch, classes]``, in closed form.
+def link_probabilities(link: Link, mean: Tensor, variance: Tensor, with_sum: Tensor) -> Tensor:
+    """Class probabilities from Gaussian logits in closed form, ``[batch, classes]``.
 
     ``probit``: MacKay's ``softmax(f / sqrt(1 + pi/8 var))``. ``bridge``: the mean of the Dirichlet that matches the
-    Gaussian (arXiv 2003.01227). ``mean``: the softmax of the mean.
+    Gaussian on the logits that sum to zero (arXiv 2003.01227). ``mean``: the softmax of the mean.
+
+    Args:
+        link: which of them.
+        mean: of the logits, ``[batch, classes]``.
+        variance: of every logit, ``[batch, classes]``.
+        with_sum: covariance of every logit with the sum of all, ``[batch, classes]``.
     """
     if link == "mean":
         return mean.softmax(-1)
@@ -233,7 +239,9 @@ def link_probabilities(link: Link, mean: Tensor, variance: Tensor) -> Tensor:
     if link != "bridge":
         raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit', 'bridge' or 'mean'")
     classes = mean.shape[-1]
-    mean = mean - mean.mean(-1, keepdim=True)
+    share = with_sum / with_sum.sum(-1, keepdim=True)
+    mean = mean - share * mean.sum(-1, keepdim=True)
+    variance = variance - share * with_sum
     total = mean.neg().exp().sum(-1, keepdim=True)
     alpha = (1 - 2 / classes + mean.exp() / classes**2 * total) / variance
     return alpha / alpha.sum(-1, keepdim=True)

@@ -1,0 +1,162 @@
+"""Equality with laplace-torch's KronLaplace where both apply, and conversion both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, randomize
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+laplace = pytest.importorskip("laplace")
+
+BUILD = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 2, bias=False), nn.Tanh(), nn.Flatten(),
+            nn.Linear(27, 3),
+        ),
+        (2, 4, 4),
+    ),
+}  # fmt: skip
+
+
+def problem(name: str, kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+    build, shape = BUILD[name]
+    return (randomize(build()), *data(*shape, outputs=3, kind=kind, samples=12))  # type: ignore[no-untyped-call]
+
+
+def theirs(model: nn.Module, x: Tensor, y: Tensor, kind: str, **options: Any) -> Any:
+    la = laplace.Laplace(model, kind, subset_of_weights="all", hessian_structure="kron", **options)
+    la.fit(DataLoader(TensorDataset(x, y), 4))
+    return la
+
+
+def ours(model: nn.Module, x: Tensor, y: Tensor, kind: str, **options: Any) -> LinearizedLaplace:
+    options = {"prior": "single", "mode": "map", "bias": "shared"} | options
+    la = LinearizedLaplace(model, kind, **options)  # type: ignore[arg-type]
+    return la.fit([(x[:4], y[:4]), (x[4:], y[4:])])
+
+
+def evidence(other: Any) -> float:
+    return float(other.log_marginal_likelihood())
+
+
+def covariances(other: Any, x: Tensor) -> Tensor:
+    """Functional covariances of their GLM predictive ``[batch, outputs, outputs]``."""
+    return other._glm_predictive_distribution(x)[1].detach()
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("name", list(BUILD))
+def test_evidence_and_predictive_are_theirs(name: str, kind: str) -> None:
+    model, x, y = problem(name, kind)
+    noise = {"sigma_noise": 0.6} if kind == "regression" else {}
+    other = theirs(model, x, y, kind, prior_precision=1.7, **noise)
+    own = {"noise_variance": 0.36} if kind == "regression" else {}
+    la = ours(model, x, y, kind, prior_precision=1.7, **own)
+    assert la.log_marginal_likelihood() == pytest.approx(evidence(other), rel=1e-8)
+    torch.testing.assert_close(la.function_covariance(x)[1], covariances(other, x), rtol=1e-7, atol=1e-9)
+    if kind == "classification":
+        expected = other(x, pred_type="glm", link_approx="probit").detach()
+        torch.testing.assert_close(la.predictive(x, link="probit"), expected, rtol=1e-7, atol=1e-9)
+        expected = other(x, pred_type="glm", link_approx="bridge").detach()
+        torch.testing.assert_close(la.predictive(x, link="bridge"), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("prior", ["single", "per_layer"])
+def test_conversion_to_laplace_torch(prior: str) -> None:
+    model, x, y = problem("cnn", "regression")
+    la = ours(model, x, y, "regression", prior=prior, bias="exact")
+    la.optimize_evidence(hyperprior="default")
+    other = la.to_laplace_torch()
+    assert isinstance(other, laplace.KronLaplace)
+    assert evidence(other) == pytest.approx(la.log_marginal_likelihood(), rel=1e-8)
+    torch.testing.assert_close(covariances(other, x), la.function_covariance(x)[1], rtol=1e-7, atol=1e-9)
+    mean, variance = other(x)[:2]
+    torch.testing.assert_close(mean.detach(), la.predictive(x).mean)
+    diagonal = variance.diagonal(dim1=-2, dim2=-1).detach()
+    torch.testing.assert_close(diagonal, la.predictive(x).epistemic, rtol=1e-7, atol=1e-9)
+    before = evidence(other)
+    other.load_state_dict(other.state_dict())  # through their dense factors
+    assert evidence(other) == pytest.approx(before, rel=1e-9)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_conversion_from_laplace_torch(kind: str, layers: int) -> None:
+    model, x, y = problem("mlp", kind)
+    precision = torch.tensor([0.3, 1.0, 2.0, 5.0], dtype=torch.float64)[:layers]
+    noise = {"sigma_noise": 0.6} if kind == "regression" else {}
+    other = theirs(model, x, y, kind, prior_precision=precision, **noise)
+    la = LinearizedLaplace.from_laplace_torch(other)
+    assert la.log_marginal_likelihood() == pytest.approx(evidence(other), rel=1e-8)
+    torch.testing.assert_close(la.function_covariance(x)[1], covariances(other, x), rtol=1e-7, atol=1e-9)
+    assert [row.precision for row in la.report()] == pytest.approx(precision.tolist())
+    there_and_back = la.to_laplace_torch()
+    assert evidence(there_and_back) == pytest.approx(evidence(other), rel=1e-8)
+    torch.testing.assert_close(covariances(there_and_back, x), covariances(other, x), rtol=1e-7, atol=1e-9)
+    better = la.optimize_evidence(hyperprior="default")
+    assert better.log_marginal_likelihood > evidence(other)
+
+
+def test_mode_linear_needs_the_data_again() -> None:
+    model, x, y = problem("mlp", "classification")
+    la = LinearizedLaplace.from_laplace_torch(theirs(model, x, y, "classification"), mode="linear")
+    reference = ours(model, x, y, "classification", mode="linear", prior_precision=1.0)
+    found = la.log_marginal_likelihood([(x, y)])
+    assert found == pytest.approx(reference.log_marginal_likelihood(), rel=1e-7)
+
+
+def test_our_optimum_is_theirs_or_better() -> None:
+    """Their 100 Adam steps stop on the way to the exact root."""
+    model, x, y = problem("mlp", "classification")
+    other = theirs(model, x, y, "classification")
+    other.optimize_prior_precision(method="marglik", n_steps=100, lr=0.1)
+    la = ours(model, x, y, "classification")
+    found = la.optimize_evidence(hyperprior=None)
+    assert found.log_marginal_likelihood >= evidence(other) - 1e-9
+    assert found.log_marginal_likelihood == pytest.approx(evidence(other), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"curvature": "diag"}, "curvature='kfac'"),
+        ({"parameters": ["2"]}, r"requires_grad_\(False\)"),
+        ({"prior": "per_filter", "groups": {"g": ["0.weight"]}}, "per_filter"),
+    ],
+)
+def test_what_laplace_torch_cannot_hold(options: dict[str, Any], message: str) -> None:
+    model, x, y = problem("mlp", "classification")
+    with pytest.raises(ValueError, match=message):
+        ours(model, x, y, "classification", **options).to_laplace_torch()
+
+
+def test_grouped_convolutions_cannot_be_converted() -> None:
+    model = randomize(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)))
+    x, y = data(2, 4, 4, outputs=3)
+    with pytest.raises(ValueError, match=r"0\.weight.*grouped"):
+        ours(model, x, y, "classification").to_laplace_torch()
+
+
+@pytest.mark.parametrize("option", [{"temperature": 0.5}, {"damping": True}, {"prior_mean": 1.0}])
+def test_options_without_counterpart(option: dict[str, Any]) -> None:
+    model, x, y = problem("mlp", "classification")
+    with pytest.raises(ValueError, match=next(iter(option))):
+        LinearizedLaplace.from_laplace_torch(theirs(model, x, y, "classification", **option))
+
+
+def test_other_kinds_are_refused() -> None:
+    model, _, _ = problem("mlp", "classification")
+    other = laplace.Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
+    with pytest.raises(ValueError, match="DiagLaplace is no fitted KronLaplace"):
+        LinearizedLaplace.from_laplace_torch(other)
+    other = laplace.Laplace(model, "classification", subset_of_weights="all", hessian_structure="kron")
+    with pytest.raises(ValueError, match="fit"):
+        LinearizedLaplace.from_laplace_torch(other)

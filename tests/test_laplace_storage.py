@@ -1,0 +1,167 @@
+"""Files of fitted approximations: bit-equal predictions, and refusals of what does not belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, randomize
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.storage import LaplaceFileError
+
+
+def cnn(seed: int = 0) -> nn.Module:
+    return randomize(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        ),
+        seed,
+    )  # fmt: skip
+
+
+def fitted(kind: str = "classification", **options: Any) -> tuple[LinearizedLaplace, Tensor, Tensor]:
+    x, y = data(2, 5, 5, outputs=3, kind=kind)
+    return LinearizedLaplace(cnn(), kind, **options).fit([(x, y)]), x, y  # type: ignore[arg-type]
+
+
+def outcome(la: LinearizedLaplace, x: Tensor) -> list[Tensor]:
+    mean, covariance = la.function_covariance(x)
+    predictive = la.predictive(x)
+    return [
+        mean,
+        covariance,
+        la.function_samples(x, 3),
+        *(predictive if isinstance(predictive, tuple) else (predictive,)),
+        la.theta,
+        la.log_precision,
+        torch.tensor([la.log_marginal_likelihood(), la.noise_variance]),
+        torch.tensor([[r.precision, r.gamma, r.squared_norm, r.center] for r in la.report()]),
+    ]
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("classification", {"prior": "per_group", "curvature": "kfac"}),
+    ("classification", {"prior": "per_filter", "curvature": "ekfac", "mode": "map"}),
+    ("classification", {"prior": "per_layer", "curvature": "full"}),
+    ("classification", {"prior": "single", "curvature": "full", "mode": "map"}),
+    ("classification", {"prior": "single", "curvature": "last_layer"}),
+    ("regression", {"prior": "per_layer", "curvature": "diag", "parameters": ["3", "6"]}),
+    ("regression", {"prior": "single", "curvature": "kfac", "noise_variance": 0.3, "weight_sharing": "reduce"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_what_is_loaded_is_bit_equal(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    la, x, y = fitted(kind, **options)
+    la.optimize_evidence(hyperprior=Hyperprior(std=1.5), max_iterations=30)
+    expected = outcome(la, x)
+    path = tmp_path / "laplace.safetensors"
+    la.save(path)
+    assert [f.name for f in tmp_path.iterdir()] == [path.name]
+    loaded = LinearizedLaplace.load(path, cnn())
+    for found, value in zip(outcome(loaded, x), expected, strict=True):
+        assert torch.equal(found, value)
+    assert loaded.report() == la.report()
+    assert (loaded.prior, loaded.mode, loaded.options) == (la.prior, la.mode, la.options)
+    assert loaded.prior_groups.names == la.prior_groups.names
+    first, second = (m.optimize_evidence([(x, y)]) for m in (la, loaded))  # and it can go on
+    assert first == second
+
+
+def test_before_the_mode_is_known(tmp_path: Path) -> None:
+    la, x, y = fitted(prior="single")
+    la.save(tmp_path / "a.safetensors")
+    loaded = LinearizedLaplace.load(tmp_path / "a.safetensors", cnn())
+    with pytest.raises(ValueError, match="train_loader"):
+        loaded.log_marginal_likelihood()
+    assert loaded.log_marginal_likelihood([(x, y)]) == la.log_marginal_likelihood()
+
+
+def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
+    la, _, _ = fitted(prior="single", mode="map", parameters=["6"])
+    la.save(tmp_path / "a.safetensors")
+    held = load_file(tmp_path / "a.safetensors")
+    assert not any(torch.equal(t, held["theta"]) for n, t in held.items() if n != "theta")
+    assert sum(t.numel() for t in held.values()) < 150
+
+
+@pytest.mark.parametrize("change", ["weight", "running_mean"])
+def test_other_weights_are_refused(tmp_path: Path, change: str) -> None:
+    la, _, _ = fitted(prior="single", mode="map")
+    la.save(tmp_path / "a.safetensors")
+    model = cnn()
+    with torch.no_grad():
+        (model[6].weight if change == "weight" else model[1].running_mean).add_(1e-12)
+    with pytest.raises(LaplaceFileError, match="other weights"):
+        LinearizedLaplace.load(tmp_path / "a.safetensors", model)
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    la, _, _ = fitted(prior="single", mode="map")
+    la.save(tmp_path / "a.safetensors")
+    with pytest.raises(LaplaceFileError, match=r"another network.*3\.weight"):
+        LinearizedLaplace.load(tmp_path / "a.safetensors", nn.Sequential(nn.Linear(2, 3)).double())
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    la, _, _ = fitted(prior="single", mode="map")
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(FileNotFoundError, match="save writes one"):
+        LinearizedLaplace.load(path, cnn())
+    la.save(path)
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:5], b"", b"not a file of tensors"):
+        path.write_bytes(content)
+        with pytest.raises(LaplaceFileError, match="truncated"):
+            LinearizedLaplace.load(path, cnn())
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(LaplaceFileError, match="holds no Laplace"):
+        LinearizedLaplace.load(path, cnn())
+    save_file(
+        {"weight": torch.zeros(2)}, path, {"laplace": json.dumps({"format": "tu_symmetry.laplace", "version": 9})}
+    )
+    with pytest.raises(LaplaceFileError, match="9"):
+        LinearizedLaplace.load(path, cnn())
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _, _ = fitted(prior="single", mode="map")
+    path = tmp_path / "a.safetensors"
+    la.save(path)
+    before = path.read_bytes()
+
+    def fail(tensors: Any, temporary: Path, metadata: Any) -> None:
+        Path(temporary).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("tu_symmetry.laplace.storage.save_file", fail)
+    la.set_precision(3.0)
+    with pytest.raises(OSError, match="disk full"):
+        la.save(path)
+    assert path.read_bytes() == before
+    assert [f.name for f in tmp_path.iterdir()] == [path.name]
+
+
+def test_nothing_to_save_before_the_fit(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="call fit"):
+        LinearizedLaplace(cnn()).save(tmp_path / "a.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_fitting_again_starts_afresh() -> None:
+    la, x, y = fitted("regression", prior="single", mode="map")
+    before = la.log_marginal_likelihood()
+    la.optimize_evidence()
+    assert la.noise_variance != 1.0
+    la.fit([(x, y)])
+    assert la.noise_variance == 1.0
+    assert la.log_marginal_likelihood() == before

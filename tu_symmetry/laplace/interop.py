@@ -1,0 +1,150 @@
+"""Conversion to and from ``KronLaplace`` of laplace-torch (0.3), where both can hold the same posterior.
+
+Both keep Kronecker factors in their eigenbasis. laplace-torch has one block for each parameter tensor: a pair of
+factors for a matrix or a convolution without groups, one dense factor for a vector; and one precision for all
+parameters, or one for each. Its ``fit`` shares the gradient factor between weight and bias: fit here with
+``bias="shared"`` for the same posterior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.blocks import Block, DenseBlock, KroneckerBlock
+from tu_symmetry.laplace.curvature import Summary
+from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.mode import Mode
+
+if TYPE_CHECKING:
+    from tu_symmetry.laplace.model import LinearizedLaplace
+
+
+def to_laplace_torch(la: LinearizedLaplace) -> Any:
+    """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and noise.
+
+    Its evidence is that of mode ``map``: laplace-torch has no ``theta*``.
+
+    Raises:
+        ImportError: laplace-torch is not installed.
+        ValueError: a posterior that it cannot hold; the message says what stands in the way.
+    """
+    from laplace.baselaplace import KronLaplace
+    from laplace.utils.matrix import Kron, KronDecomposed
+
+    if la.options.curvature != "kfac":
+        raise ValueError(f"curvature={la.options.curvature!r} has no counterpart in KronLaplace; fit curvature='kfac'")
+    blocks = la.posterior.blocks
+    if not la.prior_groups.whole:
+        raise ValueError("KronLaplace has one precision for each parameter at most; prior='per_filter' has more")
+    varying = [name for name, p in la.model.named_parameters() if p.requires_grad]
+    if varying != list(la.tangent.names):
+        raise ValueError(
+            "KronLaplace covers all parameters that require a gradient; call requires_grad_(False) on "
+            f"{[n for n in varying if n not in la.tangent.names][:6]}, which this posterior leaves out"
+        )
+    vectors, values = [], []
+    for block in blocks:
+        own = la.tangent.slots[block.name]
+        if isinstance(block, KroneckerBlock) and (block.start, block.stop) == own[:2] and len(block.inputs) == 1:
+            vectors.append([block.outputs[0], block.inputs[0]])
+            values.append([block.output_values[0], block.input_values[0]])
+        elif isinstance(block, DenseBlock) and len(own.shape) == 1:
+            vectors.append([block.vectors])
+            values.append([block.values])
+        else:
+            raise ValueError(
+                f"{block.name} has a {block.kind} block over a part of it, several of them (a grouped convolution, the "
+                "fused projection of an attention), or a diagonal one; KronLaplace cannot hold it"
+            )
+    single = len(la.prior_groups) == 1
+    precision = la.log_precision.exp()
+    of = torch.stack([la.prior_groups.of[name] for name in la.tangent.names])
+    other = KronLaplace(
+        la.model,
+        la.likelihood.name,
+        sigma_noise=math.sqrt(la.noise_variance),
+        prior_precision=float(precision[0]) if single else precision[of].to(la.tangent.point()),
+    )
+    other.H = KronDecomposed(vectors, values)
+    other.H_facs = Kron(
+        [[_dense(q, s) for q, s in zip(*pair, strict=True)] for pair in zip(vectors, values, strict=True)]
+    )
+    other.mean = la.tangent.point()
+    other.n_data, other.n_outputs = la.summary.samples, la.summary.outputs
+    other.loss = torch.tensor(la.summary.loss, dtype=other.mean.dtype, device=other.mean.device)
+    la.model.output_size = la.summary.outputs  # as its fit leaves it on the network
+    return other
+
+
+def from_laplace_torch(other: Any, mode: Literal["map", "linear"] = "map") -> LinearizedLaplace:
+    """A fitted ``KronLaplace`` as a :class:`LinearizedLaplace` of the same network, precisions and noise.
+
+    Args:
+        other: the fitted approximation, over all parameters that require a gradient.
+        mode: as in :class:`LinearizedLaplace`.
+
+    Raises:
+        ValueError: something else than a fitted KronLaplace, or options without counterpart here.
+    """
+    from tu_symmetry.laplace.model import LinearizedLaplace
+
+    eigenvalues = getattr(getattr(other, "H", None), "eigenvalues", None)
+    if type(other).__name__ != "KronLaplace" or eigenvalues is None:
+        raise ValueError(
+            f"{type(other).__name__} is no fitted KronLaplace; Laplace(model, likelihood, subset_of_weights='all', "
+            "hessian_structure='kron') followed by fit(train_loader) makes one"
+        )
+    for option, value, wanted in (
+        ("temperature", other.temperature, 1),
+        ("damping", other.damping, False),
+        ("prior_mean", float(torch.as_tensor(other.prior_mean).abs().max()), 0),
+    ):
+        if value != wanted:
+            raise ValueError(f"{option}={value} of the KronLaplace has no counterpart here; it has to be {wanted}")
+    numbers = other.prior_precision.reshape(-1).double().cpu()
+    shared = len(numbers) == 1
+    la = LinearizedLaplace(
+        other.model,
+        str(getattr(other.likelihood, "value", other.likelihood)),  # type: ignore[arg-type]
+        prior="single" if shared else "per_group",
+        mode=mode,
+        bias="shared",
+    )
+    names = la.tangent.names
+    groups = PriorGroups(la.tangent.slots, {name: "all" if shared else name for name in names})
+    blocks = _blocks(la, groups, other.H.eigenvectors, eigenvalues)
+    summary = Summary(int(other.n_data), float(other.loss), int(other.n_outputs))
+    point = la.tangent.point()
+    la.restore(
+        blocks,
+        summary,
+        groups,
+        log_precision=numbers.log(),
+        noise_variance=float(other.sigma_noise) ** 2,
+        solution=Mode.at(point, summary.loss, mode),
+    )
+    return la
+
+
+def _blocks(
+    la: LinearizedLaplace, groups: PriorGroups, vectors: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]
+) -> list[Block]:
+    blocks: list[Block] = []
+    for (name, slot), basis, own in zip(la.tangent.slots.items(), vectors, values, strict=True):
+        number = groups.of[name]
+        if len(own) == 1:
+            blocks.append(DenseBlock(name, slot.start, number, basis[0], own[0].clamp(min=0)))
+            continue
+        outputs, inputs = (q.unsqueeze(0) for q in basis)
+        output_values, input_values = (s.unsqueeze(0).clamp(min=0) for s in own)
+        blocks.append(KroneckerBlock(name, slot.start, number, inputs, input_values, outputs, output_values))
+    return blocks
+
+
+def _dense(vectors: Tensor, values: Tensor) -> Tensor:
+    return (vectors * values) @ vectors.mT

@@ -1,0 +1,181 @@
+"""Files of a fitted Laplace approximation: one safetensors file, with its structure as JSON in the header.
+
+The network's weights are not in it, only a digest of them: a curvature belongs to the weights at which it was taken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock
+from tu_symmetry.laplace.curvature import Summary
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.mode import Mode
+
+if TYPE_CHECKING:
+    from tu_symmetry.laplace.model import LinearizedLaplace
+
+_FORMAT = "tu_symmetry.laplace"
+_VERSION = 1
+_KINDS: dict[str, type[Block]] = {
+    "kronecker": KroneckerBlock,
+    "dense": DenseBlock,
+    "diagonal": DiagonalBlock,
+    "coupled": CoupledBlock,
+}
+
+
+class LaplaceFileError(ValueError):
+    """A file that is truncated, foreign, or of another network; the message names it."""
+
+
+def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
+    """Write a fitted approximation, whole or not at all.
+
+    Args:
+        la: the approximation.
+        path: of the file, conventionally ``*.safetensors``; replaced where it exists.
+
+    Raises:
+        RuntimeError: an approximation that has not been fitted.
+    """
+    path = Path(path)
+    blocks = la.posterior.blocks
+    solution = la.solution
+    tensors = {"log_precision": la.log_precision, "theta": solution.theta}
+    tensors |= {f"group_of.{name}": number for name, number in la.prior_groups.of.items()}
+    for i, block in enumerate(blocks):
+        tensors |= {f"block{i}.{key}": t for key, t in block.tensors().items()} | {f"block{i}.groups": block.groups}
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "fingerprint": la.fingerprint,
+        "likelihood": la.likelihood.name,
+        "prior": la.prior,
+        "mode": la.mode,
+        "options": asdict(la.options),
+        "parameters": list(la.tangent.names),
+        "groups": list(la.prior_groups.names),
+        "noise_variance": la.noise_variance,
+        "noise_fixed": la.noise_fixed,
+        "hyperprior": {key: _finite(value) for key, value in asdict(la.hyperprior).items()},
+        "summary": asdict(la.summary),
+        "solution": {
+            key: _finite(value) if isinstance(value, float) else value
+            for key, value in vars(solution).items()
+            if key != "theta"
+        },
+        "blocks": [{"kind": block.kind, "name": block.name, "start": block.start} for block in blocks],
+    }
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        save_file(
+            {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()},
+            temporary,
+            {"laplace": json.dumps(content, allow_nan=False)},
+        )
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
+    """Read a fitted approximation of a network; predictions are bit-equal to those before :func:`save`.
+
+    Args:
+        path: what :func:`save` wrote.
+        model: the network, with the weights it had then.
+
+    Raises:
+        LaplaceFileError: a truncated or foreign file, or another network.
+        FileNotFoundError: no such file.
+    """
+    from tu_symmetry.laplace.model import LinearizedLaplace
+
+    path = Path(path)
+    content, tensors = _read(path)
+    last_layer = content["options"]["curvature"] == "last_layer"
+    known = {name for name, _ in model.named_parameters()}
+    foreign = [name for name in content["parameters"] if name not in known]
+    if foreign:
+        raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
+    options = {key: value for key, value in content["options"].items() if key != "dense_limit"}  # of fits alone
+    la = LinearizedLaplace(
+        model,
+        content["likelihood"],
+        prior=content["prior"],
+        mode=content["mode"],
+        parameters=None if last_layer else content["parameters"],
+        noise_variance=content["noise_variance"] if content["noise_fixed"] else None,
+        **options,
+    )
+    if la.tangent.fingerprint() != content["fingerprint"]:
+        raise LaplaceFileError(
+            f"{path} was fitted at other weights than this network's; load the checkpoint that it belongs to (weights "
+            "and running statistics), or fit again"
+        )
+    device = next(model.parameters()).device
+    names = content["groups"]
+    labels: dict[str, Any] = {}
+    for name in la.tangent.names:
+        number = tensors[f"group_of.{name}"].tolist()
+        labels[name] = names[number] if isinstance(number, int) else [names[n] for n in number]
+    blocks = [_block(i, entry, tensors, device) for i, entry in enumerate(content["blocks"])]
+    la.restore(
+        blocks,
+        Summary(**content["summary"]),
+        PriorGroups(la.tangent.slots, labels),
+        log_precision=tensors["log_precision"],
+        noise_variance=content["noise_variance"],
+        hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
+        solution=Mode(
+            theta=tensors["theta"].to(device),
+            **{key: math.nan if v is None else v for key, v in content["solution"].items()},
+        ),
+    )
+    return la
+
+
+def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Block:
+    prefix = f"block{number}."
+    own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    groups = own.pop("groups")
+    own = {name: t.to(device) for name, t in own.items()}
+    return _KINDS[entry["kind"]](entry["name"], entry["start"], groups, **own)  # type: ignore[call-arg]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is no file; LinearizedLaplace.save writes one")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if "laplace" not in metadata:
+                raise LaplaceFileError(f"{path} is a safetensors file, but holds no Laplace approximation")
+            content = json.loads(metadata["laplace"])
+            if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+                raise LaplaceFileError(
+                    f"{path} has format {content.get('format')} {content.get('version')}; this version of the library "
+                    f"reads {_FORMAT} {_VERSION}"
+                )
+            return content, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise LaplaceFileError(f"{path} is no safetensors file, or it is truncated ({error})") from error
+
+
+def _finite(value: float) -> float | None:
+    """JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
