@@ -18,7 +18,8 @@ from tu_symmetry.alignment.align import unstack
 from tu_symmetry.alignment.assignment import assign_family, family_value, flat_source
 from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
 from tu_symmetry.alignment.matching import descend, inner_product
-from tu_symmetry.alignment.relaxation import _best_ratio, _plan, _RelaxedNetwork, synchronized_frank_wolfe
+from tu_symmetry.alignment.products import plan_moves
+from tu_symmetry.alignment.relaxation import _best_ratio, _RelaxedNetwork, synchronized_frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.verification import random_state
@@ -104,7 +105,7 @@ def relaxed_pair(name: str) -> tuple[_RelaxedNetwork, dict[str, Tensor], dict[st
     model, graph = case_of(name)
     generator = torch.Generator().manual_seed(3)
     reference, state = (working(graph, random_state(model, generator)) for _ in range(2))
-    network = _RelaxedNetwork(_plan(graph, families(graph)), state, full=True)
+    network = _RelaxedNetwork(plan_moves(graph, families(graph)), state)
     for ratio in (0.3, 0.6):
         element = tus.random_permutation(graph, generator=generator)
         sources = {g.name: flat_source(g, element) for g in graph.permutations}

@@ -11,12 +11,16 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.symmetry.action import permute_axis, permute_tensors
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(eq=False)
@@ -188,7 +192,7 @@ class WeightVotes:
         self.graph, self.reference, self.state = graph, reference, state
 
     @classmethod
-    def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> WeightVotes:
+    def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Self:
         """Take two state dicts; the computation runs on the device and in the dtype of the second."""
         own = working(graph, state)
         return cls(graph, {n: t.to(own[n].device, own[n].dtype) for n, t in working(graph, reference).items()}, own)

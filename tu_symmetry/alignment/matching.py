@@ -18,7 +18,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
+from tu_symmetry.alignment.gram import Family, WeightVotes, working
+from tu_symmetry.alignment.products import KeptVotes
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
@@ -148,13 +149,14 @@ def weight_matching(
     before = weight_distance(graph, reference_state, state)
     if not graph.permutations:
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
-    votes = WeightVotes.of(graph, reference_state, state)
-    family_list = families(graph)
+    votes = KeptVotes.of(graph, reference_state, state)
+    family_list = votes.plan.families
     best: Matching | None = None
     for attempt in range(restarts if method == "descent" else 1):
         iterations = 0
         if method == "frank_wolfe":
-            start, iterations = frank_wolfe(graph, votes.reference, votes.state, family_list, progress=progress)
+            relaxed, iterations = frank_wolfe(votes.products, progress=progress)
+            start = {**identity_permutation(graph), **relaxed}
         elif attempt == 0:
             start = {**identity_permutation(graph), **(init or {})}
         else:

@@ -4,9 +4,10 @@ Every group is relaxed to a doubly stochastic matrix, started at the barycenter 
 is an assignment for each family. Each tensor is moved along ``k`` axes (mostly two), so the objective along a step is a
 polynomial of degree ``k`` for a pair of networks and ``2 k`` for a set of networks: the best step has a closed form.
 
-Matrices never multiply tensors. A tensor moved by the matrices of some of its axes is kept up to date: a step towards a
-vertex (a permutation) is a linear combination of such tensors and of copies of them in another order. So an iteration
-costs one matrix product for each (tensor, axis), the Gram matrix itself.
+Matrices never multiply tensors. For a pair, an iteration needs the Gram matrices at one vertex (a permutation), one
+product for each (tensor, axis), and mixes them with those at hand. For a set of networks, tensors moved by the matrices
+of some of their axes are kept up to date: a step towards a vertex is a linear combination of such tensors and of copies
+of them in another order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,53 +23,14 @@ from numpy.polynomial import Polynomial
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign_family, flat_source
-from tu_symmetry.alignment.gram import Family, is_below, own_member, trainable_members
+from tu_symmetry.alignment.gram import Family
+from tu_symmetry.alignment.products import Axes, MovePlan, PairProducts, Part, plan_moves
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Axes = tuple[int, ...]
 _ITERATIONS = 50
 _TOLERANCE = 1e-4
-
-
-@dataclass
-class _Plan:
-    """Which positions of which tensors the relaxed groups move.
-
-    Attributes:
-        families: the relaxed families.
-        moves: tensor to axis to ``(group, positions [units, copies])``; every position is moved by one group at most.
-        sizes: number of units of each group, blocks flattened.
-    """
-
-    families: list[Family]
-    moves: dict[str, dict[int, list[tuple[str, Tensor]]]]
-    sizes: dict[str, int] = field(default_factory=dict)
-
-    def axes(self, tensor: str) -> Axes:
-        return tuple(sorted(self.moves[tensor]))
-
-
-def _plan(graph: SymmetryGraph, family_list: list[Family]) -> _Plan:
-    """Tensors that two nested groups move at the same positions, or only in some rows, are left to the descent."""
-    plan = _Plan(family_list, {})
-    skipped: set[str] = set()
-    for family in family_list:
-        for group in family.groups:
-            plan.sizes[group.name] = math.prod(group.shape)
-            below = tuple(g for g in family.children if is_below(g, group))
-            for member in trainable_members(graph, group):
-                if member.within_axis is not None:
-                    skipped.add(member.parameter)
-                part = own_member(member, below) if below else member
-                if part is not None:
-                    index = part.index.reshape(-1, part.index.shape[-1])
-                    axis_moves = plan.moves.setdefault(member.parameter, {}).setdefault(member.axis, [])
-                    if any(torch.isin(index, other).any() for _, other in axis_moves):
-                        skipped.add(member.parameter)
-                    axis_moves.append((group.name, index))
-    plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped}
-    return plan
+_LANDINGS = 3
 
 
 class _RelaxedNetwork:
@@ -79,8 +40,8 @@ class _RelaxedNetwork:
         matrices: group to ``[units, units]`` float64 on the host.
     """
 
-    def __init__(self, plan: _Plan, state: Mapping[str, Tensor], *, full: bool, fixed: bool = False) -> None:
-        """With ``full``, tensors moved along all their axes are kept too; ``fixed`` starts at the identity."""
+    def __init__(self, plan: MovePlan, state: Mapping[str, Tensor], *, fixed: bool = False) -> None:
+        """Start at the barycenter, or with ``fixed`` at the identity."""
         self.plan, self.state = plan, state
         self.matrices = {
             g: torch.eye(n, dtype=torch.float64) if fixed else torch.full((n, n), 1.0 / n, dtype=torch.float64)
@@ -90,7 +51,7 @@ class _RelaxedNetwork:
         for name in plan.moves:
             axes = plan.axes(name)
             kept: dict[Axes, Tensor] = {(): state[name]}
-            for subset in _subsets(axes, len(axes) if full else len(axes) - 1):
+            for subset in _subsets(axes):
                 before = kept[subset[:-1]]
                 kept[subset] = before if fixed else self._averaged(name, before, subset[-1])
             self.mixed[name] = kept
@@ -104,11 +65,6 @@ class _RelaxedNetwork:
             place = index.to(tensor.device)
             units_first[place] = source[place].mean(0, keepdim=True).expand(*place.shape, *source.shape[1:])
         return result
-
-    def at_barycenter(self, name: str) -> Tensor:
-        """A tensor with all its axes at the barycenter, before the first step."""
-        *others, last = self.plan.axes(name)
-        return self._averaged(name, self.mixed[name][tuple(others)], last)
 
     def gradients(self, references: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gram matrices of the references with this network, each axis against the others moved; on the host."""
@@ -129,16 +85,10 @@ class _RelaxedNetwork:
 
     def orders(self, sources: Mapping[str, Tensor]) -> dict[str, dict[int, Tensor]]:
         """A vertex as an order of positions along each axis of each tensor."""
-        found: dict[str, dict[int, Tensor]] = {}
-        for name, moves in self.plan.moves.items():
-            tensor = self.state[name]
-            found[name] = {}
-            for axis, parts in moves.items():
-                order = torch.arange(tensor.shape[axis])
-                for group, index in parts:
-                    order[index.reshape(-1)] = index[sources[group]].reshape(-1)
-                found[name][axis] = order.to(tensor.device)
-        return found
+        return {
+            name: {a: self.plan.order(name, a, t.shape[a], sources).to(t.device) for a in self.plan.moves[name]}
+            for name, t in ((n, self.state[n]) for n in self.plan.moves)
+        }
 
     def corner(self, name: str, orders: Mapping[int, Tensor], subset: Axes) -> Tensor:
         """A tensor with the vertex applied along some axes."""
@@ -199,30 +149,123 @@ class _RelaxedNetwork:
         return found
 
 
+class _RelaxedPair:
+    """A pair of networks with a doubly stochastic matrix on each group, in the space of units alone.
+
+    Every tensor is moved along at most two axes, so Gram matrices are affine in the matrices: on the way to a vertex
+    they are mixtures of what they are at both ends, and only those of the vertex (a permutation) have to be computed.
+
+    Attributes:
+        matrices: group to ``[units, units]``.
+        similarities: group to three Gram matrices: over tensors that are moved along one axis, and over those that are
+            moved along two, for the first and for the second of them.
+    """
+
+    def __init__(self, products: PairProducts) -> None:
+        """Start at the barycenter."""
+        self.products, self.plan = products, products.plan
+        like = next(iter(products.reference.values()))
+        self.matrices = {
+            g: torch.full((n, n), 1.0 / n, dtype=like.dtype, device=like.device) for g, n in self.plan.sizes.items()
+        }
+        self.similarities = {g: self._sums(g, products.barycenter) for g in self.plan.sizes}
+
+    def _sums(self, group: str, gram: Callable[[Part], Tensor]) -> list[Tensor]:
+        sums = [torch.zeros_like(self.matrices[group]) for _ in range(3)]
+        for part in self.products.parts[group]:
+            sums[0 if part.other is None else 2 if part.second else 1] += gram(part)
+        return sums
+
+    def vertex(self) -> tuple[dict[str, Tensor], float, float]:
+        """The best vertex for the gradient: sources of units, the gain over the matrices, and its scale."""
+        gradients = {g: sum(s[1:], s[0]) for g, s in self.similarities.items()}
+        inside = sum(float(torch.dot(g.reshape(-1), self.matrices[n].reshape(-1))) for n, g in gradients.items())
+        on_host = {n: g.to("cpu", torch.float64) for n, g in gradients.items()}
+        sources: dict[str, Tensor] = {}
+        gap, scale = -inside, 0.0
+        for family in self.plan.families:
+            element = assign_family(family, on_host)
+            for group in family.groups:
+                source = flat_source(group, element)
+                sources[group.name] = source
+                best = float(on_host[group.name][torch.arange(len(source)), source].sum())
+                gap += best
+                scale += abs(best)
+        return sources, gap, scale
+
+    def advance(self, sources: Mapping[str, Tensor], gap: float) -> float:
+        """Move to the best point on the way to a vertex; returns the step's length in [0, 1].
+
+        Along the way a tensor's part of the objective is bilinear in its two axes. The curvature is the difference of
+        one axis' similarities between the ends, taken along the difference of that axis' matrices.
+        """
+        orders = self.products.orders(sources)
+        ends = {g: self._sums(g, lambda part: self.products.gram(part, orders)) for g in self.plan.sizes}
+        curvature = 0.0
+        for group, (_, first, _) in self.similarities.items():
+            change = ends[group][1] - first
+            source = sources[group].to(change.device)
+            picked = change[torch.arange(len(source), device=change.device), source].sum(dtype=torch.float64)
+            curvature += float(picked) - float(torch.dot(change.reshape(-1), self.matrices[group].reshape(-1)))
+        ratio = 1.0 if curvature >= -gap / 2 else -gap / (2 * curvature)
+        for group, source in sources.items():
+            matrix = self.matrices[group].mul_(1 - ratio)
+            matrix[torch.arange(len(source)), source] += ratio
+            if ratio == 1:
+                self.similarities[group] = ends[group]
+                continue
+            for mixed, end in zip(self.similarities[group], ends[group], strict=True):
+                mixed.lerp_(end, ratio)
+        return ratio
+
+    def element(self) -> Permutation:
+        """The group element that is closest to the doubly stochastic matrices."""
+        on_host = {g: m.to("cpu", torch.float64) for g, m in self.matrices.items()}
+        return {n: p for family in self.plan.families for n, p in assign_family(family, on_host).items()}
+
+
 def frank_wolfe(
-    graph: SymmetryGraph,
-    reference: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    family_list: list[Family],
+    products: PairProducts,
     *,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Permutation, int]:
     """Maximize the matching objective of two networks over doubly stochastic matrices, then assign.
 
+    The relaxation ends when the gap closes, or when a step has landed on a vertex for the third time: from there it
+    goes on between permutations, and a descent does that at a lower cost.
+
     Args:
-        graph: the symmetry graph.
-        reference: the parameters that stay, in the dtype to compute in.
-        state: the parameters to be permuted, alike.
-        family_list: the graph's families.
+        products: the pair of networks.
         progress: called after each iteration with ``{"iteration", "gap"}``, the gap relative to the objective.
 
     Returns:
-        A permutation, and the number of iterations.
+        A permutation (of the groups that move a parameter), and the number of iterations.
     """
-    plan = _plan(graph, family_list)
-    quadratic = all(len(axes) <= 2 for axes in plan.moves.values())
-    network = _RelaxedNetwork(plan, state, full=not quadratic)
-    value: float | None = None
+    plan = products.plan
+    if any(len(axes) > 2 for axes in plan.moves.values()):
+        return _frank_wolfe_on_tensors(plan, products.reference, products.state, progress)
+    pair = _RelaxedPair(products)
+    landings = iteration = 0
+    for iteration in range(1, _ITERATIONS + 1):
+        sources, gap, scale = pair.vertex()
+        if progress is not None:
+            progress({"iteration": iteration, "gap": gap / scale if scale else 0.0})
+        if gap <= _TOLERANCE * scale:
+            break
+        landings += pair.advance(sources, gap) == 1
+        if landings == _LANDINGS:
+            break
+    return pair.element(), iteration
+
+
+def _frank_wolfe_on_tensors(
+    plan: MovePlan,
+    reference: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    progress: Callable[[dict[str, Any]], None] | None,
+) -> tuple[Permutation, int]:
+    """As :func:`frank_wolfe`, for tensors that are moved along any number of axes."""
+    network = _RelaxedNetwork(plan, state)
     iteration = 0
     for iteration in range(1, _ITERATIONS + 1):
         sources, gap, scale = network.vertex(network.gradients(reference))
@@ -231,24 +274,16 @@ def frank_wolfe(
         if gap <= _TOLERANCE * scale:
             break
         orders = network.orders(sources)
-        if quadratic:  # the slope is known from the gradients: the value at the vertex is all that is missing
-            corner = _dot((reference[n], network.corner(n, orders[n], plan.axes(n))) for n in plan.moves)
-            if value is None:
-                value = _dot((reference[n], network.at_barycenter(n)) for n in plan.moves)
-            curvature = corner - value - gap
-            ratio = 1.0 if curvature >= -gap / 2 else -gap / (2 * curvature)
-            value += ratio * gap + ratio * ratio * curvature
-        else:
-            along = Polynomial([0.0])
-            for name in plan.moves:
-                parts = network.bernstein(name, orders[name], plan.axes(name))
-                for basis, part in zip(_bernstein_basis(len(parts) - 1), parts, strict=True):
-                    along = along + basis * _dot([(reference[name], part)])
-            ratio = _best_ratio(along)
-            if ratio <= 0:
-                break
+        along = Polynomial([0.0])
+        for name in plan.moves:
+            parts = network.bernstein(name, orders[name], plan.axes(name))
+            for basis, part in zip(_bernstein_basis(len(parts) - 1), parts, strict=True):
+                along = along + basis * float(torch.dot(reference[name].reshape(-1), part.reshape(-1)))
+        ratio = _best_ratio(along)
+        if ratio <= 0:
+            break
         network.step(sources, orders, ratio)
-    return {**identity_permutation(graph), **network.element()}, iteration
+    return network.element(), iteration
 
 
 def synchronized_frank_wolfe(
@@ -275,8 +310,8 @@ def synchronized_frank_wolfe(
     Returns:
         A permutation for each network, and the number of iterations.
     """
-    plan = _plan(graph, family_list)
-    networks = [_RelaxedNetwork(plan, state, full=True, fixed=k == 0) for k, state in enumerate(states)]
+    plan = plan_moves(graph, family_list)
+    networks = [_RelaxedNetwork(plan, state, fixed=k == 0) for k, state in enumerate(states)]
     free = networks[1:]
 
     def oracle(network: _RelaxedNetwork, totals: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float, float]:
@@ -303,7 +338,7 @@ def synchronized_frank_wolfe(
 
 
 def _synchronized_step(
-    plan: _Plan,
+    plan: MovePlan,
     fixed: _RelaxedNetwork,
     free: Sequence[_RelaxedNetwork],
     orders: Sequence[Mapping[str, Mapping[int, Tensor]]],
@@ -335,8 +370,8 @@ def _best_ratio(objective: Polynomial) -> float:
     return best if float(objective(best)) > float(objective(0.0)) else 0.0
 
 
-def _subsets(axes: Axes, largest: int) -> Iterable[Axes]:
-    for size in range(1, largest + 1):
+def _subsets(axes: Axes) -> Iterable[Axes]:
+    for size in range(1, len(axes) + 1):
         yield from itertools.combinations(axes, size)
 
 
@@ -353,12 +388,6 @@ def _total(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in rest:
         total += tensor
     return total
-
-
-def _dot(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Sum of inner products, with one transfer to the host."""
-    products = [torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in pairs]
-    return float(torch.stack(products).sum()) if products else 0.0
 
 
 def _bernstein_basis(degree: int) -> list[Polynomial]:

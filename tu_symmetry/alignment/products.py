@@ -1,0 +1,224 @@
+"""Gram matrices of a pair of networks that are kept, and brought up to date by what changed.
+
+A tensor that is moved along two axes has a Gram matrix between units along the one axis for every order of the other:
+``sum_i <reference[i, j], state[order[i], k]>`` over the positions i. It is a sum over positions, so when the order
+changes at few of them, only their part is computed again. Relaxation and descent use the same matrices, one after the
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.alignment.assignment import flat_source
+from tu_symmetry.alignment.gram import Family, WeightVotes, families, is_below, own_member, trainable_members
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+Axes = tuple[int, ...]
+_MOSTLY_NEW = 0.5  # above this share of changed positions a product is computed anew
+
+
+@dataclass
+class MovePlan:
+    """Which positions of which tensors the groups move.
+
+    Attributes:
+        families: the families of groups.
+        moves: tensor to axis to ``(group, positions [units, copies])``; every position is moved by one group at most.
+        sizes: number of units of each group, blocks flattened.
+        skipped: tensors that do not fit: two nested groups move them at the same positions, or a group moves them in
+            some rows only.
+    """
+
+    families: list[Family]
+    moves: dict[str, dict[int, list[tuple[str, Tensor]]]]
+    sizes: dict[str, int] = field(default_factory=dict)
+    skipped: frozenset[str] = frozenset()
+
+    def axes(self, tensor: str) -> Axes:
+        """The axes along which a tensor is moved."""
+        return tuple(sorted(self.moves[tensor]))
+
+    def order(self, tensor: str, axis: int, size: int, sources: Mapping[str, Tensor]) -> Tensor:
+        """The order of positions along an axis that groups' sources of units make."""
+        order = torch.arange(size)
+        for group, index in self.moves[tensor][axis]:
+            order[index.reshape(-1)] = index[sources[group]].reshape(-1)
+        return order
+
+
+def plan_moves(graph: SymmetryGraph, family_list: list[Family]) -> MovePlan:
+    """Say for each tensor which positions move together, along each axis."""
+    plan = MovePlan(family_list, {})
+    skipped: set[str] = set()
+    for family in family_list:
+        for group in family.groups:
+            plan.sizes[group.name] = math.prod(group.shape)
+            below = tuple(g for g in family.children if is_below(g, group))
+            for member in trainable_members(graph, group):
+                if member.within_axis is not None:
+                    skipped.add(member.parameter)
+                part = own_member(member, below) if below else member
+                if part is not None:
+                    index = part.index.reshape(-1, part.index.shape[-1])
+                    axis_moves = plan.moves.setdefault(member.parameter, {}).setdefault(member.axis, [])
+                    if any(torch.isin(index, other).any() for _, other in axis_moves):
+                        skipped.add(member.parameter)
+                    axis_moves.append((group.name, index))
+    plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped}
+    plan.skipped = frozenset(skipped)
+    return plan
+
+
+@dataclass
+class Part:
+    """One group's positions along one axis of a tensor that is moved along one or two axes.
+
+    Attributes:
+        tensor: its name.
+        axis: the axis whose units are compared.
+        other: the other moved axis, or None.
+        group: the group that moves the units.
+        index: their positions ``[units, copies]``.
+        second: whether the tensor has a part along an earlier axis too.
+        left: the reference as ``[positions of the other axis, everything else, units]``; made when first needed.
+        right: the state in the same layout.
+        order: the order of the other axis at which ``gram`` holds.
+        gram: ``[units, units]``.
+    """
+
+    tensor: str
+    axis: int
+    other: int | None
+    group: str
+    index: Tensor
+    second: bool
+    left: Tensor | None = None
+    right: Tensor | None = None
+    order: Tensor | None = None
+    gram: Tensor | None = None
+
+
+class PairProducts:
+    """Gram matrices between a reference and a state, for the tensors that are moved along at most two axes."""
+
+    def __init__(self, plan: MovePlan, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        self.plan, self.reference, self.state = plan, reference, state
+        self.parts: dict[str, list[Part]] = {group: [] for group in plan.sizes}
+        for name, moves in plan.moves.items():
+            axes = plan.axes(name)
+            if len(axes) > 2:
+                continue
+            for axis in axes:
+                other = next((a for a in axes if a != axis), None)
+                for group, index in moves[axis]:
+                    part = Part(name, axis, other, group, index, second=axis != axes[0])
+                    self.parts[group].append(part)
+
+    def orders(self, sources: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+        """Orders of positions, for the (tensor, axis) pairs all of whose groups are in ``sources``."""
+        found = {}
+        for name, moves in self.plan.moves.items():
+            for axis, parts in moves.items():
+                if all(group in sources for group, _ in parts):
+                    found[name, axis] = self.plan.order(name, axis, self.state[name].shape[axis], sources)
+        return found
+
+    def gram(self, part: Part, orders: Mapping[tuple[str, int], Tensor]) -> Tensor:
+        """The Gram matrix of a part with the other axis in its order; not to be changed by the caller."""
+        left, right = self._operands(part)
+        if part.other is None:
+            if part.gram is None:
+                part.gram = _product(left, right)
+            return part.gram
+        order = orders[part.tensor, part.other]
+        if part.gram is not None and part.order is not None:
+            changed = (order != part.order).nonzero().squeeze(1)
+            if len(changed) <= _MOSTLY_NEW * len(order):
+                if len(changed):
+                    new, old = (o[changed].to(right.device) for o in (order, part.order))
+                    difference = right.index_select(0, new) - right.index_select(0, old)
+                    rows = left.index_select(0, changed.to(left.device))
+                    part.gram = part.gram + _product(rows, difference)
+                    part.order = order
+                return part.gram
+        part.gram = _product(left, right.index_select(0, order.to(right.device)))
+        part.order = order
+        return part.gram
+
+    def barycenter(self, part: Part) -> Tensor:
+        """The Gram matrix with the other axis' groups at their barycenters: every unit is the mean unit."""
+        left, right = self._operands(part)
+        if part.other is None:
+            return self.gram(part, {})
+        rest = torch.ones(len(left), dtype=torch.bool)
+        pieces = []
+        for _, index in self.plan.moves[part.tensor][part.other]:
+            place = index.reshape(-1).to(left.device)
+            rest[index] = False
+            units, mean = (t.index_select(0, place).unflatten(0, tuple(index.shape)) for t in (left, right))
+            pieces.append((units.sum(0), mean.mean(0)))
+        if rest.any():
+            pieces.append((left[rest.to(left.device)], right[rest.to(right.device)]))
+        return _product(*(torch.cat(side) for side in zip(*pieces, strict=True)))
+
+    def _operands(self, part: Part) -> tuple[Tensor, Tensor]:
+        if part.left is None or part.right is None:
+            part.left, part.right = (_layout(s[part.tensor], part) for s in (self.reference, self.state))
+        return part.left, part.right
+
+
+def _layout(tensor: Tensor, part: Part) -> Tensor:
+    """``[positions of the other axis, everything else, units]``, contiguous (the tensor itself where it is that)."""
+    units_last = tensor.movedim(part.axis, -1)
+    if part.other is not None:
+        units_last = units_last.movedim(part.other - (part.other > part.axis), 0)
+    else:
+        units_last = units_last.unsqueeze(0)
+    flat = part.index.T.reshape(-1)
+    if len(flat) != units_last.shape[-1] or not torch.equal(flat, torch.arange(len(flat))):
+        units_last = units_last.index_select(-1, flat.to(tensor.device))
+    return units_last.reshape(units_last.shape[0], -1, len(part.index)).contiguous()
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
+
+
+class KeptVotes(WeightVotes):
+    """As :class:`WeightVotes`, with Gram matrices that are kept from one call to the next.
+
+    Attributes:
+        plan: what moves what.
+        products: the kept matrices.
+    """
+
+    def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        super().__init__(graph, reference, state)
+        self.plan = plan_moves(graph, families(graph))
+        self.products = PairProducts(self.plan, self.reference, self.state)
+
+    def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As :meth:`WeightVotes.grams`."""
+        if any(n not in self.plan.moves or len(self.plan.moves[n]) > 2 for n in family.tensors):
+            return super().grams(family, permutation)
+        groups = [f for f in self.plan.families if f.tensors & family.tensors]
+        sources = {g.name: flat_source(g, permutation) for f in groups for g in f.groups}
+        orders = {
+            (name, axis): self.plan.order(name, axis, self.state[name].shape[axis], sources)
+            for name in family.tensors
+            for axis in self.plan.moves[name]
+        }
+        found = {}
+        for group in family.groups:
+            units = self.plan.sizes[group.name]
+            total = torch.zeros(units, units, dtype=torch.float64)
+            for part in self.products.parts[group.name]:
+                total += self.products.gram(part, orders).to("cpu", torch.float64)
+            found[group.name] = total
+        return found
