@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tu_symmetry import cli
-from tu_symmetry.posterior.samples import SampleFileError
+from tu_symmetry.alignment.align import align
+from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.align_files import AlignFilesError, align_files, find_checkpoints, output_names
+from tu_symmetry.tables.align_files import align_files
+from tu_symmetry.tables.checkpoint_files import AlignFilesError, find_checkpoints, output_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,10 +123,9 @@ def test_threads_give_the_same_bytes(graph: SymmetryGraph, tmp_path: Path) -> No
 def test_never_more_networks_in_memory_than_threads(
     graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import gc
     import weakref
 
-    import tu_symmetry.tables.align_files as module
+    import tu_symmetry.tables.checkpoint_files as module
 
     files = write(tmp_path, planted(graph, 8)[0])
     alive: list[weakref.ref[Tensor]] = []
@@ -133,18 +136,17 @@ def test_never_more_networks_in_memory_than_threads(
         nonlocal most
         state = load(path, **options)
         alive.append(weakref.ref(state["0.weight"]))
-        gc.collect()
         most = max(most, sum(r() is not None for r in alive))
         return state
 
     monkeypatch.setattr(module, "load_state", counting)
     align_files(graph, files, tmp_path / "out")
-    assert len(alive) == 8 and most <= 2
+    assert len(alive) == 17 and most <= 2  # each is checked and aligned, and the first is the reference
 
 
 SCRIPT = """
 import os, signal, sys
-import tu_symmetry.tables.align_files as module
+import tu_symmetry.tables.checkpoint_files as module
 from tu_symmetry import cli
 write, count = module.write_safetensors, 0
 def dying(path, tensors, metadata):
@@ -159,30 +161,176 @@ sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.parametrize("writes", [4])
-def test_a_killed_run_goes_on_to_identical_bytes(
-    writes: int, graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+MODES = ("first", "medoid", "mean", "universe")
+
+
+def noisy(graph: SymmetryGraph, count: int) -> list[State]:
+    """Permuted copies of a network with so much noise that matching moves units in several sweeps."""
+    generator = torch.Generator().manual_seed(1)
+    states = planted(graph, count)[0]
+    return [{n: t + torch.randn(t.shape, generator=generator) for n, t in s.items()} for s in states]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def pairwise(graph: SymmetryGraph, states: list[State]) -> float:
+    """The synchronized objective by its definition, over all pairs."""
+    pairs = itertools.combinations(states, 2)
+    return sum(float((a[n].double() * b[n].double()).sum()) for a, b in pairs for n in graph.shapes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_reference_recovers_planted_permutations(mode: Any, graph: SymmetryGraph, tmp_path: Path) -> None:
+    states, elements = planted(graph, 5)
+    result = align_files(graph, write(tmp_path, states), tmp_path / "out", reference=mode)
+    aligned = [load_file(tmp_path / "out" / f.aligned) for f in result.files]
+    assert result.mode == mode and max(f.distance_after for f in result.files) < 1e-5
+    for other in aligned[1:]:
+        assert all(torch.equal(other[n], t) for n, t in aligned[0].items())
+    if mode != "medoid":
+        for file, element in zip(result.files[1:], elements, strict=True):
+            expected, found = invert(element), load_file(tmp_path / "out" / file.permutation)
+            assert all(torch.equal(found[g], expected[g]) for g in expected)
+
+
+def test_the_medoid_has_the_least_total_by_brute_force(graph: SymmetryGraph, tmp_path: Path) -> None:
+    states = noisy(graph, 6)
+    result = align_files(graph, write(tmp_path, states), tmp_path / "out", reference="medoid", threads=2)
+    totals = [
+        sum(
+            weight_matching(graph, *((a, b) if i < j else (b, a))).distance_after
+            for j, b in enumerate(states)
+            if i != j
+        )
+        for i, a in enumerate(states)
+    ]
+    assert result.search["totals"] == pytest.approx(totals, abs=1e-12)
+    assert Path(result.reference).name == f"net{totals.index(min(totals))}.pt"
+    sample = align_files(
+        graph, find_checkpoints([tmp_path / "in/*"]), tmp_path / "few", reference="medoid", candidates=3
+    )
+    assert len(sample.search["candidates"]) == 3 and sample.reference in sample.search["candidates"]
+    assert "medoid of 3 of the 6 files" in (tmp_path / "few" / "report.md").read_text()
+
+
+def test_the_running_mean_is_the_mean_of_those_before(graph: SymmetryGraph, tmp_path: Path) -> None:
+    states = noisy(graph, 4)
+    result = align_files(graph, write(tmp_path, states), tmp_path / "out", reference="mean")
+    aligned = [states[0]]
+    for state in states[1:]:
+        mean = {n: torch.stack([a[n].double() for a in aligned]).mean(0) for n in state}
+        aligned.append(apply_permutation(graph, weight_matching(graph, mean, state).permutation, state))
+    for file, expected in zip(result.files, aligned, strict=True):
+        found = load_file(tmp_path / "out" / file.aligned)
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
+    mean = load_file(tmp_path / "out" / "mean.safetensors")
+    for name in mean:
+        torch.testing.assert_close(mean[name], torch.stack([a[name] for a in aligned]).mean(0))
+    squares = sum(float((a[n] - mean[n]).square().sum()) for a in aligned for n in mean)
+    assert sum(f.distance_after**2 for f in result.files) == pytest.approx(squares, rel=1e-5)
+
+
+def test_the_universe_climbs_the_sum_of_all_pairs(graph: SymmetryGraph, tmp_path: Path) -> None:
+    """To about where the one with all networks in memory stops (both are local optima), and no network can improve."""
+    generator = torch.Generator().manual_seed(2)
+    states = [{n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items()} for _ in range(8)]
+    files = write(tmp_path, states)
+    values = {}
+    for mode in ("mean", "universe"):
+        result = align_files(graph, files, tmp_path / mode, reference=mode)
+        values[mode] = [load_file(tmp_path / mode / f.aligned) for f in result.files]
+    assert result.search["converged"] and result.search["sweeps"] > 1 and result.files[0].transpositions == 0
+    universe = values["universe"]
+    assert pairwise(graph, universe) > 1.01 * pairwise(graph, values["mean"])
+    assert pairwise(graph, universe) > 0.96 * pairwise(graph, align(graph, states, reference="universe").states)
+    for k, own in enumerate(universe):
+        others = {n: torch.stack([u[n].double() for j, u in enumerate(universe) if j != k]).mean(0) for n in own}
+        assert transposition_count(weight_matching(graph, others, own, method="descent").permutation) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_interruption_at_any_write_changes_no_byte(
+    mode: Any, graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed between the permutation and the weights of the second file, with a half-written file left behind."""
-    files = write(tmp_path, planted(graph, 4)[0])
-    words = ["align", *map(str, files), "--model", "test_align_files.Net", "--input", "1,4", "--out"]
+    files = write(tmp_path, noisy(graph, 3))
+    replace, left = os.replace, 10**9
+
+    class Killed(BaseException):
+        pass
+
+    def counting(source: str, target: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Killed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", counting)
+    align_files(graph, files, tmp_path / "whole", reference=mode)
+    writes, whole = 10**9 - left, tree(tmp_path / "whole")
+    assert writes >= 8
+    for write_number in range(writes):
+        left = write_number
+        out = tmp_path / f"killed{write_number}"
+        with pytest.raises(Killed):
+            align_files(graph, files, out, reference=mode)
+        left = 10**9
+        align_files(graph, files, out, reference=mode)
+        assert tree(out) == whole, write_number
+
+
+def test_more_files_go_on_from_the_running_mean(
+    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tu_symmetry.tables.align_references as module
+
+    files = write(tmp_path, noisy(graph, 6))
+    align_files(graph, files, tmp_path / "whole", reference="universe")
+    calls: list[str] = []
+    matching = module.weight_matching
+    monkeypatch.setattr(module, "weight_matching", lambda *a, **k: (calls.append(k["method"]), matching(*a, **k))[1])
+    align_files(graph, files[:4], tmp_path / "grown", reference="mean")
+    assert len(calls) == 3
+    align_files(graph, files, tmp_path / "grown", reference="mean")
+    assert len(calls) == 5
+    align_files(graph, files, tmp_path / "grown", reference="universe")
+    assert calls.count("frank_wolfe") == 5 and tree(tmp_path / "grown") == tree(tmp_path / "whole")
+    align_files(graph, files[::-1], tmp_path / "grown", reference="mean")
+    assert calls.count("frank_wolfe") == 10
+
+
+@pytest.mark.parametrize(
+    ("mode", "writes"),
+    [
+        ("first", 4),
+        pytest.param("medoid", 4, marks=pytest.mark.slow),
+        pytest.param("mean", 6, marks=pytest.mark.slow),
+        ("universe", 11),
+    ],
+)
+def test_a_killed_run_goes_on_to_identical_bytes(
+    mode: str, writes: int, graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL in the middle of a write, with a half-written file left behind."""
+    files = write(tmp_path, noisy(graph, 4))
+    words = ["align", *map(str, files), "--model", "test_align_files.Net", "--input", "1,4", "--reference", mode]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     killed = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(writes), *words, str(tmp_path / "killed")],
+        [sys.executable, "-c", SCRIPT, str(writes), *words, "--out", str(tmp_path / "killed")],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = content(tmp_path / "killed")
-    assert "net0.safetensors" in left and "net1.safetensors" not in left and "report.json" not in left
-    assert b"half" in left.values()
-    assert cli.main([*words, str(tmp_path / "killed")]) == 0
-    out = capsys.readouterr().out
-    assert "4 aligned files (1 done before)" in out and "NoT" in out
-    assert cli.main([*words, str(tmp_path / "whole")]) == 0
-    assert content(tmp_path / "killed") == content(tmp_path / "whole")
+    left = tree(tmp_path / "killed")
+    assert b"half" in left.values() and "report.json" not in left
+    assert cli.main([*words, "--out", str(tmp_path / "killed")]) == 0
+    assert "4 aligned files" in capsys.readouterr().out
+    assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
+    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 
 def test_another_architecture_is_named(graph: SymmetryGraph, tmp_path: Path) -> None:
@@ -206,9 +354,8 @@ def test_a_truncated_file_is_named_and_what_was_done_stays(suffix: str, graph: S
     if suffix == ".safetensors":
         save_file(states[2], broken)
     broken.write_bytes(broken.read_bytes()[:-300])
-    with pytest.raises(SampleFileError, match=r"net2\..*truncated"):
+    with pytest.raises(AlignFilesError, match=r"net2\..*truncated"):
         align_files(graph, [*files[:2], broken], tmp_path / "out")
-    assert {"net0.safetensors", "net1.safetensors"} <= content(tmp_path / "out").keys()
 
 
 @pytest.mark.parametrize("name", ["net1.safetensors", "net1.permutation.safetensors", "report.json", "report.md"])

@@ -159,17 +159,17 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
     return run
 
 
-@command("align", "align checkpoint files of one architecture to one of them")
+@command("align", "align checkpoint files of one architecture")
 def align(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry align CHECKPOINTS... --model NAME --input SHAPE --out DIR``."""
     parser.description = (
         "Permutes the hidden units of networks so that they lie close to a reference, without changing their "
-        "functions. Any number of files: only the reference and one network for each thread are in memory. The same "
-        "command goes on where an interruption stopped it."
+        "functions. Any number of files: a few networks are in memory. The same command goes on where an interruption "
+        "stopped it."
     )
     parser.epilog = (
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
-        "--input 1,3,32,32 --init num_classes=10 --out aligned"
+        "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
     parser.add_argument(
         "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
@@ -177,42 +177,55 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     _add_architecture(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the aligned files and the report")
     parser.add_argument(
-        "--reference", default="first", metavar="FILE", help="file that all are aligned to (default: first, the first)"
+        "--reference",
+        default="first",
+        metavar="FILE|first|medoid|mean|universe",
+        help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
+        "those before each; or all others, in sweeps until nothing moves (default: first)",
     )
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
     parser.add_argument(
         "--method", choices=["frank_wolfe", "descent"], default="frank_wolfe", help="of matching (default: frank_wolfe)"
     )
     parser.add_argument(
-        "--threads", type=int, default=1, help="networks that are matched at the same time (default: 1)"
+        "--candidates",
+        type=int,
+        default=16,
+        help="files that are compared for the medoid, drawn at random if there are more (default: 16)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="networks that are matched at the same time; mean and universe go one by one (default: 1)",
     )
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.posterior.samples import SampleFileError
         from tu_symmetry.symmetry.graph import SymmetryError
-        from tu_symmetry.tables.align_files import AlignFilesError, align_files, find_checkpoints
+        from tu_symmetry.tables.align_files import align_files
         from tu_symmetry.tables.architecture import ArchitectureError
+        from tu_symmetry.tables.checkpoint_files import AlignFilesError, find_checkpoints
         from tu_symmetry.tables.progress import Display
 
         display = Display()
+        reference = arguments.reference
         try:
             checkpoints = find_checkpoints(arguments.checkpoints)
-            reference = None if arguments.reference == "first" else find_checkpoints([arguments.reference])[0]
+            if reference not in ("first", "medoid", "mean", "universe"):
+                reference = find_checkpoints([reference])[0]
             graph = _discover(arguments)
-            with display.track("aligning", len(checkpoints)) as tracker:
-                alignment = align_files(
-                    graph,
-                    checkpoints,
-                    Path(arguments.out),
-                    reference=reference,
-                    prefix=arguments.prefix,
-                    method=arguments.method,
-                    threads=arguments.threads,
-                    progress=lambda done, last: tracker.update(
-                        done, **({"file": Path(last.source).name} if last else {})
-                    ),
-                )
-        except (AlignFilesError, ArchitectureError, SampleFileError, SymmetryError, OSError) as error:
+            alignment = align_files(
+                graph,
+                checkpoints,
+                Path(arguments.out),
+                reference=reference,
+                prefix=arguments.prefix,
+                method=arguments.method,
+                candidates=arguments.candidates,
+                threads=arguments.threads,
+                track=display.track,
+            )
+        except (AlignFilesError, ArchitectureError, SymmetryError, OSError) as error:
             return _fail(str(error))
         except KeyboardInterrupt:
             return _fail("interrupted; the same command goes on where this one stopped", code=130)

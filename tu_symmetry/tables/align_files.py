@@ -1,41 +1,52 @@
-"""Aligning many checkpoint files to one of them, a few in memory at a time, and going on after an interruption.
+"""Aligning many checkpoint files, a few in memory at a time, and going on after an interruption.
 
-Each file is matched to the reference on its own, so the result does not depend on what else is aligned, in which
-order, or how often the run was killed. For every checkpoint the folder takes ``NAME.safetensors``, the aligned
-weights, and ``NAME.permutation.safetensors``, the group element; what they were made of stands in their headers.
+The reference is one of the files, any other file, their medoid, their running mean, or their universe (see
+:mod:`~tu_symmetry.tables.align_references`). For every checkpoint the folder takes ``NAME.safetensors``, the aligned
+weights, and ``NAME.permutation.safetensors``, the group element; what they were made of stands in their headers. With
+a mean it also takes ``mean.safetensors``, the mean of the aligned networks. The folder ``state`` holds what a killed
+run needs to go on; it may be removed when a run is done.
 """
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
 import os
-import secrets
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError, safe_open
-
 from tu_symmetry.alignment.matching import weight_distance, weight_matching
-from tu_symmetry.posterior.samples import State, load_state, write_safetensors
+from tu_symmetry.posterior.samples import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.tables.align_references import MEDOID, SUM, Method, find_consensus, find_medoid
+from tu_symmetry.tables.checkpoint_files import (
+    FORMAT,
+    MEAN,
+    PERMUTATION,
+    STATE,
+    VERSION,
+    AlignFilesError,
+    Checkpoint,
+    Track,
+    bounded,
+    check_checkpoints,
+    load_checkpoint,
+    output_names,
+    owned_header,
+    refuse_foreign,
+    sha256,
+    silent,
+    write_owned,
+    write_text,
+)
 from tu_symmetry.tables.grid import Grid
 
-_KEY = "tu_symmetry.aligned"
-_VERSION = 1
-_PERMUTATION = ".permutation.safetensors"
-_MARK = "<!-- tu_symmetry.aligned -->"
-
-
-class AlignFilesError(ValueError):
-    """Files that cannot be aligned, or that would be overwritten; the message names them."""
+Reference = Literal["first", "medoid", "mean", "universe"]
+MARK = "<!-- tu_symmetry.aligned -->"
+_FIGURES = ("transpositions", "distance_before", "distance_after")
 
 
 @dataclass(frozen=True)
@@ -67,16 +78,20 @@ class FileAlignment:
 
     Attributes:
         architecture: name of the module's class.
-        reference: the file that all are aligned to.
+        mode: ``file``, ``first``, ``medoid``, ``mean`` or ``universe``.
+        reference: the file that distances are measured to; ``mean.safetensors`` in the folder for a mean.
         reference_sha256: of its bytes.
+        search: how the reference was found: candidates of a medoid and their totals, sweeps of a universe.
         options: of the matching and of reading.
         files: one for each checkpoint, in the order given.
         skipped: how many had been done before.
     """
 
     architecture: str
+    mode: str
     reference: str
     reference_sha256: str
+    search: dict[str, Any]
     options: dict[str, Any]
     files: tuple[Aligned, ...]
     skipped: int
@@ -93,29 +108,25 @@ class FileAlignment:
             ]
             for f in self.files
         ]
+        target = {
+            "mean": "the mean of all (each was matched to the mean of those before it)",
+            "universe": "the mean of all",
+            "medoid": f"their medoid {Path(self.reference).name}",
+        }.get(self.mode, Path(self.reference).name)
         return Grid(
-            title=f"{len(self.files)} checkpoints of {self.architecture} aligned to {Path(self.reference).name}",
+            title=f"{len(self.files)} checkpoints of {self.architecture} aligned to {target}",
             header=["checkpoint", "NoT", "distance before", "distance after"],
             rows=rows,
+            caption=self._caption(),
         )
 
-
-def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Files from paths and globs (``**`` descends into folders), each once, in the order given.
-
-    Raises:
-        AlignFilesError: a path or pattern that stands for no file.
-    """
-    found: dict[Path, None] = {}
-    for pattern in map(str, patterns):
-        path = Path(pattern)
-        matches = [path] if path.is_file() else sorted(p for p in map(Path, glob.glob(pattern, recursive=True)))
-        files = [p for p in matches if p.is_file()]
-        if not files:
-            hint = "a folder; name its files, for example with a glob" if path.is_dir() else "no file"
-            raise AlignFilesError(f"{pattern} is {hint}")
-        found.update(dict.fromkeys(files))
-    return list(found)
+    def _caption(self) -> str:
+        if self.mode == "medoid" and len(self.search["candidates"]) < len(self.files):
+            return f"the medoid of {len(self.search['candidates'])} of the {len(self.files)} files, drawn at random"
+        if self.mode == "universe":
+            end = "the last one moved nothing" if self.search["converged"] else "the last one still moved units"
+            return f"{self.search['sweeps']} sweeps after the running mean; {end}"
+        return ""
 
 
 def align_files(
@@ -123,212 +134,197 @@ def align_files(
     checkpoints: Sequence[Path],
     out: Path,
     *,
-    reference: Path | None = None,
+    reference: Path | Reference = "first",
     prefix: str = "",
-    method: Literal["frank_wolfe", "descent"] = "frank_wolfe",
+    method: Method = "frank_wolfe",
+    candidates: int = 16,
+    max_sweeps: int = 20,
     threads: int = 1,
-    progress: Callable[[int, Aligned | None], None] | None = None,
+    track: Track = silent,
 ) -> FileAlignment:
-    """Align checkpoint files to a reference; what a former run has done is kept.
+    """Align checkpoint files; what a former run has done is kept.
 
-    In memory are the reference and, for each thread, one network and its permuted copy.
+    In memory are the reference (for a mean: the sum of all, float64) and, for each thread, one network, its permuted
+    copy, and what matching needs. All files are checked before the first is written.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         checkpoints: files that :func:`tu_symmetry.posterior.samples.load_state` reads.
         out: folder of the results.
-        reference: file that all are aligned to; the first checkpoint without one.
+        reference: what all are aligned to. A path: that file. ``first``: the first checkpoint. ``medoid``: the one
+            with the least sum of distances to the others after matching, among at most ``candidates`` of them.
+            ``mean``: each to the mean of those before it. ``universe``: as ``mean``, then each to the mean of all
+            others, in sweeps, until nothing moves (the objective of :func:`tu_symmetry.alignment.align.align`'s
+            universe, streamed).
         prefix: of the names in the checkpoints, for example ``model.``.
         method: of :func:`tu_symmetry.alignment.matching.weight_matching`.
-        threads: networks that are matched at the same time.
-        progress: called with the number of finished files and the last of them (None at the start).
+        candidates: bound on the files that are compared for a medoid.
+        max_sweeps: bound on the sweeps of a universe.
+        threads: networks that are matched at the same time (a mean is a chain: one after the other).
+        track: shows progress.
 
     Returns:
         The alignment; ``report.json`` and ``report.md`` in ``out`` hold the same.
 
     Raises:
-        AlignFilesError: a checkpoint of another architecture, or with NaN or infinite weights; two checkpoints
-            that would have the same name; a file in ``out`` that this function has not written.
-        SampleFileError: a file that is truncated or foreign.
+        AlignFilesError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
+            weights; two that would have the same name; a file in ``out`` that this function has not written.
     """
-    if not checkpoints:
-        raise AlignFilesError("no checkpoints to align")
-    if threads < 1:
-        raise AlignFilesError(f"threads must be at least 1, got {threads}")
+    mode = reference if isinstance(reference, str) else "file"
+    _check_arguments(checkpoints, mode, candidates, max_sweeps, threads)
     names = output_names(checkpoints)
-    out.mkdir(parents=True, exist_ok=True)
     _refuse_foreign(out, names, checkpoints)
-    target_path = reference or checkpoints[0]
-    target_hash = _sha256(target_path)
     graph.require_verified()
-    target = _load(graph, target_path, prefix)
-    options = {"method": method, "prefix": prefix}
-    common = {
-        "format": _KEY,
-        "version": _VERSION,
-        "architecture": graph.architecture,
-        "reference_sha256": target_hash,
-        "options": options,
-    }
-    skipped = 0
+    files = check_checkpoints(graph, checkpoints, names, prefix, track)
+    state = out / STATE
+    (state if mode in ("medoid", "mean", "universe") else out).mkdir(parents=True, exist_ok=True)
 
-    def one(path: Path, name: str) -> tuple[Aligned, bool]:
-        digest = _sha256(path)
-        key = {**common, "source_sha256": digest}
-        weights, element = out / f"{name}.safetensors", out / f"{name}{_PERMUTATION}"
-        figures = _done_before(weights, element, key)
-        before = figures is not None
-        if figures is None:
-            state = target if digest == target_hash else _load(graph, path, prefix)
-            permutation: Permutation = identity_permutation(graph)
-            if digest != target_hash:
-                permutation = weight_matching(graph, target, state, method=method).permutation
-            aligned = permute_tensors(graph, permutation, state)
-            figures = {
-                "transpositions": transposition_count(permutation),
-                "distance_before": weight_distance(graph, target, state),
-                "distance_after": weight_distance(graph, target, aligned),
-            }
-            header = {_KEY: json.dumps({**key, **figures}, sort_keys=True)}  # one key: the order of several is random
-            write_safetensors(element, permutation, header)
-            write_safetensors(weights, aligned, header)
-        return Aligned(str(path), digest, weights.name, element.name, **figures), before
+    def load(path: Path) -> State:
+        return load_checkpoint(graph, path, prefix)
 
-    results: dict[int, Aligned] = {}
-    if progress is not None:
-        progress(0, None)
-    for index, (result, before) in _bounded(one, list(zip(checkpoints, names, strict=True)), threads):
-        results[index] = result
-        skipped += before
-        if progress is not None:
-            progress(len(results), result)
+    target_path, search = files[0].path, {}
+    element: Callable[[int], Permutation] | None = None
+    if isinstance(reference, Path):
+        target_path = reference
+    elif mode == "medoid":
+        medoid = find_medoid(
+            graph, files, state, load, method=method, prefix=prefix, candidates=candidates, threads=threads, track=track
+        )
+        target_path = files[medoid.index].path
+        search = {"candidates": [str(files[k].path) for k in medoid.candidates], "totals": medoid.totals}
+    elif mode in ("mean", "universe"):
+        sweeps = max_sweeps if mode == "universe" else 0
+        consensus = find_consensus(
+            graph, files, state, load, method=method, prefix=prefix, max_sweeps=sweeps, track=track
+        )
+        element, target_path = consensus.element, out / MEAN
+        write_owned(target_path, consensus.mean, {"mean_of": len(files)})
+        search = {"sweeps": consensus.sweeps, "converged": consensus.converged}
     alignment = FileAlignment(
         architecture=graph.architecture,
-        reference=str(target_path),
-        reference_sha256=target_hash,
-        options=options,
-        files=tuple(results[k] for k in range(len(checkpoints))),
-        skipped=skipped,
+        mode=mode,
+        reference=MEAN if element else str(target_path),
+        reference_sha256=sha256(target_path),
+        search=search,
+        options={"method": method, "prefix": prefix},
+        files=(),
+        skipped=0,
     )
-    _write_reports(out, alignment)
+    target = load_checkpoint(graph, target_path, "") if element else load(target_path)
+    alignment = _permute_files(graph, files, out, alignment, target, element, threads, track)
+    write_reports(out, alignment)
     return alignment
 
 
-def output_names(checkpoints: Sequence[Path]) -> list[str]:
-    """A name for each checkpoint's results: its stem, with its folders or suffix where stems are not unique.
-
-    Raises:
-        AlignFilesError: names that agree even then.
-    """
-    absolute = [Path(os.path.abspath(p)) for p in checkpoints]
-    shared = Path(os.path.commonpath([p.parent for p in absolute]))
-    relative = [p.relative_to(shared) for p in absolute]
-    for style in (
-        [p.stem for p in relative],
-        ["-".join(p.with_suffix("").parts) for p in relative],
-        ["-".join((*p.with_suffix("").parts, p.suffix.lstrip("."))) for p in relative],
-    ):
-        counts = Counter(name.lower() for name in style)
-        if max(counts.values()) == 1 and not any(n.endswith(".permutation") for n in style):
-            return style
-    twice = sorted(name for name, n in counts.items() if n > 1)
-    raise AlignFilesError(f"the checkpoints' names do not tell them apart ({twice[:3]}); rename them")
+def _check_arguments(checkpoints: Sequence[Path], mode: str, candidates: int, max_sweeps: int, threads: int) -> None:
+    if not checkpoints:
+        raise AlignFilesError("no checkpoints to align")
+    if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
+        raise AlignFilesError(f"a {mode} needs at least two checkpoints, got one")
+    for name, value, least in (("threads", threads, 1), ("candidates", candidates, 2), ("max_sweeps", max_sweeps, 1)):
+        if value < least:
+            raise AlignFilesError(f"{name} must be at least {least}, got {value}")
 
 
-def _load(graph: SymmetryGraph, path: Path, prefix: str) -> State:
-    state = load_state(path, prefix=prefix)
-    try:
-        graph.check_state(state, name=str(path))
-    except SymmetryError as error:
-        hint = "" if prefix else " (option --prefix model.)" if "strip the prefix" in str(error) else ""
-        raise AlignFilesError(f"{error}{hint}") from error
-    return state
+def _permute_files(
+    graph: SymmetryGraph,
+    files: Sequence[Checkpoint],
+    out: Path,
+    alignment: FileAlignment,
+    target: State,
+    element: Callable[[int], Permutation] | None,
+    threads: int,
+    track: Track,
+) -> FileAlignment:
+    """Write each network and its permutation, which is matched to the target if ``element`` does not give it."""
+    prefix, method = alignment.options["prefix"], alignment.options["method"]
+    keys = [
+        {
+            "architecture": graph.architecture,
+            "mode": "mean" if element else "file",
+            "reference_sha256": alignment.reference_sha256,
+            "options": alignment.options,
+            "source_sha256": file.sha256,
+        }
+        for file in files
+    ]
+    results: dict[int, Aligned] = {}
 
+    def aligned(k: int, figures: dict[str, Any]) -> Aligned:
+        name = files[k].name
+        return Aligned(str(files[k].path), files[k].sha256, f"{name}.safetensors", f"{name}{PERMUTATION}", **figures)
 
-def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise AlignFilesError(f"{path} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+    def one(k: int) -> Aligned:
+        state = load_checkpoint(graph, files[k].path, prefix)
+        if element is not None:
+            permutation = element(k)
+        elif files[k].sha256 == alignment.reference_sha256:
+            permutation = identity_permutation(graph)
+        else:
+            permutation = weight_matching(graph, target, state, method=method).permutation
+        moved = permute_tensors(graph, permutation, state)
+        figures = {
+            "transpositions": transposition_count(permutation),
+            "distance_before": weight_distance(graph, target, state),
+            "distance_after": weight_distance(graph, target, moved),
+        }
+        result = aligned(k, figures)
+        write_owned(out / result.permutation, permutation, {**keys[k], **figures})
+        write_owned(out / result.aligned, moved, {**keys[k], **figures})
+        return result
 
-
-def _header(path: Path) -> dict[str, Any] | None:
-    """What :func:`align_files` wrote about a file; None if the file is not its own."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            content = json.loads((file.metadata() or {}).get(_KEY, "null"))
-    except (SafetensorError, ValueError, OSError):
-        return None
-    return content if isinstance(content, dict) and content.get("format") == _KEY else None
+    for k, file in enumerate(files):
+        figures = _done_before(out / f"{file.name}.safetensors", out / f"{file.name}{PERMUTATION}", keys[k])
+        if figures is not None:
+            results[k] = aligned(k, figures)
+    skipped = len(results)
+    todo = [k for k in range(len(files)) if k not in results]
+    before = f" ({skipped} done before)" if skipped else ""
+    with track(f"{'writing' if element else 'aligning'}{before}", len(todo)) as tracker:
+        for k, result in bounded(one, todo, threads):
+            results[k] = result
+            tracker.update(len(results) - skipped, file=files[k].path.name)
+    return replace(alignment, files=tuple(results[k] for k in range(len(files))), skipped=skipped)
 
 
 def _done_before(weights: Path, element: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """NoT and distances of a former run with the same source, reference and options; None if there was none."""
-    first, second = (_header(p) if p.exists() else None for p in (weights, element))
-    if first is None or first != second or any(first.get(k) != v for k, v in key.items()):
+    first, second = owned_header(weights), owned_header(element)
+    if first is None or first != second or any(first.get(k) != v for k, v in {**key, "version": VERSION}.items()):
         return None
-    return {k: first[k] for k in ("transpositions", "distance_before", "distance_after")}
+    return {k: first[k] for k in _FIGURES}
 
 
 def _refuse_foreign(out: Path, names: Sequence[str], checkpoints: Sequence[Path]) -> None:
-    """Nothing that another program wrote may be overwritten; what a killed run left half written is cleared away."""
-    inputs = {p.resolve() for p in checkpoints}
-    targets = [out / f"{name}{suffix}" for name in names for suffix in (".safetensors", _PERMUTATION)]
-    for path in targets:
-        if path.resolve() in inputs:
-            raise AlignFilesError(f"{path} is a checkpoint and would be overwritten; choose another folder with --out")
-        if path.exists() and _header(path) is None:
-            raise AlignFilesError(
-                f"{path} was not written by this command, or is damaged; move it away or choose another folder"
-            )
-    reports = {"report.json": f'"format": "{_KEY}"', "report.md": _MARK}
-    for name, mark in reports.items():
-        path = out / name
-        if path.exists() and mark not in path.read_text(encoding="utf-8", errors="replace"):
-            raise AlignFilesError(f"{path} was not written by this command; move it away or choose another folder")
-    for path in [*targets, *(out / name for name in reports)]:
-        for left in out.glob(f".{glob.escape(path.name)}.????????.tmp"):
-            left.unlink(missing_ok=True)
+    results = [out / f"{name}{suffix}" for name in names for suffix in (".safetensors", PERMUTATION)]
+    kept = [out / STATE / SUM, *(out / STATE / f"{name}{PERMUTATION}" for name in names)]
+    texts = {
+        out / "report.json": f'"format": "{FORMAT}"',
+        out / "report.md": MARK,
+        out / STATE / MEDOID: '"distances"',
+    }
+    refuse_foreign([*results, out / MEAN, *kept], texts, checkpoints)
 
 
-def _bounded(
-    function: Callable[[Path, str], tuple[Aligned, bool]], items: Sequence[tuple[Path, str]], threads: int
-) -> Iterator[tuple[int, tuple[Aligned, bool]]]:
-    """Results as they come, with never more than ``threads`` items begun; the first error ends it."""
-    if threads == 1:
-        for k, item in enumerate(items):
-            yield k, function(*item)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        running: dict[Future[tuple[Aligned, bool]], int] = {}
-        waiting = iter(enumerate(items))
-        while True:
-            while len(running) < threads and (following := next(waiting, None)) is not None:
-                running[pool.submit(function, *following[1])] = following[0]
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()
+def write_reports(out: Path, alignment: FileAlignment, more: dict[str, Any] | None = None, text: str = "") -> None:
+    """Write ``report.json`` and ``report.md``.
 
-
-def _write_reports(out: Path, alignment: FileAlignment) -> None:
-    head = {"format": _KEY, "version": _VERSION}
+    Args:
+        out: folder of the results.
+        alignment: what was done.
+        more: further entries of the JSON.
+        text: further sections of the Markdown.
+    """
     content = {k: v for k, v in asdict(alignment).items() if k != "skipped"}
-    _write_text(out / "report.json", json.dumps({**head, **content}, indent=1) + "\n")
+    head = {"format": FORMAT, "version": VERSION}
+    write_text(out / "report.json", json.dumps({**head, **content, **(more or {})}, indent=1) + "\n")
     grid = alignment.grid()
     options = ", ".join(f"{k} {v!r}" for k, v in alignment.options.items())
-    text = (
-        f"{_MARK}\n\n# {grid.title}\n\n{grid.markdown()}\n\nL2 distances between parameters; NoT is the number of "
-        f"transpositions. Options: {options}.\n"
-    )
-    _write_text(out / "report.md", text)
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    parts = [
+        MARK,
+        f"# {grid.title}",
+        grid.markdown(),
+        f"L2 distances between parameters; NoT is the number of transpositions. Options: {options}.",
+        text,
+    ]
+    write_text(out / "report.md", "\n\n".join(p.strip("\n") for p in parts if p) + "\n")
