@@ -24,7 +24,7 @@ from tu_symmetry.laplace.blocks import (
     rotate,
     within_groups,
 )
-from tu_symmetry.laplace.data import all_reduce, batches
+from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, find_layers, watching
 from tu_symmetry.laplace.likelihood import Fisher, Likelihood, check_outputs
@@ -95,16 +95,17 @@ class _Pass:
 
     def run(self, step: Callable[[Any, Tensor], Tensor]) -> Summary:
         """Call ``step(inputs, targets) -> outputs`` on every batch."""
-        for number, (inputs, targets) in enumerate(batches(self.loader, self.device), start=1):
-            outputs = step(inputs, targets)
-            loss = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
-            if not torch.isfinite(loss):
-                raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
-            self.loss += loss.double().cpu()
-            self.samples += len(outputs)
-            self.outputs = outputs.shape[-1]
-            if self.progress is not None:
-                self.progress({"stage": self.stage, "batch": number, "samples": self.samples})
+        with together(self.device):
+            for number, (inputs, targets) in enumerate(batches(self.loader, self.device), start=1):
+                outputs = step(inputs, targets)
+                loss = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
+                if not torch.isfinite(loss):
+                    raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
+                self.loss += loss.double().cpu()
+                self.samples += len(outputs)
+                self.outputs = outputs.shape[-1]
+                if self.progress is not None:
+                    self.progress({"stage": self.stage, "batch": number, "samples": self.samples})
         totals = torch.stack([self.loss, torch.tensor(float(self.samples), dtype=torch.float64)]).to(self.device)
         all_reduce(totals)
         return Summary(round(totals[1].item()), totals[0].item(), self.outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,3 +49,23 @@ def all_reduce(*tensors: Tensor) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
+
+
+@contextmanager
+def together(device: torch.device) -> Iterator[None]:
+    """Where one process fails, all do: none waits for ever for sums that will not come.
+
+    Raises:
+        RuntimeError: another process failed; it raises its own error.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    failed = torch.tensor(float(error is not None), device=device)
+    all_reduce(failed)
+    if error is not None:
+        raise error
+    if failed.item() > 0:
+        raise RuntimeError("another process could not read its share of the data; its own error says why")

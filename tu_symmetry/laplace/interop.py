@@ -47,7 +47,8 @@ def to_laplace_torch(la: LinearizedLaplace) -> Any:
             "KronLaplace covers all parameters that require a gradient; call requires_grad_(False) on "
             f"{[n for n in varying if n not in la.tangent.names][:6]}, which this posterior leaves out"
         )
-    vectors, values = [], []
+    vectors: list[Any] = []  # lists of one or two factors, where laplace-torch's annotations say tuples
+    values: list[Any] = []
     for block in blocks:
         own = la.tangent.slots[block.name]
         if isinstance(block, KroneckerBlock) and (block.start, block.stop) == own[:2] and len(block.inputs) == 1:
@@ -71,13 +72,13 @@ def to_laplace_torch(la: LinearizedLaplace) -> Any:
         prior_precision=float(precision[0]) if single else precision[of].to(la.tangent.point()),
     )
     other.H = KronDecomposed(vectors, values)
-    other.H_facs = Kron(
-        [[_dense(q, s) for q, s in zip(*pair, strict=True)] for pair in zip(vectors, values, strict=True)]
-    )
+    factors: list[Any] = [
+        [_dense(q, s) for q, s in zip(*pair, strict=True)] for pair in zip(vectors, values, strict=True)
+    ]
+    other.H_facs = Kron(factors)
     other.mean = la.tangent.point()
     other.n_data, other.n_outputs = la.summary.samples, la.summary.outputs
     other.loss = torch.tensor(la.summary.loss, dtype=other.mean.dtype, device=other.mean.device)
-    la.model.output_size = la.summary.outputs  # as its fit leaves it on the network
     return other
 
 

@@ -141,12 +141,14 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         log_precision=tensors["log_precision"],
         noise_variance=content["noise_variance"],
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
-        solution=Mode(
-            theta=tensors["theta"].to(device),
-            **{key: math.nan if v is None else v for key, v in content["solution"].items()},
-        ),
+        solution=_solution(content["solution"], tensors["theta"].to(device)),
     )
     return la
+
+
+def _solution(entry: Mapping[str, Any], theta: Tensor) -> Mode:
+    values: dict[str, Any] = {key: math.nan if value is None else value for key, value in entry.items()}
+    return Mode(theta, **values)
 
 
 def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Block:
@@ -154,7 +156,7 @@ def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor],
     own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
     groups = own.pop("groups")
     own = {name: t.to(device) for name, t in own.items()}
-    return _KINDS[entry["kind"]](entry["name"], entry["start"], groups, **own)  # type: ignore[call-arg]
+    return _KINDS[entry["kind"]](entry["name"], entry["start"], groups, **own)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

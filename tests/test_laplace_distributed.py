@@ -1,0 +1,95 @@
+"""Curvature, mode, evidence and predictive on two processes equal those on one."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from laplace_oracles import data, randomize
+from torch import nn
+
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+WHOLE = slice(None)
+SHARES = (slice(0, 3), slice(3, None))  # of different sizes, and numbers of batches
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("classification", {"curvature": "kfac", "weight_sharing": "reduce", "mode": "map"}),
+    ("classification", {"curvature": "ekfac", "mode": "map"}),
+    ("classification", {"curvature": "last_layer"}),
+    ("classification", {"curvature": "full", "parameters": ["3", "7"], "mode": "map"}),
+    ("regression", {"curvature": "diag", "mode": "map"}),
+    ("regression", {"curvature": "last_layer"}),
+]
+
+
+def network() -> nn.Module:
+    return randomize(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        )
+    )  # fmt: skip
+
+
+def values(share: slice) -> list[float]:
+    found = []
+    for kind, options in CASES:
+        x, y = data(2, 5, 5, outputs=3, kind=kind)
+        own = [(a, b) for a, b in zip(x[share].split(2), y[share].split(2), strict=True)]
+        la = LinearizedLaplace(network(), kind, prior="per_layer", **options).fit(own)  # type: ignore[arg-type]
+        found += [float(la.summary.samples), la.summary.loss, la.log_marginal_likelihood()]
+        if la.mode == "map":
+            found.append(la.optimize_evidence().log_marginal_likelihood)
+        found += [row.precision for row in la.report()] + la.function_covariance(x[:2])[1].flatten().tolist()
+        found += la.theta.tolist()
+    return found
+
+
+def message(share: slice) -> str:
+    """What a process says that has this share of nothing but the first samples."""
+    x, y = data(2, 5, 5, outputs=3)
+    loader = [(x[share], y[share])] if share.start == 0 else []
+    try:
+        LinearizedLaplace(network(), prior="single").fit(loader)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+def worker(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found = {"values": values(SHARES[rank]), "message": message(SHARES[rank])}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both processes found."""
+    folder = tmp_path_factory.mktemp("processes")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(worker, args=(port, folder), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_two_processes_equal_one(found: list[dict[str, Any]]) -> None:
+    expected = values(WHOLE)
+    for own in found:
+        assert own["values"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    apart = values(SHARES[0])
+    assert apart != pytest.approx(expected, rel=1e-2)
+
+
+def test_a_process_without_data_stops_all_with_a_message(found: list[dict[str, Any]]) -> None:
+    assert "another process" in found[0]["message"]
+    assert "no samples" in found[1]["message"]
