@@ -414,11 +414,11 @@ def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None
         assert not any(t.shape == weight.shape and torch.equal(t, weight) for t in stored), name
     assert not list(tmp_path.glob("*.tmp*"))
     assert callback.laplace is not None
-    expected = callback.laplace.predictive(samples()[0])
+    expected = torch.cat([callback.laplace.predictive(x) for x in samples()[0].split(20)])
 
     again, other = Routine(), FitLaplace(load_from=callback.saved_to)
     trainer(other).test(again, Data(), ckpt_path=tmp_path / "net.ckpt", verbose=False)
-    assert torch.equal(torch.cat(again.predictions), torch.cat([expected[:20], expected[20:40], expected[40:]]))
+    assert torch.equal(torch.cat(again.predictions), expected)
     with pytest.raises(ValueError, match=r"laplace\.safetensors"):
         trainer(FitLaplace(load_from=callback.saved_to)).test(Routine(), Data(), verbose=False)
 

@@ -198,6 +198,8 @@ class FitLaplace(Callback):
         cuda = pl_module.device.type == "cuda"
         with torch.inference_mode(False), isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
             _leave_inference(network)
+            if trainer.world_size > 1:
+                _share_buffers(network)
             loader = self._loader(trainer, pl_module)
             laplace = LinearizedLaplace(network, **self.options)
             laplace.fit(loader, progress=progress)
@@ -290,6 +292,13 @@ def _leave_inference(network: nn.Module) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_inference():
                 module._buffers[name] = made.setdefault(id(buffer), buffer.clone())
+
+
+@torch.no_grad()
+def _share_buffers(network: nn.Module) -> None:
+    """Give every process the buffers of rank 0, as the checkpoint has them: running statistics differ by a batch."""
+    for buffer in network.buffers():
+        torch.distributed.broadcast(buffer, src=0)
 
 
 def _beside_checkpoint(trainer: Trainer) -> Path | None:
