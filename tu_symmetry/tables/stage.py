@@ -36,6 +36,12 @@ KINDS: dict[str, str] = {
     "rebasin_matching": "tu_symmetry.tables.barriers:match_members",
     "rebasin_barriers": "tu_symmetry.tables.barriers:measure_barriers",
     "rebasin_report": "tu_symmetry.tables.barriers_report:report",
+    "weight_decay_runs": "tu_symmetry.tables.representation:train_runs",
+    "mass_profiles": "tu_symmetry.tables.representation:take_profiles",
+    "mass_report": "tu_symmetry.tables.representation:report",
+    "toy_networks": "tu_symmetry.tables.toy_posterior:train_networks",
+    "toy_removal": "tu_symmetry.tables.toy_posterior:remove",
+    "toy_report": "tu_symmetry.tables.toy_posterior:report",
 }
 
 Results = dict[str, Any]
