@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -417,6 +418,35 @@ def test_own_averages_follow() -> None:
     fit(module, mlp_canonicalization(in_place=True, averages=["average"]))
     torch.testing.assert_close(module.average(x), before, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(module.average[0].weight, weights)
+
+
+def test_swag_statistics_follow() -> None:
+    """Means and deviations scale as the weights do, second moments as their squares; other statistics stay."""
+    model, s = mlp().double(), random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(3)
+    factors, samples, stats = moved_factors(s), {}, {"other_mean": torch.ones(3)}
+    for name, c in factors.items():
+        w = samples[name] = torch.randn(4, *c.shape, generator=generator, dtype=torch.float64)
+        stats[f"swag.{name}_mean"], stats[f"swag.{name}_sq_mean"] = w.mean(0), w.square().mean(0)
+        stats[f"swag.{name}_covariance_sqrt"] = (w - w.mean(0)).flatten(1)
+    scale_in_place(mlp_graph(), s, model, swag=[(stats, "swag.")])
+    for name, c in factors.items():
+        w = samples[name] * c
+        torch.testing.assert_close(stats[f"swag.{name}_mean"], w.mean(0))
+        torch.testing.assert_close(stats[f"swag.{name}_sq_mean"], w.square().mean(0))
+        torch.testing.assert_close(stats[f"swag.{name}_covariance_sqrt"], (w - w.mean(0)).flatten(1))
+    assert torch.equal(stats["other_mean"], torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_can_be_named_in_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    options = {"every_n_epochs": 2, "in_place": True, "method": "unit_norm", "profile": [-0.5, 0.5]}
+    config = {"class_path": "tu_symmetry.callbacks.ScaleCanonicalization", "init_args": options}
+    made = parser.instantiate_classes(parser.parse_object({"callback": config})).callback
+    assert isinstance(made, ScaleCanonicalization)
+    assert (made.every_n_epochs, made.in_place, made.method, made.profile) == (2, True, "unit_norm", [-0.5, 0.5])
 
 
 def test_members_of_an_ensemble_are_treated_one_by_one() -> None:

@@ -13,18 +13,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
+from tu_symmetry.tables.engine import write_json
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.models import build_model
+from tu_symmetry.tables.predict import accuracy, logits
 from tu_symmetry.tables.stage import Results, StageContext, Tracker, stage
 
 STATES = "states.safetensors"
@@ -123,9 +123,8 @@ def train_runs(context: StageContext, options: RunsOptions) -> Results:
                 record, weights = (context.folder / f"run-{decay}-{seed}.{kind}" for kind in ("json", "safetensors"))
                 if not record.exists():
                     found, state = _train(context, options, decay, seed, tracker, done=len(runs) * options.epochs)
-                    _write(weights, partial(save_file, {k: v.cpu().contiguous() for k, v in state.items()}))
-                    text = json.dumps(found)
-                    _write(record, lambda path, text=text: path.write_text(text, encoding="utf-8"))
+                    save_file({k: v.cpu().contiguous() for k, v in state.items()}, weights)
+                    write_json(record, found)  # renamed into place last: a run without it is trained again
                 runs.append(json.loads(record.read_text(encoding="utf-8")))
                 states.append(load_file(weights))
     shape = (len(options.weight_decays), options.seeds)
@@ -214,13 +213,11 @@ def _quiet_lightning() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@torch.no_grad()
-def _evaluate(context: StageContext, state: Mapping[str, Tensor]) -> tuple[float, float]:
+def _evaluate(context: StageContext, state: dict[str, Tensor]) -> tuple[float, float]:
     """Mean loss on the training set (nats), and accuracy on the test set."""
-    data, model = context.data, context.model
-    loss = sum(float(cross_entropy(functional_call(model, state, (x,)), y, reduction="sum")) for x, y in data.train)
-    right = sum(int((functional_call(model, state, (x,)).argmax(1) == y).sum()) for x, y in data.test)
-    return loss / len(data.train_x), right / len(data.test_x)
+    data = context.data
+    train, test = (logits(context.model, state, part) for part in (data.train, data.test))
+    return float(cross_entropy(train, data.train_y)), accuracy(test, data.test_y)
 
 
 @stage(inputs=("runs",))
@@ -328,9 +325,3 @@ def _spread(values: Sequence[float], form: str) -> str:
     """Mean and standard deviation over seeds."""
     spread = f" ± {torch.tensor(values, dtype=torch.float64).std().item():{form}}" if len(values) > 1 else ""
     return f"{_mean(values):{form}}{spread}"
-
-
-def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    write(temporary)
-    temporary.replace(path)

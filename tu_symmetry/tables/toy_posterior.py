@@ -239,7 +239,8 @@ def draw(path: Path, points: Mapping[str, Tensor], titles: Mapping[str, str]) ->
     with plots.figure(path, len(points), width=2.9, height=3.1) as axes:
         for ax, (name, values) in zip(axes, points.items(), strict=True):
             _, _, _, image = ax.hist2d(
-                *values.T.numpy(),
+                values[:, 0].numpy(),
+                values[:, 1].numpy(),
                 bins=90,
                 range=[[-limit, limit]] * 2,
                 norm=LogNorm(1, 1000),
