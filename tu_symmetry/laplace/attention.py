@@ -25,7 +25,8 @@ class AttentionProjection(MatrixLayer):
 
     def __init__(self, attention: str, role: str, shape: Sequence[int], weight: Part | None, bias: Part | None) -> None:
         super().__init__(f"{attention}:{role}", None, shape, weight, bias)
-        self.attention, self.role = attention, role
+        self.path = self.attention = attention
+        self.role = role
 
 
 def attention_projections(path: str, module: nn.MultiheadAttention, chosen: set[str]) -> list[AttentionProjection]:

@@ -3,7 +3,9 @@
 All curvatures are sums over samples (not means), for unit noise variance. Kronecker factors follow "Kronecker-Factored
 Approximate Curvature for Modern Neural Network Architectures" (arXiv 2311.00636): ``expand`` treats positions that
 share a weight as samples, ``reduce`` adds up gradients and averages inputs over them. They are exact for one sample
-without weight sharing, and for linear networks with a Gaussian likelihood (``reduce``, or no sharing).
+without weight sharing, and for linear networks with a Gaussian likelihood (``expand`` where every position has outputs
+of its own, ``reduce`` where positions are pooled, both without sharing). Parameters of all other modules get their
+exact block, or its diagonal where they are longer than a limit.
 """
 
 from __future__ import annotations
@@ -284,7 +286,8 @@ class _Factors:
             return
         if layer.weight is not None:
             assert self.rows is not None
-            self._add("weight", layer.weight_gradient(self.rows, gradient))
+            for part in _chunks(len(gradient), layer.weight.size):
+                self._add("weight", layer.weight_gradient(self.rows[part], gradient[part]))
         if layer.bias is not None:
             self._add("bias", layer.bias_gradient(gradient))
 

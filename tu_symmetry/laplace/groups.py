@@ -124,7 +124,9 @@ def _from_mapping(slots: Mapping[str, Slot], groups: Mapping[str, Sequence[str]]
 
 def _labels_by_row(slots: Mapping[str, Slot], labels: Mapping[str, str]) -> dict[str, str | list[str]]:
     return {
-        name: [f"{labels[name]}[{row}]" for row in range(slot.shape[0])] if name in labels else REST
+        name: [f"{labels[name]}[{row}]" for row in range(slot.shape[0])]
+        if name in labels and slot.shape
+        else labels.get(name, REST)
         for name, slot in slots.items()
     }
 

@@ -52,12 +52,17 @@ class Layer(ABC):
 
     Attributes:
         name: name of the module, with a suffix for one projection of several.
+        path: name of the module.
         weight: what of the weight it covers, None where the weight is not in the posterior.
         bias: the same for the bias.
+        deferred: whether its gradients wait for the end of the backward pass, since they take one of their own.
     """
 
+    deferred = False
+
     def __init__(self, name: str, weight: Part | None, bias: Part | None) -> None:
-        self.name, self.weight, self.bias = name, weight, bias
+        self.name = self.path = name
+        self.weight, self.bias = weight, bias
 
     @abstractmethod
     def rows(self, inputs: Tensor) -> Tensor:
@@ -181,6 +186,8 @@ class Watch:
     def __init__(self, on_input: Callable[[Layer, Tensor], None]) -> None:
         self.on_input = on_input
         self.on_gradient: Callable[[Layer, Tensor], None] | None = None
+        self.paused: Callable[[], bool] = bool  # never
+        self._deferred: list[tuple[Layer, Tensor]] = []
         self.leaves: list[Tensor] = []
         self.seen: set[str] = set()
         self.batch = -1
@@ -188,16 +195,18 @@ class Watch:
 
     def __call__(self, layer: Layer, inputs: Tensor, output: Tensor) -> Tensor:
         """Note one layer's input, and put a gradient hook on its output."""
+        if self.paused():
+            return output
         if layer.name in self.seen:
             raise UnsupportedLayerError(
-                f"the module {layer.name!r} is used several times in one forward pass, where Kronecker factors do not "
+                f"the module {layer.path!r} is used several times in one forward pass, where Kronecker factors do not "
                 "hold; freeze it, leave it out with parameters=[...], or use curvature='diag' or 'full', which are "
                 "exact for shared weights"
             )
         self.seen.add(layer.name)
-        if output.ndim < 2 or len(output) != self.batch or len(inputs) != self.batch:
+        if output.ndim < 1 or len(output) != self.batch or len(inputs) != self.batch:
             raise UnsupportedLayerError(
-                f"the module {layer.name!r} sees an input of shape {tuple(inputs.shape)} in a batch of {self.batch} "
+                f"the module {layer.path!r} sees an input of shape {tuple(inputs.shape)} in a batch of {self.batch} "
                 "samples: the first axis has to be the batch. Build the model batch-first, leave the module out with "
                 "parameters=[...], or use curvature='diag' or 'full'"
             )
@@ -212,7 +221,9 @@ class Watch:
         return output
 
     def _note(self, layer: Layer, gradient: Tensor) -> None:
-        if self.on_gradient is not None:
+        if layer.deferred:
+            self._deferred.append((layer, gradient.detach()))
+        elif self.on_gradient is not None:
             self.on_gradient(layer, gradient.detach())
 
     def backward(self, outputs: Tensor, root: Tensor, on_gradient: Callable[[int, Layer, Tensor], None]) -> None:
@@ -220,6 +231,9 @@ class Watch:
         for column, direction in enumerate(root):
             self.on_gradient = partial(on_gradient, column)
             torch.autograd.grad(outputs, self.leaves, direction, retain_graph=column + 1 < len(root), allow_unused=True)
+            waiting, self._deferred = self._deferred, []
+            for layer, gradient in waiting:
+                self.on_gradient(layer, gradient)
         self.on_gradient = None
 
 
@@ -230,7 +244,10 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
     The model must be in evaluation mode (:func:`tu_symmetry.laplace.tangent.evaluating`).
     """
     from tu_symmetry.laplace.attention import AttentionProjection, attention_forward
+    from tu_symmetry.laplace.modules import ModuleLayer
 
+    others = [layer for layer in layers if isinstance(layer, ModuleLayer)]
+    watch.paused = lambda: any(layer.replaying for layer in others)
     modules = dict(model.named_modules())
     weights = {name: p.detach() for name, p in model.named_parameters()}
     handles, patched = [], []
@@ -241,7 +258,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         watch.seen.clear()
         with torch.enable_grad():
             outputs = functional_call(model, weights, inputs if isinstance(inputs, tuple) else (inputs,))
-        silent = [layer.name for layer in layers if layer.name not in watch.seen]
+        silent = [layer.path for layer in layers if layer.name not in watch.seen]
         if silent:
             raise UnsupportedLayerError(
                 f"the forward pass never calls the modules {silent[:6]}: their weights are unused, or read without "
@@ -249,7 +266,15 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
             )
         return outputs
 
-    def hook(layer: Layer, _module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    def hook(layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if isinstance(layer, ModuleLayer):
+            layer.check_call(args, kwargs, output)
+        elif not args:
+            raise UnsupportedLayerError(
+                f"the module {layer.path!r} is called with its input as a keyword ({', '.join(kwargs)}=...), where "
+                "hooks do not look; pass it by position, leave the module out with parameters=[...], or use "
+                "curvature='diag' or 'full'"
+            )
         return watch(layer, args[0], output)
 
     try:
@@ -258,7 +283,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
             if isinstance(layer, AttentionProjection):
                 attentions.setdefault(layer.attention, []).append(layer)
             else:
-                handles.append(modules[layer.name].register_forward_hook(partial(hook, layer)))
+                handles.append(modules[layer.path].register_forward_hook(partial(hook, layer), with_kwargs=True))
         for name, projections in attentions.items():
             module = modules[name]
             assert isinstance(module, nn.MultiheadAttention)
@@ -276,9 +301,10 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
     """The layers that own the given parameters.
 
     Raises:
-        UnsupportedLayerError: tied weights, or modules of a kind that has no Kronecker factors here, by name.
+        UnsupportedLayerError: tied weights, or modules without gradients of single samples, by name.
     """
     from tu_symmetry.laplace.attention import attention_projections
+    from tu_symmetry.laplace.modules import ModuleLayer
 
     chosen = set(names)
     aliases: dict[int, list[str]] = {}
@@ -305,14 +331,16 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
         if not any(prefix + leaf in chosen and prefix + leaf not in inside for leaf in own):
             continue
         parts = {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items() if prefix + leaf in chosen}
-        layer = _layer(path, module, parts)
-        if layer is None:
-            refused.append(f"{path or 'the model itself'} ({type(module).__name__}: {', '.join(sorted(parts))})")
-        else:
-            layers.append(layer)
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            refused.append(f"{path or 'the model itself'} (Embedding with max_norm or scale_grad_by_freq)")
+            continue
+        known = _layer(path, module, parts)
+        layers.extend(
+            [known] if known else [ModuleLayer(path, module, leaf, part) for leaf, part in sorted(parts.items())]
+        )
     if refused:
         raise UnsupportedLayerError(
-            f"no Kronecker factors for the parameters of {'; '.join(refused[:6])}"
+            f"no exact gradients for the parameters of {'; '.join(refused[:6])}"
             + (f" and {len(refused) - 6} more" if len(refused) > 6 else "")
             + ". Freeze them, leave them out with parameters=[...], or use curvature='diag' (any layer) or 'full' "
             "(small networks)"
@@ -321,6 +349,7 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
 
 
 def _layer(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | None:
+    """A layer of a kind that is known, None for any other."""
     weight, bias = parts.get("weight"), parts.get("bias")
     if parts.keys() - {"weight", "bias"}:
         return None
@@ -329,11 +358,7 @@ def _layer(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | None
     if isinstance(module, CONVOLUTIONS) and any(type(module).forward is c.forward for c in CONVOLUTIONS):
         return MatrixLayer(path, module, module.weight.shape, weight, bias)
     if isinstance(module, _NORMS) and any(type(module).forward is n.forward for n in _NORMS):
-        if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
-            return None  # statistics of the batch: samples are not independent
         return NormLayer(path, module, weight, bias)
     if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        if module.max_norm is not None or module.scale_grad_by_freq:
-            return None
         return EmbeddingLayer(path, module, weight)
     return None

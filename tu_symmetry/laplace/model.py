@@ -34,6 +34,7 @@ from tu_symmetry.laplace.tangent import (
     evaluating,
     last_linear,
     ordinary,
+    require_independent_samples,
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -119,6 +120,8 @@ class LinearizedLaplace:
         groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         draws: draws of the Monte-Carlo Fisher for each sample.
+        dense_limit: longest parameter apart from weight matrices (biases, affine parameters, whatever else a module
+            owns) that gets its exact dense block; a longer one gets the exact diagonal.
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
         prior_precision: initial precision, one for all groups or by group name; None starts each group at its center
             (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
@@ -152,6 +155,7 @@ class LinearizedLaplace:
         groups: Mapping[str, Sequence[str]] | None = None,
         bias: BiasCurvature = "exact",
         draws: int = 1,
+        dense_limit: int = 4096,
         noise_variance: float | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         generator: torch.Generator | None = None,
@@ -179,7 +183,7 @@ class LinearizedLaplace:
             raise ValueError(f"draws={draws}: the Monte-Carlo Fisher needs at least one draw")
         self.model, self.likelihood, self.graph = model, make_likelihood(likelihood), graph
         self.prior, self.mode, self.groups = prior, mode, groups
-        self.options = Options(curvature, fisher, weight_sharing, bias, draws)
+        self.options = Options(curvature, fisher, weight_sharing, bias, draws, dense_limit)
         self.generator = generator
         self.noise_fixed = noise_variance is not None
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
@@ -213,6 +217,7 @@ class LinearizedLaplace:
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
+        require_independent_samples(self.model)
         groups = self._group(train_loader)
         blocks, summary = fit_curvature(
             self.tangent,

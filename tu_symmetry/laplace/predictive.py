@@ -61,12 +61,22 @@ def function_covariance(
             watch = Watch(lambda layer, rows: None)
             with watching(tangent.model, layers, watch) as forward:
                 forward(rows_of(inputs, slice(0, 1)), 1)
-            step = max(1, _ELEMENTS // (watch.outputs * width))
+            step = max(1, _ELEMENTS // (max(watch.outputs, _longest_vector(layers)) * width))
             pieces = [
                 _layered_covariance(tangent, posterior, layers, rows_of(inputs, slice(i, i + step)), width)
                 for i in range(0, len(outputs), step)
             ]
     return outputs, torch.cat(pieces)
+
+
+def _longest_vector(layers: Sequence[Layer]) -> int:
+    """Entries of the longest parameter whose gradients are kept as vectors for each sample and output."""
+    parts = [part for layer in layers for part in (None if _factored(layer) else layer.weight, layer.bias) if part]
+    return max((part.size for part in parts), default=0)
+
+
+def _factored(layer: Layer) -> bool:
+    return isinstance(layer, (MatrixLayer, EmbeddingLayer))
 
 
 def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, width: int) -> Tensor:

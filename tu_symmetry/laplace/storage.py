@@ -112,7 +112,6 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
     foreign = [name for name in content["parameters"] if name not in known]
     if foreign:
         raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
-    options = {key: value for key, value in content["options"].items() if key != "dense_limit"}  # of fits alone
     la = LinearizedLaplace(
         model,
         content["likelihood"],
@@ -120,7 +119,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         mode=content["mode"],
         parameters=None if last_layer else content["parameters"],
         noise_variance=content["noise_variance"] if content["noise_fixed"] else None,
-        **options,
+        **content["options"],
     )
     if la.tangent.fingerprint() != content["fingerprint"]:
         raise LaplaceFileError(

@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tu_symmetry.laplace.likelihood import check_outputs
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 class Slot(NamedTuple):
     """Where a parameter lies in the flat vector."""
@@ -57,6 +59,21 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
         if not torch.isfinite(p.detach()).all():
             raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
     return tuple(name for key, name in canonical.items() if key in chosen)
+
+
+def require_independent_samples(model: nn.Module) -> None:
+    """Refuse networks in which the output of a sample depends on the others of its batch.
+
+    Raises:
+        ValueError: batch normalization without running statistics, by name.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) has no running statistics: it normalizes by the "
+                "batch at hand, so that outputs of single samples have no Jacobian. Use track_running_stats=True, or "
+                "another normalization"
+            )
 
 
 @contextmanager

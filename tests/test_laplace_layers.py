@@ -1,0 +1,414 @@
+"""Layers of other kinds: exact blocks of whatever a module owns, refusals by name where that cannot be, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, dense_covariance, dense_curvature, exact_ggn, jacobian, randomize
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.layers import UnsupportedLayerError
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+
+class FilterResponseNorm(nn.Module):
+    """Three parameters of its own, one inside a maximum (arXiv 1911.09737)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name in ("gamma", "beta", "tau"):
+            self.register_parameter(name, nn.Parameter(torch.zeros(1, channels, 1, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalized = x * (x.square().mean((2, 3), keepdim=True) + 1e-6).rsqrt()
+        return torch.maximum(self.gamma * normalized + self.beta, self.tau)
+
+
+def frn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), FilterResponseNorm(4), nn.Conv2d(4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(3, 3),
+    )  # fmt: skip
+
+
+class Scaled(nn.Module):
+    """A residual block with a parameter of its own around layers with theirs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.inner = nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.inner(x)
+
+
+class VisionTransformer(nn.Module):
+    """Class token and positions, owned by the network itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(1, 4, 4))
+        self.embed, self.block = nn.Linear(2, 4), Scaled(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.positions
+        x = self.block(x)
+        return self.head((x + self.attention(x, x, x, need_weights=False)[0])[:, 0])
+
+
+def transposed() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.ConvTranspose1d(2, 3, 2), nn.PReLU(3), nn.Flatten(),
+        nn.Linear(15, 3),
+    )  # fmt: skip
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "frn": (frn, (2, 5, 5)),
+    "vision_transformer": (VisionTransformer, (3, 2)),
+    "transposed": (transposed, (4,)),
+}
+
+
+@pytest.mark.parametrize("limit", [4096, 3])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_parameters_of_other_modules_get_exact_blocks(name: str, curvature: str, limit: int) -> None:
+    """Dense up to the limit, and a diagonal beyond."""
+    build, shape = NETWORKS[name]
+    model, (x, y) = randomize(build()), data(*shape, outputs=3)
+    la = LinearizedLaplace(
+        model,
+        prior="single",
+        mode="map",
+        curvature=curvature,
+        dense_limit=limit,  # type: ignore[arg-type]
+    )
+    la.fit([(x[:4], y[:4]), (x[4:], y[4:])])
+    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
+    kinds = []
+    for block in la.posterior.blocks:
+        own = slice(block.start, block.stop)
+        if block.kind == "kronecker":
+            continue
+        wanted = exact[own, own] if block.kind == "dense" else torch.diag(exact[own, own].diagonal())
+        torch.testing.assert_close(found[own, own], wanted, rtol=1e-8, atol=1e-10)
+        assert (block.kind == "dense") == (block.stop - block.start <= limit)
+        if float(wanted.norm()) > 1e-6:  # the bias of an attention's keys has no effect
+            kinds.append(block.name)
+    assert len(set(kinds)) >= 4
+    jac = jacobian(model, la.tangent.names, x)
+    expected = torch.einsum("nci,ij,ndj->ncd", jac, dense_covariance(la), jac)
+    torch.testing.assert_close(la.function_covariance(x)[1], expected, rtol=1e-8, atol=1e-10)
+
+
+def test_a_container_does_not_disturb_what_it_contains() -> None:
+    """The blocks of the layers inside are those of the network whose own parameters are frozen."""
+    x, y = data(3, 2, outputs=3)
+    whole = LinearizedLaplace(randomize(VisionTransformer()), prior="single").fit([(x, y)])
+    inside = ["embed", "block.inner", "attention", "head"]
+    part = LinearizedLaplace(randomize(VisionTransformer()), prior="single", parameters=inside).fit([(x, y)])
+    slots = {name: slice(s.start, s.stop) for name, s in whole.tangent.slots.items()}
+    for name, slot in part.tangent.slots.items():
+        own = slice(slot.start, slot.stop)
+        expected = dense_curvature(whole)[slots[name], slots[name]]
+        torch.testing.assert_close(dense_curvature(part)[own, own], expected, rtol=1e-9, atol=1e-11)
+
+
+def test_per_group_with_filter_response_normalization() -> None:
+    """Where laplace-torch raises; the convolutions before the normalization are groups of their own."""
+    model, (x, y) = randomize(frn()), data(2, 5, 5, outputs=3)
+    la = LinearizedLaplace(model, prior="per_group").fit([(x, y)])
+    assert len(la.prior_groups) > 1
+    assert torch.isfinite(la.predictive(x)).all()
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+class Keyword(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(input=x)
+
+
+class TwoArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Bilinear(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x, x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.memory(x.unflatten(1, (2, 2)))[0][:, -1])
+
+
+class ByHand(nn.Module):
+    """A list of parameters that no module call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(3, 4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weights[0].T
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.spare = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(2, 1), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (2, 2)).transpose(0, 1)
+        return self.head(self.attention(x, x, x)[0].mean(0))
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (Keyword, "'layer'"),
+        (TwoArguments, "mix"),
+        (Recurrent, "memory"),
+        (ByHand, "weights"),
+        (Unused, "spare"),
+        (SequenceFirst, "attention"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 1, add_bias_kv=True)), "1 "),
+    ],
+)
+def test_modules_without_factors_are_refused_by_name_with_a_way_out(build: Callable[[], nn.Module], name: str) -> None:
+    model, (x, y) = randomize(build()), data(4, outputs=3)
+    with pytest.raises(UnsupportedLayerError) as error:
+        LinearizedLaplace(model, prior="single").fit([(x, y)])
+    assert name in str(error.value)
+    assert "parameters=[...]" in str(error.value)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("build", [Keyword, TwoArguments, Recurrent, ByHand])
+def test_the_diagonal_takes_any_module(build: Callable[[], nn.Module]) -> None:
+    model, (x, y) = randomize(build()), data(4, outputs=3)
+    la = LinearizedLaplace(model, prior="single", curvature="diag").fit([(x, y)])
+    names = list(la.tangent.names)
+    if build is not Recurrent:
+        exact = exact_ggn(model, names, x, y, "classification")
+        torch.testing.assert_close(dense_curvature(la).diagonal(), exact.diagonal(), rtol=1e-9, atol=1e-11)
+    assert torch.isfinite(la.predictive(x)).all()
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full", "last_layer"])
+def test_normalization_by_the_batch_is_refused(curvature: str) -> None:
+    """Each sample's output depends on the others: there is no Jacobian of a sample."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, track_running_stats=False), nn.Linear(5, 3)).double()
+    x, y = data(4, outputs=3)
+    with pytest.raises(ValueError, match=r"1 \(BatchNorm1d\).*running statistics"):
+        LinearizedLaplace(model, prior="single", curvature=curvature).fit([(x, y)])  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def mlp() -> nn.Module:
+    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+
+
+X, Y = data(4, outputs=3)
+REAL = data(4, outputs=3, kind="regression")[1]
+NAN = X.clone().index_fill_(0, torch.tensor([4]), torch.nan)
+LOADERS: list[tuple[str, Any, type[Exception], str]] = [
+    ("classification", [], ValueError, "gave no samples"),
+    ("classification", [(X[:0], Y[:0])], ValueError, "gave no samples"),
+    ("classification", [X], TypeError, r"\(inputs, targets\)"),
+    ("classification", [{"x": X, "y": Y}], TypeError, "dict"),
+    ("classification", [(X, Y), (NAN, Y)], ValueError, "NaN or infinite"),
+    ("classification", [(X / 0, Y)], ValueError, "NaN or infinite"),
+    ("classification", [(X, Y + 1)], ValueError, r"targets lie in \[1, 3\].*3 outputs"),
+    ("classification", [(X, Y - 100)], ValueError, "ignored labels"),
+    ("classification", [(X, Y.double())], ValueError, "class numbers"),
+    ("classification", [(X, Y[:4])], ValueError, r"\(4,\)"),
+    ("classification", [(X, REAL)], ValueError, "likelihood='regression'"),
+    ("regression", [(X, Y)], ValueError, "regression needs them equal"),
+    ("regression", [(X, REAL[:, :2])], ValueError, r"\(9, 2\).*\(9, 3\)"),
+    ("regression", [(X, REAL * torch.nan)], ValueError, "targets hold NaN"),
+]
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full", "last_layer"])
+@pytest.mark.parametrize(("kind", "loader", "error", "message"), LOADERS)
+def test_bad_data(kind: str, loader: Any, error: type[Exception], message: str, curvature: str) -> None:
+    la = LinearizedLaplace(mlp(), kind, prior="single", curvature=curvature)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        la.fit(loader)
+    with pytest.raises(RuntimeError, match="call fit"):
+        la.predictive(X)
+
+
+def test_a_failed_fit_leaves_the_earlier_one() -> None:
+    la = LinearizedLaplace(mlp(), prior="single", mode="map").fit([(X, Y)])
+    before = la.log_marginal_likelihood()
+    with pytest.raises(ValueError, match="NaN"):
+        la.fit([(NAN, Y)])
+    assert la.log_marginal_likelihood() == before
+
+
+def test_a_generator_that_was_read_before() -> None:
+    loader = iter([(X, Y)])
+    la = LinearizedLaplace(mlp(), prior="single").fit(loader)
+    with pytest.raises(ValueError, match="read before"):
+        la.log_marginal_likelihood()
+
+
+def test_data_that_change_from_pass_to_pass_are_refused() -> None:
+    class Growing:
+        def __init__(self) -> None:
+            self.passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            yield X[: 3 + self.passes], Y[: 3 + self.passes]
+
+    la = LinearizedLaplace(mlp(), prior="single").fit(Growing())
+    with pytest.raises(ValueError, match="4 samples, and the loader now gives 5"):
+        la.optimize_evidence()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_of_a_diverged_run(value: float) -> None:
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[0, 0] = value
+    with pytest.raises(ValueError, match=r"2\.weight holds NaN or infinite"):
+        LinearizedLaplace(model, prior="single").fit([(X, Y)])
+
+
+def test_weights_that_diverge_between_construction_and_fit() -> None:
+    model = mlp()
+    la = LinearizedLaplace(model, prior="single")
+    with torch.no_grad():
+        model[2].weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"2\.weight holds NaN or infinite"):
+        la.fit([(X, Y)])
+
+
+def test_running_statistics_of_a_diverged_run() -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    model[1].running_var[2] = torch.nan  # type: ignore[index]
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        LinearizedLaplace(model, prior="single").fit([(X, Y)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"likelihood": "poisson"}, "'poisson'"),
+        ({"prior": "per_weight"}, "'per_filter'"),
+        ({"mode": "mean"}, "'linear'"),
+        ({"curvature": "lowrank"}, "'ekfac'"),
+        ({"fisher": "mcmc"}, "'empirical'"),
+        ({"weight_sharing": "sum"}, "'reduce'"),
+        ({"bias": "none"}, "'shared'"),
+        ({"draws": 0}, "draws=0"),
+        ({"noise_variance": 0.1}, "regression"),
+        ({"likelihood": "regression", "noise_variance": -1.0}, "positive"),
+        ({"likelihood": "regression", "fisher": "empirical"}, "type2"),
+        ({"parameters": ["5.weight"]}, r"5\.weight.*matches no parameter"),
+        ({"parameters": []}, "nothing would be left"),
+        ({"curvature": "last_layer", "parameters": ["2"]}, "last_layer"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinearizedLaplace(mlp(), **options)
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [(0.0, "positive"), (-1.0, "positive"), (torch.inf, "finite"), ({"nobody": 1.0}, "no prior group 'nobody'")],
+)
+def test_precisions_that_make_no_sense(precision: Any, message: str) -> None:
+    la = LinearizedLaplace(mlp(), prior="per_layer", mode="map").fit([(X, Y)])
+    before = la.log_precision.clone()
+    with pytest.raises(ValueError, match=message):
+        la.set_precision(precision)
+    assert torch.equal(la.log_precision, before)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ({"a": ["0.weight"], "b": ["0.weight", "2.bias"]}, "twice"),
+        ({"a": ["7.weight"]}, r"7\.weight"),
+        ({"a": "0.weight"}, "a list of parameter names"),
+    ],
+)
+def test_groups_that_make_no_sense(groups: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LinearizedLaplace(mlp(), groups=groups).fit([(X, Y)])
+
+
+def test_groups_by_hand() -> None:
+    la = LinearizedLaplace(mlp(), groups={"weights": ["0.weight", "2.weight"]}).fit([(X, Y)])
+    assert {row.name: row.size for row in la.report()} == {"weights": 35, "rest": 8}
+
+
+def test_frozen_networks_and_outputs_of_other_shapes() -> None:
+    model = mlp().requires_grad_(False)
+    with pytest.raises(ValueError, match="requires a gradient"):
+        LinearizedLaplace(model)
+    la = LinearizedLaplace(model, parameters=["2"], prior="single").fit([(X, Y)])  # may be named all the same
+    assert la.tangent.names == ("2.weight", "2.bias")
+    dense = nn.Conv2d(2, 3, 3).double()
+    x = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"\(2, 3, 2, 2\)"):
+        LinearizedLaplace(dense, prior="single").fit([(x, torch.zeros(2, 2, 2, dtype=torch.long))])
+    with pytest.raises(ValueError, match="let the network return both"):
+        LinearizedLaplace(nn.Linear(4, 1).double(), prior="single").fit([(X, Y % 2)])
+
+
+def test_too_large_for_a_full_matrix() -> None:
+    model = nn.Linear(4, 4000).double()
+    with pytest.raises(ValueError, match=r"20000 parameters needs 1\.5 GiB"):
+        LinearizedLaplace(model, prior="single", curvature="full").fit([(X, Y)])
+
+
+def test_a_single_output_and_flat_targets() -> None:
+    """``[batch]`` outputs and targets of a regression are one column."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).squeeze(-1)
+
+    flat, (x, y) = randomize(Flat()), data(4, outputs=1, kind="regression")
+    found = LinearizedLaplace(flat, "regression", prior="single").fit([(x, y[:, 0])])
+    column = LinearizedLaplace(flat.layer, "regression", prior="single").fit([(x, y)])  # type: ignore[arg-type]
+    assert found.log_marginal_likelihood() == pytest.approx(column.log_marginal_likelihood(), rel=1e-9)
+    torch.testing.assert_close(found.predictive(x).variance, column.predictive(x).variance)
