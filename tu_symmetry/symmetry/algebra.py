@@ -425,8 +425,12 @@ class Ledger:
         )
 
     def take(self, value: Value, axis: int, positions: Array | int) -> Value:
-        """Select positions along an axis (an int drops the axis)."""
+        """Select positions along an axis (an int drops the axis). A unit that is selected alone is told apart by it."""
         index = np.asarray([positions] if isinstance(positions, int) else positions, dtype=np.int64)
+        if len(index) == 1 and value.shape[axis] > 1:
+            for component in value.labels[axis]:
+                if component.shape[axis] > 1 and (component >= 0).any():
+                    self.marks.append((component.take(index, axis), np.zeros((), np.int64), "selected by its position"))
 
         def pick(array: Array) -> Array:
             array = array.take(index, axis) if array.shape[axis] > 1 else array
@@ -469,14 +473,22 @@ class Ledger:
             scale=tuple((c, v.reshape(ones + v.shape)) for c, v in value.scale),
         )
 
-    def concatenate(self, values: Sequence[Value], axis: int) -> Value:
-        """Lay values one after the other along an axis; the other axes must agree."""
+    def concatenate(self, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
+        """Lay values one after the other along an axis.
+
+        The units of the other axes must agree, or, with ``nested``, may be different ones in each of the values.
+        """
         first, *rest = values
         labels = list(first.labels)
-        for value in rest:
-            for k in range(first.ndim):
-                if k != axis and first.shape[k] > 1:
-                    labels[k] = self.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k])
+        for k in range(first.ndim):
+            if k == axis or first.shape[k] == 1:
+                continue
+            own = [v.labels[k] for v in values]
+            if nested and all(len(label) == 1 and label[0].shape[axis] == 1 for label in own):
+                labels[k] = (tighten(_join([c for (c,) in own], axis)),)
+                continue
+            for value in rest:
+                labels[k] = self.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k])
         parts = [self._materialize(v, axis) for v in values]
         arity = max(len(p) for p in parts)
         filled = [(*p, *(np.full_like(p[0], -1) for _ in range(arity - len(p)))) for p in parts]
@@ -557,15 +569,20 @@ class Ledger:
             if len(spread) == 1:
                 assigned[spread[0]].append(component)
             elif not (component >= 0).any():
-                for axis in spread:
-                    positions = code(np.arange(component.shape[axis], dtype=np.int64))
-                    assigned[axis].append(along(positions, axis, component.ndim))
+                for axis in spread:  # positions with the same content are alike
+                    rows = np.moveaxis(component, axis, 0).reshape(component.shape[axis], -1)
+                    _, kinds = np.unique(-rows, axis=0, return_inverse=True)
+                    assigned[axis].append(along(code(kinds.reshape(-1).astype(np.int64)), axis, component.ndim))
             else:
                 assigned[spread[-1]].append(component)
                 for position, axis in enumerate(spread[:-1]):
                     assigned[axis].append(self._blocks(component, spread[: position + 1]))
         for axis, components in assigned.items():
-            labels[axis] = _simplify(components)
+            label = _simplify(components)
+            if len(label) == 2 and (label[0] >= 0).all() and not (label[1] >= 0).any() and _determines(*label):
+                self.marks.append((*label, "a position of its own"))  # each unit is met at one fixed position only
+                label = label[:1]
+            labels[axis] = label
 
     def _blocks(self, component: Array, outer: list[int]) -> Array:
         """One new unit for each block of units: blocks with the same content get the same unit."""

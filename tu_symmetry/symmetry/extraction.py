@@ -317,8 +317,11 @@ class Extraction:
         if len(self.edges):
             pairs = np.unique(self.edges[:, :2], axis=0)
             kinds = np.stack([self.colors[pairs[:, 0]], self.colors[pairs[:, 1]]], axis=1)
-            for c, p in np.unique(kinds, axis=0).tolist():
-                edges.setdefault(c, {})[p] = pairs[(kinds[:, 0] == c) & (kinds[:, 1] == p)]
+            order = np.lexsort((kinds[:, 1], kinds[:, 0]))
+            pairs, kinds = pairs[order], kinds[order]
+            starts = np.flatnonzero((np.diff(kinds, axis=0) != 0).any(axis=1)) + 1
+            for (c, p), some in zip(kinds[[0, *starts]].tolist(), np.split(pairs, starts), strict=True):
+                edges.setdefault(c, {})[p] = some
         nodes: dict[int, _Node | None] = {}
         parent_of: dict[int, Array] = {}  # color -> parent unit of each unit (dense over classes)
         pending = list(by_color)

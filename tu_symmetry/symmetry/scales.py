@@ -83,15 +83,11 @@ class ScaleSystem:
 
     def _reduced(self, constraint: tuple[Term, ...]) -> list[tuple[Array, Floats]]:
         """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients."""
-        by_axes: dict[tuple[int, ...], list[tuple[Array, Floats]]] = defaultdict(list)
+        by_axes: dict[tuple[int, ...], list[tuple[float, Array]]] = defaultdict(list)
         for coefficient, variable in constraint:
-            root = self.root[variable]
-            weight = coefficient * self.sign[variable]
-            joint = tighten(np.where(weight == 0, 0, root * 1024 + (weight * 16).astype(np.int64) % 1024))
-            if varies(joint) != varies(tighten(variable)):
-                keep = tuple(slice(None) if joint.shape[k] > 1 else slice(0, 1) for k in range(joint.ndim))
-                root, weight = root[keep], weight[keep]
-            by_axes[varies(joint)].append((root, weight))
+            sign = self.sign[variable].astype(np.int64)
+            signed = tighten(np.where(sign == 0, 1, 4 * self.root[variable] + sign + 1))
+            by_axes[varies(signed)].append((coefficient, signed))
         # a term that varies along fewer axes joins the terms that vary along more of them: the sum has to vanish
         for few in sorted(by_axes, key=len):
             more = next((axes for axes in by_axes if len(axes) > len(few) and set(few) <= set(axes)), None)
@@ -99,9 +95,9 @@ class ScaleSystem:
                 by_axes[more] += by_axes.pop(few)
         reduced = []
         for terms in by_axes.values():
-            shape = np.broadcast_shapes(*(r.shape for r, _ in terms))
-            roots = np.stack([np.broadcast_to(r, shape).reshape(-1) for r, _ in terms])
-            weights = np.stack([np.broadcast_to(w, shape).reshape(-1) for _, w in terms]).copy()
+            signed = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*_distinct([a for _, a in terms]))])
+            roots = signed // 4
+            weights = np.array([[c] for c, _ in terms]) * (signed % 4 - 1)
             for i in range(len(terms)):
                 for j in range(i + 1, len(terms)):
                     like = (roots[i] == roots[j]) & (weights[j] != 0)
@@ -213,7 +209,43 @@ class ScaleSystem:
                     total = np.where(is_derived, factor * weight, 0.0)
                     for value in np.unique(total[total != 0]).tolist():
                         result.append((value, np.where(total == value, part, ZERO)))
-        return [(c, tighten(v).reshape((1,) * (ndim - v.ndim) + tighten(v).shape)) for c, v in result]
+        return _tidy([(c, v.reshape((1,) * (ndim - v.ndim) + v.shape)) for c, v in result])
+
+
+def _distinct(arrays: list[Array]) -> list[Array]:
+    """Keep one of the positions along an axis at which all of the arrays are alike."""
+    for axis in range(arrays[0].ndim):
+        varying = [a for a in arrays if a.shape[axis] > 1]
+        if not varying:
+            continue
+        rows = np.concatenate([np.moveaxis(a, axis, 0).reshape(a.shape[axis], -1) for a in varying], axis=1)
+        _, first = np.unique(rows, axis=0, return_index=True)
+        if len(first) < len(rows):
+            arrays = [a.take(np.sort(first), axis) if a.shape[axis] > 1 else a for a in arrays]
+    return arrays
+
+
+def _tidy(terms: list[tuple[float, Array]]) -> list[tuple[float, Array]]:
+    """Terms that fill each other's gaps become one, and what multiplies the whole tensor is added up."""
+    merged: list[tuple[float, Array]] = []
+    for coefficient, array in terms:
+        for k, (other_coefficient, other) in enumerate(merged):
+            if coefficient == other_coefficient and not ((array != ZERO) & (other != ZERO)).any():
+                merged[k] = (coefficient, array + other)
+                break
+        else:
+            merged.append((coefficient, array))
+    whole: dict[int, float] = defaultdict(float)
+    kept = []
+    for coefficient, array in merged:
+        array = tighten(array)
+        if array.size == 1:
+            whole[int(array.reshape(()))] += coefficient
+        else:
+            kept.append((coefficient, array))
+    ndim = terms[0][1].ndim if terms else 0
+    added = [(c, np.full((1,) * ndim, v, dtype=np.int64)) for v, c in whole.items() if v != ZERO and abs(c) > 1e-9]
+    return kept + added
 
 
 def _collect(terms: list[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -237,6 +269,10 @@ def scale_groups(
         for name in order
         if name in ledger.parameters
     }
+    # what is compared with an epsilon is followed as if it were one more buffer: its factors are inexact
+    met_epsilon = {f"epsilon {k}": system.expand(((1.0, v),), v.ndim) for k, v in enumerate(ledger.inexact)}
+    expanded |= met_epsilon
+    buffers |= met_epsilon.keys()
     signature, first_seen = _signatures(expanded)
     for v in _redundant(expanded, signature):
         for name, terms in expanded.items():
@@ -244,11 +280,11 @@ def scale_groups(
         del signature[v]
     if _expose_normalizations(expanded, signature, buffers):
         signature, first_seen = _signatures(expanded)
-    inexact = {int(r) for v in ledger.inexact for r in np.unique(system.root[v]).tolist()}
-    inexact |= {u for r in list(inexact) for _, u in system.derived.get(r, [])}
+    inexact = {v for name in met_epsilon for _, array in expanded.pop(name) for v in np.unique(array).tolist()}
     by_signature: dict[tuple, list[int]] = defaultdict(list)
     for v in sorted(signature, key=lambda v: first_seen[v]):
-        by_signature[(tuple(sorted(set(signature[v]))), v not in inexact)].append(v)
+        parts = sorted({part for part in signature[v] if part[0] not in met_epsilon})
+        by_signature[(tuple(parts), v not in inexact)].append(v)
     kinds: tuple[list[tuple[list[int], bool]], list[tuple[list[int], bool]]] = ([], [])
     for (parts, exact), variables in by_signature.items():
         trainable = [c for name, _, c in parts if name not in buffers]
@@ -270,16 +306,20 @@ def scale_groups(
         kept = tuple(ScaleTerm(float(c), torch.from_numpy(v)) for c, v in numbered if (v >= 0).any())
         if kept:
             terms_of[name] = kept
+    starts = np.cumsum([0, *(len(variables) for variables, _ in (*kinds[0], *kinds[1]))])
+    touched: dict[int, list[tuple[str, ScaleTerm]]] = defaultdict(list)
+    for name, scale_terms in terms_of.items():
+        for term in scale_terms:
+            factors = term.index.numpy()
+            for k in np.unique(np.searchsorted(starts, factors[factors >= 0], side="right") - 1).tolist():
+                touched[k].append((name, term))
     taken: set[str] = set()
     groups: tuple[list[ScaleGroup], list[NormalizationGroup]] = ([], [])
-    start = 0
-    for kind in (0, 1):
-        for variables, exact in kinds[kind]:
-            members = tuple(_members(terms_of, start, len(variables), shapes, buffers))
-            name = _name(members, taken)
-            cls = NormalizationGroup if kind else ScaleGroup
-            groups[kind].append(cls(name, len(variables), members, exact))  # type: ignore[arg-type]
-            start += len(variables)
+    for k, (variables, exact) in enumerate((*kinds[0], *kinds[1])):
+        members = tuple(_members(touched[k], int(starts[k]), len(variables), buffers))
+        kind = int(k >= len(kinds[0]))
+        cls = NormalizationGroup if kind else ScaleGroup
+        groups[kind].append(cls(_name(members, taken), len(variables), members, exact))  # type: ignore[arg-type]
     return tuple(groups[0]), tuple(groups[1]), terms_of
 
 
@@ -294,9 +334,10 @@ def _signatures(expanded: Expanded) -> tuple[Signature, dict[int, tuple[int, int
     for rank, (name, terms) in enumerate(expanded.items()):
         for coefficient, variable in terms:
             uniques, where = np.unique(variable.reshape(-1), return_index=True)
+            axes = varies(variable)
             for v, position in zip(uniques.tolist(), where.tolist(), strict=True):
                 if v != ZERO:
-                    signature[v].append((name, varies(variable), coefficient))
+                    signature[v].append((name, axes, coefficient))
                     first_seen.setdefault(v, (rank, position))
     return signature, first_seen
 
@@ -341,7 +382,7 @@ def _expose_normalizations(expanded: Expanded, signature: Signature, buffers: fr
                         hit = np.isin(array, members[other])
                         if hit.any():
                             added.append((coefficient * direction[other], np.where(hit, variables[0], ZERO)))
-            expanded[name] = _collected([*terms, *added], variables[0])
+            expanded[name] = _tidy([*terms, *added])
         rows = rows @ (np.eye(n) + np.outer(direction, np.eye(n)[k]) - np.outer(np.eye(n)[k], np.eye(n)[k]))
         changed = True
     return changed
@@ -357,29 +398,17 @@ def _exponent_rows(
         kinds: dict[tuple[int, ...], NDArray[np.float64]] = {}
         for axes in dict.fromkeys(varies(v) for _, v in terms):
             own = [(c, v) for c, v in terms if varies(v) == axes]
-            stacked = np.stack([v.reshape(-1) for _, v in own], axis=1)
-            table = np.zeros((len(stacked), count))
+            held = np.stack([np.where(v == ZERO, -1, number[v]).reshape(-1) for _, v in own], axis=1)
+            held = np.unique(held, axis=0)
+            table = np.zeros((len(held), count))
             for column, (c, _) in enumerate(own):
-                held = stacked[:, column] != ZERO
-                np.add.at(table, (np.flatnonzero(held), number[stacked[held, column]]), c)
-            kinds[axes] = np.unique(table, axis=0)
+                here = np.flatnonzero(held[:, column] >= 0)
+                np.add.at(table, (here, held[here, column]), c)
+            kinds[axes] = table
         total = np.zeros((1, count))
         for table in kinds.values():
             total = (total[:, None, :] + table[None]).reshape(-1, count)
         yield from total
-
-
-def _collected(terms: list[tuple[float, Array]], variable: int) -> list[tuple[float, Array]]:
-    """Terms with those that multiply a whole tensor by one variable added up."""
-    kept, whole, shape = [], 0.0, None
-    for coefficient, array in terms:
-        if (array == variable).all():
-            whole, shape = whole + coefficient, (1,) * array.ndim
-        else:
-            kept.append((coefficient, array))
-    if shape is not None and abs(whole) > 1e-9:
-        kept.append((whole, np.full(shape, variable, dtype=np.int64)))
-    return kept
 
 
 def _redundant(
@@ -426,40 +455,31 @@ def _flipped(coefficient: float, variable: Array, flip: list[int]) -> list[tuple
 
 
 def _members(
-    terms_of: Mapping[str, tuple[ScaleTerm, ...]],
-    start: int,
-    size: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    buffers: frozenset[str],
-) -> list[ScaleMember]:
-    members = []
-    for name, terms in terms_of.items():
-        for term in terms:
-            exponent = term.exponent
-            array = term.index.numpy() - start
-            array = np.where((array >= 0) & (array < size), array, -1)
-            if not (array >= 0).any():
-                continue
-            buffer = name in buffers
-            axes = varies(array)
-            if not axes and array.size == 1:
-                members.append(ScaleMember(name, None, exponent, buffer=buffer))
-                continue
-            if len(axes) == 1:
-                flat = array.reshape(-1)
-                members.append(ScaleMember(name, axes[0], exponent, _positions(flat, size), buffer=buffer))
-                continue
-            rows_axis, axis = axes[0], axes[-1]
-            grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
-            rows = np.stack([(grid == k).any(axis=1) for k in range(size)])
-            columns = np.stack([(grid == k).any(axis=0) for k in range(size)])
-            if len({int(r.sum()) for r in rows}) == 1 and len({int(c.sum()) for c in columns}) == 1:
-                within = torch.from_numpy(np.stack([np.flatnonzero(r) for r in rows]))
-                index2 = torch.from_numpy(np.stack([np.flatnonzero(c) for c in columns]))
-                members.append(ScaleMember(name, axis, exponent, index2, rows_axis, within, buffer))
-            else:  # irregular: the scale terms hold the truth, the member names the axis
-                members.append(ScaleMember(name, axis, exponent, None, rows_axis, None, buffer))
-    return members
+    touched: list[tuple[str, ScaleTerm]], start: int, size: int, buffers: frozenset[str]
+) -> Iterator[ScaleMember]:
+    for name, term in touched:
+        exponent = term.exponent
+        array = term.index.numpy() - start
+        array = np.where((array >= 0) & (array < size), array, -1)
+        buffer = name in buffers
+        axes = varies(array)
+        if not axes and array.size == 1:
+            yield ScaleMember(name, None, exponent, buffer=buffer)
+            continue
+        if len(axes) == 1:
+            flat = array.reshape(-1)
+            yield ScaleMember(name, axes[0], exponent, _positions(flat, size), buffer=buffer)
+            continue
+        rows_axis, axis = axes[0], axes[-1]
+        grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
+        rows = np.stack([(grid == k).any(axis=1) for k in range(size)])
+        columns = np.stack([(grid == k).any(axis=0) for k in range(size)])
+        if len({int(r.sum()) for r in rows}) == 1 and len({int(c.sum()) for c in columns}) == 1:
+            within = torch.from_numpy(np.stack([np.flatnonzero(r) for r in rows]))
+            index2 = torch.from_numpy(np.stack([np.flatnonzero(c) for c in columns]))
+            yield ScaleMember(name, axis, exponent, index2, rows_axis, within, buffer)
+        else:  # irregular: the scale terms hold the truth, the member names the axis
+            yield ScaleMember(name, axis, exponent, None, rows_axis, None, buffer)
 
 
 def _positions(flat: Array, size: int) -> torch.Tensor | None:

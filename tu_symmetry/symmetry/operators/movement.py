@@ -117,7 +117,7 @@ def _stack(call: Call) -> Value:
     values = call["tensors"]
     axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
     shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
-    return call.ledger.concatenate([call.ledger.reshape(v, shape) for v in values], axis)
+    return call.ledger.concatenate([call.ledger.reshape(v, shape) for v in values], axis, nested=True)
 
 
 def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
@@ -272,9 +272,8 @@ def _pad(call: Call) -> Value:
                     )
                     pieces.insert(0 if side == 0 else len(pieces), blank)
             if len(pieces) > 1:
-                scale = result.scale
-                if scale and any(v.shape[axis] == 1 for _, v in scale):
-                    pieces = [replace(p, scale=scale) if p is not result else p for p in pieces]
+                edge = tuple((c, v.take([0], axis)) for c, v in result.scale)  # zeros have any scale
+                pieces = [p if p is result else replace(p, scale=edge) for p in pieces]
                 result = call.ledger.concatenate(pieces, axis)
         else:
             result = call.ledger.mix(result, axis, "padded")

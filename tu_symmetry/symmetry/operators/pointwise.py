@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tu_symmetry.symmetry.algebra import Label, Ledger, Term, Value, pinned_value
+from tu_symmetry.symmetry.algebra import Label, Ledger, Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.operators.movement import split
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -92,8 +92,8 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     first, *rest = aligned
     for value in rest:
         call.ledger.equate(first.scale, value.scale)
-    simplest = min(aligned, key=lambda v: sum(variable.size for _, variable in v.scale))
-    return replace(result, scale=simplest.scale)
+    simple = (v for v in aligned if all(len(varies(variable)) <= 1 for _, variable in v.scale))
+    return replace(result, scale=next(simple, first).scale)
 
 
 @register_rule(
