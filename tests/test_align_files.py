@@ -220,7 +220,7 @@ def test_the_running_mean_is_the_mean_of_those_before(graph: SymmetryGraph, tmp_
     result = align_files(graph, write(tmp_path, states), tmp_path / "out", reference="mean")
     aligned = [states[0]]
     for state in states[1:]:
-        mean = {n: torch.stack([a[n].double() for a in aligned]).mean(0) for n in state}
+        mean = {n: torch.stack([a[n].double() for a in aligned]).mean(0).float() for n in state}
         aligned.append(apply_permutation(graph, weight_matching(graph, mean, state).permutation, state))
     for file, expected in zip(result.files, aligned, strict=True):
         found = load_file(tmp_path / "out" / file.aligned)
@@ -246,7 +246,9 @@ def test_the_universe_climbs_the_sum_of_all_pairs(graph: SymmetryGraph, tmp_path
     assert pairwise(graph, universe) > 1.01 * pairwise(graph, values["mean"])
     assert pairwise(graph, universe) > 0.96 * pairwise(graph, align(graph, states, reference="universe").states)
     for k, own in enumerate(universe):
-        others = {n: torch.stack([u[n].double() for j, u in enumerate(universe) if j != k]).mean(0) for n in own}
+        others = {
+            n: torch.stack([u[n].double() for j, u in enumerate(universe) if j != k]).mean(0).float() for n in own
+        }
         assert transposition_count(weight_matching(graph, others, own, method="descent").permutation) == 0
 
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
+    from tu_symmetry.tables.align_barriers import BarrierReport
+    from tu_symmetry.tables.align_files import FileAlignment
+    from tu_symmetry.tables.progress import Display
 
 Handler = Callable[[argparse.Namespace], int | None]
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {}
@@ -199,6 +202,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         default=1,
         help="networks that are matched at the same time; mean and universe go one by one (default: 1)",
     )
+    _add_barriers(parser)
 
     def run(arguments: argparse.Namespace) -> int | None:
         from tu_symmetry.symmetry.graph import SymmetryError
@@ -214,6 +218,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
             if reference not in ("first", "medoid", "mean", "universe"):
                 reference = find_checkpoints([reference])[0]
             graph = _discover(arguments)
+            measure = _barrier_measurement(arguments) if arguments.data else None
             alignment = align_files(
                 graph,
                 checkpoints,
@@ -225,16 +230,83 @@ def align(parser: argparse.ArgumentParser) -> Handler:
                 threads=arguments.threads,
                 track=display.track,
             )
+            alignment.grid().print(display.console)
+            if measure:
+                measure(alignment, display).grid().print(display.console)
         except (AlignFilesError, ArchitectureError, SymmetryError, OSError) as error:
             return _fail(str(error))
         except KeyboardInterrupt:
             return _fail("interrupted; the same command goes on where this one stopped", code=130)
-        alignment.grid().print(display.console)
         before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
         print(f"{len(alignment.files)} aligned files{before} in {arguments.out}")
         return 0
 
     return run
+
+
+def _add_barriers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "report on data", "loss barriers between pairs of networks and the loss of the mean network, before and after"
+    )
+    group.add_argument(
+        "--data",
+        metavar="NAME",
+        help="dotted name of a LightningDataModule (losses on its test data, statistics on its training data), or of a "
+        "function that returns a loader of batches (inputs, targets), or two loaders",
+    )
+    group.add_argument(
+        "--data-init",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="arguments of what --data names",
+    )
+    group.add_argument("--samples", type=int, default=2000, help="of each loader, the first (default: 2000)")
+    group.add_argument(
+        "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
+    )
+    group.add_argument("--points", type=int, default=11, help="on the path between two networks (default: 11)")
+    group.add_argument(
+        "--loss",
+        default="torch.nn.functional.cross_entropy",
+        metavar="NAME",
+        help="dotted name of a function of outputs and targets, a mean over the batch (default: cross_entropy)",
+    )
+    group.add_argument(
+        "--mend",
+        nargs="+",
+        default=[],
+        choices=["plain", "batchnorm", "repair", "tempered"],
+        help="interpolated networks as they are, with BatchNorm statistics re-estimated, after REPAIR, and with the "
+        "softmax temperature tuned (default: plain, and batchnorm for a network that has BatchNorm)",
+    )
+
+
+def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignment, Display], BarrierReport]:
+    """Load the data and try the loss, so that what is wrong with them is known before anything is aligned."""
+    import torch
+
+    from tu_symmetry.tables.align_barriers import BarrierOptions, check_loss, load_data, measure_barriers
+    from tu_symmetry.tables.architecture import build_module, parse_dtype
+    from tu_symmetry.tables.checkpoint_files import AlignFilesError
+
+    if arguments.barriers != "all" and not arguments.barriers.isdecimal():
+        raise AlignFilesError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
+    options = BarrierOptions(
+        loss=arguments.loss,
+        pairs=None if arguments.barriers == "all" else int(arguments.barriers),
+        points=arguments.points,
+        mend=tuple(arguments.mend),
+    )
+    dtype = parse_dtype(arguments.dtype)
+    with torch.random.fork_rng(devices=[]):
+        module = build_module(arguments.model, arguments.init).to(dtype)
+    data = load_data(arguments.data, arguments.data_init, arguments.samples, dtype)
+    check_loss(module, data, options)
+    return lambda alignment, display: measure_barriers(
+        module, alignment, Path(arguments.out), data, options, track=display.track
+    )
 
 
 def _fit_like(parser: argparse.ArgumentParser, name: str) -> Handler:

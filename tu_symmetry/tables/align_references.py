@@ -253,10 +253,12 @@ class _RunningSum:
     def mean_of_others(self, state: State, own: Permutation | None, count: int) -> State:
         """The mean of ``count`` networks in the sum, without the one whose permutation is given."""
         mine = {} if own is None else permute_tensors(self.graph, own, state)
-        return {
-            n: (self.total[n] - mine[n] if own is not None else self.total[n]) / count if t.is_floating_point() else t
-            for n, t in state.items()
-        }
+        mean = dict(state)
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                total = self.total[name] - mine[name] if own is not None else self.total[name]
+                mean[name] = (total / count).to(torch.promote_types(tensor.dtype, torch.float32))
+        return mean
 
     def step(self, sweep: int, k: int, state: State, found: tuple[Permutation, Permutation | None]) -> None:
         """Take a network's permutation into the sum, and write both."""
