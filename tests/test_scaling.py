@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from cases import Case
@@ -50,20 +52,28 @@ def test_minimal_mass_keeps_the_function_and_is_constant_on_orbits(case: Case) -
 @every_case
 def test_gradient_and_curvature_match_autograd(case: Case) -> None:
     _, graph, state = weights(case)
-    tables = MassTables(graph, state)
+    tables = MassTables(graph, state, normalizations=True)
     if tables.count == 0:
         pytest.skip("no scale symmetries")
     point = 0.3 * torch.randn(tables.count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     direction = torch.randn(tables.count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def total(s: Tensor) -> Tensor:
-        return sum((e.sum() for e in tables.entries(s)), torch.zeros((), dtype=torch.float64))
+        """The definition, on scaled weights."""
+        padded = torch.cat([s, s.new_zeros(1)])
+        mass = torch.zeros((), dtype=torch.float64)
+        for name in graph.shapes:
+            if name not in graph.buffers and state[name].is_floating_point():
+                log_factor = sum((t.exponent * padded[t.index] for t in graph.scale_terms.get(name, ())), 0 * padded[0])
+                mass = mass + (state[name] * log_factor.exp()).square().sum()
+        return mass
 
-    entries = tables.entries(point)
-    gradient, product = torch.autograd.functional.vhp(total, point, direction)
-    del gradient
-    torch.testing.assert_close(tables.gradient(entries), torch.func.grad(total)(point), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(tables.curvature_product(entries, direction), product, rtol=1e-10, atol=1e-12)
+    at = tables.at(point)
+    assert at.value == pytest.approx(float(total(point)), rel=1e-12)
+    product = torch.autograd.functional.vhp(total, point, direction)[1]
+    torch.testing.assert_close(at.gradient(), torch.func.grad(total)(point), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(at.curvature_product(direction), product, rtol=1e-10, atol=1e-11)
+    assert bool((at.curvature_diagonal() >= 0).all())
 
 
 def test_a_hidden_unit_balances_its_sides() -> None:
@@ -84,17 +94,22 @@ def test_a_general_convex_solver_agrees() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).double()
     graph = tus.discover_symmetries(model, torch.randn(2, 4, dtype=torch.float64))
     state = random_state(model, torch.Generator().manual_seed(0))
-    tables = MassTables(graph, state)
-    s = cvxpy.Variable(tables.count)
+    s = cvxpy.Variable(sum(g.size for g in graph.scales))
+    numbers = {"0": range(6), "2": range(6, 11)}
     terms = []
-    for table in tables.tables:
-        indices = [torch.broadcast_to(i, table.mass.shape).flatten().tolist() for _, i in table.terms]
-        for k, m in enumerate(table.mass.flatten().tolist()):
-            power = sum(c * s[i[k]] for (c, _), i in zip(table.terms, indices, strict=True) if i[k] < tables.count)
-            terms.append(m * cvxpy.exp(2 * power))
+    for row in range(6):
+        inside = float(state["0.weight"][row].square().sum() + state["0.bias"][row].square())
+        terms.append(inside * cvxpy.exp(2 * s[numbers["0"][row]]))
+    for row, column in itertools.product(range(5), range(6)):
+        power = s[numbers["2"][row]] - s[numbers["0"][column]]
+        terms.append(float(state["2.weight"][row, column].square()) * cvxpy.exp(2 * power))
+    for row in range(5):
+        terms.append(float(state["2.bias"][row].square()) * cvxpy.exp(2 * s[numbers["2"][row]]))
+        terms.append(float(state["4.weight"][:, row].square().sum()) * cvxpy.exp(-2 * s[numbers["2"][row]]))
     problem = cvxpy.Problem(cvxpy.Minimize(cvxpy.sum(cvxpy.hstack(terms))))
     problem.solve()
-    assert tus.representation_cost(graph, state) == pytest.approx(problem.value + tables.fixed, rel=1e-6)
+    least = problem.value + float(state["4.bias"].square().sum())
+    assert tus.representation_cost(graph, state) == pytest.approx(least, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mlp_relu", "cnn_flatten", "batchnorm_cnn"])

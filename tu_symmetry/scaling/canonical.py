@@ -1,25 +1,31 @@
 """Canonical scales: one member of every orbit of positive rescalings.
 
 ``min_mass`` takes the unique weights of least squared L2 norm (the representation cost of arXiv 2310.08287, section 6);
-``unit_norm`` gives every hidden filter unit norm, front to back, as that paper's released code does.
+``unit_norm`` gives every hidden filter unit norm, front to back, as that paper's released code does; ``unit_variance``
+gives its weights a mean square of one.
 
-Laws (tests/test_scaling.py): the function is unchanged; the form is idempotent and constant on orbits; the mass never
-grows under ``min_mass``, and equals the optimum of a general convex solver.
+Laws (tests/test_scaling.py): the function is unchanged; the form is idempotent and constant on orbits; it commutes with
+permutations; the mass never grows under ``min_mass``, and equals the optimum of a general convex solver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import MassTables
-from tu_symmetry.symmetry.action import scale_tensors
+from tu_symmetry.scaling.epsilon import scale_with_epsilon
+from tu_symmetry.scaling.masses import MassTables, Parameters
+from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.symmetry.elements import LogScale
-from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.graph import ScaleGroup, SymmetryGraph
+
+Method = Literal["min_mass", "unit_norm", "unit_variance"]
+Convention = Literal["leave", "unit_norm"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +37,15 @@ class CanonicalForm:
         log_scale: natural-log factors that were applied, group name to float64 ``[size]``.
         mass_before: squared L2 norm of the counted parameters as given.
         mass_after: the same in canonical form.
-        gradient_norm: certificate for ``min_mass``: norm of the mass's gradient in the log-factors, relative to the
-            mass (zero at the optimum of a convex function).
-        iterations: Newton steps (``min_mass``) or sweeps (``unit_norm``).
-        degenerate: group name to the factors that were left alone: their mass lies on one side only, so that it could
-            be scaled away altogether (dead units).
+        gradient_norm: certificate for ``min_mass``: norm of the objective's gradient in the log-factors, relative to
+            the mass (zero at the optimum of a convex function); NaN for the other methods.
+        relative_gap: certificate for ``min_mass``: upper bound of how far the objective is above its minimum, relative
+            to the mass, from a feasible point of the dual problem; NaN for the other methods.
+        iterations: Newton steps (``min_mass``) or sweeps (``unit_norm``, ``unit_variance``).
+        degenerate: group name to the numbers of the factors for which there is no canonical value: their mass lies on
+            one side only, so that it could be scaled away altogether (dead units, which nothing feeds or nothing
+            reads), or they have no mass at all. See ``canonicalize(degenerate=...)`` for what becomes of them.
+        unfixed: names of the normalization groups that were left as they are: the mass could shrink without end there.
     """
 
     state: dict[str, Tensor]
@@ -43,183 +53,176 @@ class CanonicalForm:
     mass_before: float
     mass_after: float
     gradient_norm: float
+    relative_gap: float
     iterations: int
     degenerate: dict[str, Tensor]
+    unfixed: tuple[str, ...]
 
 
 def canonicalize(
     graph: SymmetryGraph,
     state: Mapping[str, Tensor],
-    method: Literal["min_mass", "unit_norm"] = "min_mass",
+    method: Method = "min_mass",
     *,
-    parameters: Iterable[str] | None = None,
+    parameters: Parameters | None = None,
+    normalizations: Convention = "leave",
+    degenerate: Convention = "leave",
+    epsilons: Mapping[str, float] | None = None,
     tolerance: float = 1e-12,
     max_iterations: int = 200,
 ) -> CanonicalForm:
     """Bring the scale of every hidden unit into canonical form.
 
+    *The three methods.* ``min_mass`` minimizes the counted mass over all positive factors at once. ``unit_norm`` gives
+    the incoming weights of each unit unit L2 norm, front to back: a row of a linear layer, a convolution's filter
+    (biases follow); where a normalization's affine parameters make the unit, its gain becomes plus or minus one. With
+    several makers (residual streams, gates) all matrices count together, and sweeps are repeated until they settle.
+    ``unit_variance`` does the same with a mean square of one: the variance of weights whose mean is zero by
+    assumption, as under the usual initializations and priors. (The variance about a filter's own mean would be zero
+    for filters of one weight.) A negative gain keeps its sign: factors are positive.
+
+    *Normalizations.* Weights before a normalization could shrink without end. ``normalizations="leave"`` holds them;
+    ``"unit_norm"`` gives the counted weights of each factor (a channel's filter before batch normalization, a whole
+    layer before layer normalization) unit norm (``unit_variance``: a mean square of one), and running statistics move
+    along. Under ``min_mass`` this is one convex problem: minimize the mass minus twice the sum of the normalizations'
+    log-factors. The form is then constant on the orbits of the normalization groups too.
+
+    *Degenerate factors* (``min_mass``) are held at one (``"leave"``), or the side that has mass is given unit norm
+    (``"unit_norm"``), which makes the form constant on their orbits too, though the mass may grow by it. Factors
+    without any mass, and dead cycles of units that only feed each other, are left alone.
+
     Args:
-        graph: the architecture's symmetry graph (verified on first use). Its scale groups move; its normalization
-            groups stay as they are: what a normalization undoes could shrink without end.
+        graph: the architecture's symmetry graph (verified on first use).
         state: state dict.
-        method: ``min_mass``, or ``unit_norm``.
-        parameters: names of the tensors whose squared norm counts (what the regularizer counts); all parameters if left
-            out. Everything is rescaled consistently either way.
-        tolerance: on the relative gradient norm (``min_mass``) or the largest change of a log-factor (``unit_norm``).
+        method: ``min_mass``, ``unit_norm`` or ``unit_variance``.
+        parameters: the tensors whose squared norm counts, as the regularizer counts them: names, patterns
+            (``"*.weight"``) or a predicate of the name; all parameters if left out. Everything is rescaled
+            consistently either way. Only ``min_mass`` and the reported masses depend on it.
+        normalizations: what becomes of normalization groups.
+        degenerate: what becomes of factors without a minimum.
+        epsilons: name of a running variance to its normalization's epsilon (``normalization_epsilons(model)``), to fold
+            epsilon exactly into the running variances. Without it, factors that a batch normalization undoes are exact
+            up to epsilon; in training mode, and for normalizations without statistics, they always are.
+        tolerance: on the relative gradient norm (``min_mass``) or the largest change of a log-factor (otherwise).
         max_iterations: Newton steps or sweeps.
 
     Returns:
-        The canonical form with its certificate.
+        The canonical form with its certificates.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: unknown methods, conventions or parameters, or a stack of states.
         RuntimeError: no convergence; the message says how far it came.
     """
     graph.require_verified()
     if graph.check_state(state):
         raise ValueError("canonicalize takes one state; unstack a stack of samples and canonicalize each")
-    tables = MassTables(graph, state, parameters)
-    movable = torch.zeros(tables.count, dtype=torch.bool)
-    movable[: sum(g.size for g in graph.scales)] = True
-    grows, shrinks = tables.sides(tables.entries(torch.zeros(tables.count, dtype=torch.float64)))
-    active = movable & (grows > 0) & (shrinks > 0)
+    for option, value in (("normalizations", normalizations), ("degenerate", degenerate)):
+        if value not in ("leave", "unit_norm"):
+            raise ValueError(f"{option} must be 'leave' or 'unit_norm', got {value!r}")
+    fixing = normalizations == "unit_norm"
+    tables = MassTables(graph, state, parameters, normalizations=fixing)
+    start = torch.zeros(tables.count, dtype=torch.float64)
     if method == "min_mass":
-        solution, gradient_norm, iterations = _minimize(tables, active, tolerance, max_iterations)
-    elif method == "unit_norm":
-        solution, iterations = _unit_norms(graph, state, tables.count, active, tolerance, max_iterations)
-        gradient_norm = float("nan")
+        first = sum(g.size for g in graph.scales)
+        found, lost = _least(tables, first, degenerate, tolerance, max_iterations)
+    elif method in ("unit_norm", "unit_variance"):
+        groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
+        found, lost = _unit(graph, state, groups, method == "unit_variance", tolerance, max_iterations)
     else:
-        raise ValueError(f"unknown method {method!r}: 'min_mass' or 'unit_norm'")
-    log_scale, degenerate, start = {}, {}, 0
-    for group in graph.scales:
-        log_scale[group.name] = solution[start : start + group.size].clone()
-        left = torch.nonzero(~active[start : start + group.size]).flatten()
-        if len(left):
-            degenerate[group.name] = left
-        start += group.size
-    before = tables.value(torch.zeros(tables.count, dtype=torch.float64))
+        raise ValueError(f"unknown method {method!r}: 'min_mass', 'unit_norm' or 'unit_variance'")
+    log_scale, named, position = {}, {}, 0
+    for group in (*graph.scales, *graph.normalizations)[: None if fixing else len(graph.scales)]:
+        part = slice(position, position + group.size)
+        log_scale[group.name] = found.log_scale[part].clone()
+        if lost[part].any():
+            named[group.name] = torch.nonzero(lost[part]).flatten()
+        position += group.size
     return CanonicalForm(
-        scale_tensors(graph, log_scale, state),
+        scale_with_epsilon(graph, log_scale, state, epsilons or {}),
         log_scale,
-        before,
-        tables.value(solution),
-        gradient_norm,
-        iterations,
-        degenerate,
+        tables.at(start).value,
+        tables.at(found.log_scale).value,
+        found.gradient_norm,
+        found.relative_gap,
+        found.iterations,
+        named,
+        () if fixing else tuple(g.name for g in graph.normalizations),
     )
 
 
 def representation_cost(
-    graph: SymmetryGraph, state: Mapping[str, Tensor], *, parameters: Iterable[str] | None = None
+    graph: SymmetryGraph,
+    state: Mapping[str, Tensor],
+    *,
+    parameters: Parameters | None = None,
+    normalizations: Convention = "leave",
+    degenerate: Convention = "leave",
 ) -> float:
     """Least squared L2 norm over positive rescalings: ``min_Lambda ||T_s(w, Lambda)||^2`` (arXiv 2310.08287, sec. 6).
 
-    Directions without a minimum (dead units, weights before a normalization) count as they are.
+    Directions without a minimum (dead units, weights before a normalization) count as :func:`canonicalize` leaves or
+    fixes them.
     """
-    return canonicalize(graph, state, parameters=parameters).mass_after
+    return canonicalize(
+        graph, state, parameters=parameters, normalizations=normalizations, degenerate=degenerate
+    ).mass_after
 
 
-def _minimize(tables: MassTables, active: Tensor, tolerance: float, max_iterations: int) -> tuple[Tensor, float, int]:
-    """Damped Newton with conjugate gradients on the compressed tables, after sweeps with the closed-form step."""
-    s = torch.zeros(tables.count, dtype=torch.float64)
-    if not active.any():
-        return s, 0.0, 0
-    entries = tables.entries(s)
-    value = sum(float(e.sum()) for e in entries)
-    for _ in range(3):  # damped Jacobi sweeps: log(shrinking / growing) / 4 is exact for a unit between fixed neighbors
-        grows, shrinks = tables.sides(entries)
-        step = torch.where(active, 0.125 * (shrinks.clamp_min(1e-300).log() - grows.clamp_min(1e-300).log()), 0.0)
-        trial = tables.entries(s + step)
-        trial_value = sum(float(e.sum()) for e in trial)
-        if not trial_value < value:
-            break
-        s, entries, value = s + step, trial, trial_value
-    relative = float("inf")
-    for iteration in range(1, max_iterations + 1):
-        gradient = torch.where(active, tables.gradient(entries), 0.0)
-        relative = float(gradient.norm()) / max(value, 1e-300)
-        if relative <= tolerance:
-            return s, relative, iteration - 1
-        step = _newton_step(tables, entries, gradient, active, forcing=min(0.1, relative))
-        slope = float(gradient @ step)
-        size = 1.0
-        while True:
-            trial = tables.entries(s + size * step)
-            trial_value = sum(float(e.sum()) for e in trial)
-            if trial_value <= value + 1e-4 * size * slope or abs(size * slope) <= 1e-15 * value:
-                break
-            size *= 0.5
-        if trial_value >= value and relative <= 1e3 * tolerance:
-            return s, relative, iteration
-        s, entries, value = s + size * step, trial, trial_value
-    raise RuntimeError(
-        f"the mass did not reach its minimum in {max_iterations} Newton steps (relative gradient {relative:.1e}, "
-        f"wanted {tolerance:.0e}); weights of extreme size make the problem nearly degenerate: pass a larger tolerance"
-    )
+def _least(
+    tables: MassTables, first: int, degenerate: Convention, tolerance: float, max_iterations: int
+) -> tuple[Minimum, Tensor]:
+    """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
+    grows, shrinks = tables.at(torch.zeros(tables.count, dtype=torch.float64)).sides()
+    normalized = torch.arange(tables.count) >= first
+    two_sided = (grows > 0) & (shrinks > 0)
+    targets = torch.where(normalized & (grows > 0), 1.0, 0.0).double()
+    if degenerate == "unit_norm":
+        targets = targets + torch.where(~normalized & ~two_sided, (grows > 0).double() - (shrinks > 0).double(), 0.0)
+    active = torch.where(normalized, grows > 0, two_sided | (targets != 0))
+    unbounded = unbounded_factors(tables, active, targets)
+    found = minimize_mass(tables, active & ~unbounded, torch.where(unbounded, 0.0, targets), tolerance, max_iterations)
+    return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded
 
 
-def _newton_step(tables: MassTables, entries: list[Tensor], gradient: Tensor, active: Tensor, forcing: float) -> Tensor:
-    """Solve Hessian x = -gradient by preconditioned conjugate gradients to a relative residual."""
-    diagonal = torch.where(active, tables.curvature_diagonal(entries).clamp_min(1e-300), 1.0)
-    x = torch.zeros_like(gradient)
-    residual = -gradient
-    z = residual / diagonal
-    direction = z.clone()
-    rz = float(residual @ z)
-    goal = forcing**2 * rz
-    for _ in range(500):
-        product = torch.where(active, tables.curvature_product(entries, direction), 0.0)
-        curvature = float(direction @ product)
-        if curvature <= 0.0:
-            break
-        alpha = rz / curvature
-        x = x + alpha * direction
-        residual = residual - alpha * product
-        z = residual / diagonal
-        new = float(residual @ z)
-        if new <= goal:
-            break
-        direction = z + (new / rz) * direction
-        rz = new
-    return x
-
-
-def _unit_norms(
+def _unit(
     graph: SymmetryGraph,
     state: Mapping[str, Tensor],
-    count: int,
-    active: Tensor,
+    groups: tuple[ScaleGroup, ...],
+    by_mean: bool,
     tolerance: float,
     max_iterations: int,
-) -> tuple[Tensor, int]:
-    """Unit norm for what makes each unit, front to back; repeated while later layers feed earlier units (residuals).
+) -> tuple[Minimum, Tensor]:
+    """Unit norm (or mean square) for what makes each unit, and the units that nothing makes.
 
     A unit's makers are the matrices among the tensors that grow with its factor; where there are none (the affine of a
     normalization), the tensor that grows first in the state dict's order, which is the gain.
     """
-    s = torch.zeros(count, dtype=torch.float64)
-    starts, start = {}, 0
-    for group in graph.scales:
-        starts[group.name] = start
-        start += group.size
-    makers = {}
-    for group in graph.scales:
+    whole = len(groups) > len(graph.scales)
+    count = sum(g.size for g in groups)
+    ones = {name: torch.ones(graph.shapes[name]) for name in graph.shapes}
+    makers, sizes, start = [], torch.ones(count, dtype=torch.float64), 0
+    for group in groups:
         growing = list(dict.fromkeys(m.parameter for m in group.members if m.exponent > 0 and not m.buffer))
-        matrices = [
-            n
-            for n in growing
-            if len(graph.shapes[n]) >= 2 and max(graph.shapes[n]) < torch.Size(graph.shapes[n]).numel()
-        ]
-        makers[group.name] = MassTables(graph, state, matrices or growing[:1])
+        matrices = [n for n in growing if max(graph.shapes[n], default=1) < math.prod(graph.shapes[n])]
+        names = frozenset(matrices or growing[:1])
+        makers.append(MassTables(graph, state, names.__contains__, normalizations=whole))
+        if by_mean:
+            counts = MassTables(graph, ones, names.__contains__, normalizations=whole)
+            part = slice(start, start + group.size)
+            sizes[part] = counts.at(torch.zeros(count, dtype=torch.float64)).sides()[0][part]
+        start += group.size
+    s, lost = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
     for sweep in range(1, max_iterations + 1):
-        largest = 0.0
-        for group in graph.scales:
-            part = slice(starts[group.name], starts[group.name] + group.size)
-            grows, _ = makers[group.name].sides(makers[group.name].entries(s))
-            norm = grows[part]
-            step = torch.where(active[part] & (norm > 0), -0.5 * norm.clamp_min(1e-300).log(), 0.0)
+        largest, start = 0.0, 0
+        for group, tables in zip(groups, makers, strict=True):
+            part = slice(start, start + group.size)
+            mass = tables.at(s).sides()[0][part]
+            lost[part] = mass == 0
+            step = torch.where(mass > 0, 0.5 * (sizes[part] / mass).log(), 0.0)
             s[part] += step
-            largest = max(largest, float(step.abs().max()) if group.size else 0.0)
+            largest = max(largest, float(step.abs().max()))
+            start += group.size
         if largest <= tolerance:
-            return s, sweep
+            return Minimum(s, float("nan"), float("nan"), sweep), lost
     raise RuntimeError(f"unit norms did not settle in {max_iterations} sweeps (last change {largest:.1e})")

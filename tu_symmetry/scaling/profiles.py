@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import MassTables
+from tu_symmetry.scaling.masses import MassTables, Parameters
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -20,36 +20,69 @@ class MassProfile:
         log_factors: natural-log factors, the same for every group.
         masses: group name to the squared L2 norm when all units of the group are scaled by each factor.
         mass: the squared norm of the network as given (factor one).
+        coefficients: group name to ``{c: M_c}``: its profile is ``sum_c M_c exp(2 c s)`` for the log-factor ``s``, with
+            c = 1 for what makes the layer's units, c = -1 for what reads them, and c = 0 for the rest.
+        minima: group name to the log-factor of least mass; infinite where the mass lies on one side only.
     """
 
     log_factors: Tensor
     masses: dict[str, Tensor]
     mass: float
+    coefficients: dict[str, dict[float, float]]
+    minima: dict[str, float]
 
 
 def mass_profile(
-    graph: SymmetryGraph, state: Mapping[str, Tensor], log_factors: Sequence[float] | Tensor
+    graph: SymmetryGraph,
+    state: Mapping[str, Tensor],
+    log_factors: Sequence[float] | Tensor,
+    *,
+    parameters: Parameters | None = None,
+    normalizations: bool = False,
 ) -> MassProfile:
     """Squared L2 norm against a common factor on all units of each scale group (arXiv 2310.08287, section 6).
 
     Along each group the mass is ``a e^(2s) + b e^(-2s) + c`` for a plain hidden layer, with its minimum at
-    ``s = log(b / a) / 4``; a network in ``min_mass`` form has every profile's minimum at ``s = 0``.
+    ``s = log(b / a) / 4``; a network in ``min_mass`` form has every profile's minimum at ``s = 0``. For profiles around
+    the optimum pass ``canonicalize(graph, state).state``.
 
     Args:
         graph: the symmetry graph.
         state: state dict.
         log_factors: where to evaluate, natural logarithms.
+        parameters: the tensors that count, as in :func:`~tu_symmetry.canonicalize`.
+        normalizations: also profiles of the normalization groups, which have no minimum: what they show is how much
+            mass could be scaled away.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: for a stack of states.
     """
-    graph.check_state(state)
-    tables = MassTables(graph, state)
+    if graph.check_state(state):
+        raise ValueError("mass_profile takes one state; unstack a stack of samples and profile each")
+    tables = MassTables(graph, state, parameters, normalizations=normalizations)
     points = torch.as_tensor(log_factors, dtype=torch.float64)
-    masses, start = {}, 0
-    for group in graph.scales:
+    masses, coefficients, minima, start = {}, {}, {}, 0
+    for group in (*graph.scales, *graph.normalizations) if normalizations else graph.scales:
         direction = torch.zeros(tables.count, dtype=torch.float64)
         direction[start : start + group.size] = 1.0
-        masses[group.name] = torch.tensor([tables.value(s * direction) for s in points.tolist()], dtype=torch.float64)
+        parts = coefficients[group.name] = tables.along(direction)
+        exponents, weights = (torch.tensor(list(x), dtype=torch.float64) for x in (parts.keys(), parts.values()))
+        masses[group.name] = (weights * torch.exp(2 * points.unsqueeze(-1) * exponents)).sum(-1)
+        minima[group.name] = _minimum(exponents, weights)
         start += group.size
-    return MassProfile(points, masses, tables.value(torch.zeros(tables.count, dtype=torch.float64)))
+    return MassProfile(points, masses, tables.at(torch.zeros(tables.count).double()).value, coefficients, minima)
+
+
+def _minimum(exponents: Tensor, weights: Tensor) -> float:
+    """The zero of the derivative of ``sum w exp(2 c s)``, by bisection in s."""
+    up, down = (bool((weights[side] > 0).any()) for side in (exponents > 0, exponents < 0))
+    if not (up and down):
+        return float("-inf") if up else float("inf") if down else 0.0
+    low, high = -400.0, 400.0
+    terms = weights.log() + exponents.abs().log()
+    for _ in range(200):
+        middle = (low + high) / 2
+        sides = [torch.logsumexp((terms + 2 * exponents * middle)[s], 0) for s in (exponents > 0, exponents < 0)]
+        low, high = (low, middle) if sides[0] > sides[1] else (middle, high)
+    return (low + high) / 2

@@ -1,0 +1,219 @@
+"""The least mass over positive scales: a convex problem, its solution with certificates, and where it has none.
+
+The mass ``F(s)`` is convex. It has one minimizer unless factors can run away along a *recession direction* ``d``: one
+under which no entry grows. :func:`unbounded_factors` finds these exactly, so that Newton's method is only ever run on a
+problem with a solution. A *target* ``t_j`` adds the linear term ``-2 t_j s_j``; the mass that grows with the factor
+``j`` then exceeds the mass that shrinks by ``t_j``, which is how a factor that has mass on one side only is given unit
+norm without leaving the convex problem.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
+from torch import Tensor
+
+from tu_symmetry.scaling.masses import GeneralTable, MassPoint, MassTables, MatrixTable, Terms, sum_to
+
+_SWEEPS = 40
+_TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """Where the mass is least, and how sure that is.
+
+    Attributes:
+        log_scale: minimizing log-factors ``[count]``.
+        gradient_norm: norm of the objective's gradient, relative to the mass.
+        relative_gap: certified upper bound of ``(F(s) - min F) / F(s)``, from a feasible point of the dual problem.
+        iterations: Newton steps.
+    """
+
+    log_scale: Tensor
+    gradient_norm: float
+    relative_gap: float
+    iterations: int
+
+
+def minimize_mass(
+    tables: MassTables, active: Tensor, targets: Tensor, tolerance: float, max_iterations: int
+) -> Minimum:
+    """Minimize ``F(s) - 2 targets . s`` over the active factors; the others stay at one.
+
+    Sweeps with the closed-form step of single factors come first, then Newton steps by preconditioned conjugate
+    gradients. The certificate: with the Newton step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual
+    problem if they are positive, and then its value is below the objective by ``u . H u`` at most.
+
+    Raises:
+        RuntimeError: no convergence; the message says how far it came.
+    """
+    s = torch.zeros(tables.count, dtype=torch.float64)
+    if not active.any():
+        return Minimum(s, 0.0, 0.0, 0)
+    s, point, value = _sweep(tables, s, active, targets)
+    relative = float("inf")
+    for iteration in range(max_iterations + 1):
+        gradient = torch.where(active, point.gradient() - 2 * targets, 0.0)
+        relative = float(gradient.norm()) / max(point.value, _TINY)
+        step = _newton_step(point, gradient, active, forcing=min(0.1, relative))
+        decrement = -float(gradient @ step)
+        if relative <= tolerance:
+            return Minimum(s, relative, decrement / max(point.value, _TINY), iteration)
+        size = 1.0
+        while True:
+            trial = tables.at(s + size * step)
+            trial_value = _objective(trial, targets, s + size * step)
+            if trial_value <= value - 1e-4 * size * decrement:
+                break
+            if size * decrement <= 1e-14 * abs(value) + 1e-15 * point.value:
+                break  # no digits are left to see a decrease in: trust the step
+            size *= 0.5
+        s, point, value = s + size * step, trial, trial_value
+    raise RuntimeError(
+        f"the mass did not reach its minimum in {max_iterations} Newton steps (relative gradient {relative:.1e}, "
+        f"wanted {tolerance:.0e}); weights of extreme size make the problem nearly degenerate: pass a larger tolerance"
+    )
+
+
+def _objective(point: MassPoint, targets: Tensor, s: Tensor) -> float:
+    return point.value - 2 * float(targets @ s)
+
+
+def _sweep(tables: MassTables, s: Tensor, active: Tensor, targets: Tensor) -> tuple[Tensor, MassPoint, float]:
+    """Half the exact step of every factor between fixed neighbors, while that pays."""
+    point = tables.at(s)
+    value = _objective(point, targets, s)
+    for _ in range(_SWEEPS):
+        grows, shrinks = point.sides()
+        root = (targets.square() + 4 * grows * shrinks).sqrt()
+        up = torch.where(targets >= 0, (root + targets) / (2 * grows), 2 * shrinks / (root - targets))
+        moved = s + torch.where(active, 0.25 * up.log(), 0.0)
+        trial = tables.at(moved)
+        trial_value = _objective(trial, targets, moved)
+        if not trial_value < value:
+            break
+        gain = value - trial_value
+        s, point, value = moved, trial, trial_value
+        if gain < 0.03 * point.value:
+            break
+    return s, point, value
+
+
+def _newton_step(point: MassPoint, gradient: Tensor, active: Tensor, forcing: float) -> Tensor:
+    """Solve Hessian x = -gradient by preconditioned conjugate gradients to a relative residual."""
+    diagonal = torch.where(active, point.curvature_diagonal().clamp_min(_TINY), 1.0)
+    x = torch.zeros_like(gradient)
+    residual = -gradient
+    z = residual / diagonal
+    direction = z.clone()
+    rz = float(residual @ z)
+    goal = forcing**2 * rz
+    for _ in range(500):
+        product = torch.where(active, point.curvature_product(direction), 0.0)
+        curvature = float(direction @ product)
+        if curvature <= 0.0:
+            break
+        alpha = rz / curvature
+        x = x + alpha * direction
+        residual = residual - alpha * product
+        z = residual / diagonal
+        new = float(residual @ z)
+        if new <= goal:
+            break
+        direction = z + (new / rz) * direction
+        rz = new
+    return x
+
+
+def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Tensor:
+    """Which active factors take part in a recession direction of ``F(s) - 2 targets . s``; the rest have a minimum.
+
+    In a direction ``d`` no entry may grow: ``sum_t c_t d_t <= 0`` wherever there is mass. What this says of the sign of
+    single factors is carried from table to table, as signals are from the inputs to the outputs and back: a unit that
+    hears an input and is heard by an output has ``d = 0``. Whatever that leaves open is decided by linear programming.
+
+    Returns:
+        A mask ``[count]``.
+    """
+    padding = torch.ones(1, dtype=torch.bool)
+    sinks = torch.cat([~active | (targets < 0), padding])  # d <= 0 is proven
+    rises = torch.cat([~active | (targets > 0), padding])  # d >= 0 is proven
+    order = [*tables.tables, *reversed(tables.tables)]
+    while True:
+        known = int(sinks.sum()) + int(rises.sum())
+        for table in order:
+            _carry(table, sinks, rises)
+        if int(sinks.sum()) + int(rises.sum()) == known:
+            break
+    unbounded = torch.zeros(tables.count, dtype=torch.bool)
+    open_ = active & ~(sinks & rises)[:-1]
+    while open_.any():
+        found = _recession(tables, open_, targets)
+        if not found.any():
+            break
+        unbounded |= found
+        open_ &= ~found
+    return unbounded
+
+
+def _carry(table: MatrixTable | GeneralTable, sinks: Tensor, rises: Tensor) -> None:
+    """Prove signs from one table: where all other terms of an entry cannot fall, its last one cannot rise."""
+
+    def product(terms: Terms, start: Tensor) -> Tensor:
+        for exponent, index in terms:
+            start = start & (rises if exponent > 0 else sinks)[index]
+        return start
+
+    def prove(exponent: float, index: Tensor, heard: Tensor) -> None:
+        (sinks if exponent > 0 else rises)[index.reshape(-1)[heard.reshape(-1)]] = True
+
+    if isinstance(table, GeneralTable):
+        for k, (exponent, index) in enumerate(table.terms):
+            support = product(table.terms[:k] + table.terms[k + 1 :], table.mass > 0)
+            prove(exponent, index, sum_to(support.double(), index.shape) > 0)
+        return
+    sides = ((table.mass, table.rows, table.columns), (table.mass.T, table.columns, table.rows))
+    for mass, own, other in sides:
+        if all(bool((sinks if exponent > 0 else rises)[index].all()) for exponent, index in own):
+            continue
+        across = product(other, torch.ones(mass.shape[1], dtype=torch.bool))
+        heard = mass @ across.double() > 0
+        for k, (exponent, index) in enumerate(own):
+            prove(exponent, index, product(own[:k] + own[k + 1 :], heard))
+
+
+def _recession(tables: MassTables, open_: Tensor, targets: Tensor) -> Tensor:
+    """One recession direction that lets as much as possible fall, by linear programming over the open factors."""
+    number = torch.full((tables.count + 1,), -1)
+    number[:-1][open_] = torch.arange(int(open_.sum()))
+    rows, columns, values, start = [], [], [], 0
+    for table in tables.tables:
+        mass, terms = table.entries()
+        moving = torch.zeros((), dtype=torch.bool)
+        for _, index in terms:
+            moving = moving | (number[index] >= 0)
+        positions = torch.nonzero(((mass > 0) & moving).flatten()).flatten()
+        for exponent, index in terms:
+            variable = number[index].expand(mass.shape).flatten()[positions]
+            held = variable >= 0
+            rows.append(start + torch.nonzero(held).flatten())
+            columns.append(variable[held])
+            values.append(torch.full((int(held.sum()),), exponent, dtype=torch.float64))
+        start += len(positions)
+    demanded = torch.nonzero(open_ & (targets != 0)).flatten()
+    rows.append(start + torch.arange(len(demanded)))
+    columns.append(number[demanded])
+    values.append(-targets[demanded].sign())
+    shape = (start + len(demanded), int(open_.sum()))
+    matrix = csr_matrix((torch.cat(values).numpy(), (torch.cat(rows).numpy(), torch.cat(columns).numpy())), shape)
+    matrix = csr_matrix(np.unique(matrix.toarray(), axis=0)) if np.prod(shape) <= 2**22 else matrix
+    solved = linprog(np.asarray(matrix.sum(0)).ravel(), A_ub=matrix, b_ub=np.zeros(matrix.shape[0]), bounds=(-1, 1))
+    found = torch.zeros(tables.count, dtype=torch.bool)
+    if solved.success and solved.fun < -1e-9:
+        found[open_] = torch.from_numpy(np.abs(solved.x) > 1e-9)
+    return found
