@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,16 +11,24 @@ import pytest
 import torch
 from cases import CASES
 from numpy.polynomial import Polynomial
+from scipy.optimize import linear_sum_assignment
 from test_symmetry_laws import discovered
 from torch import Tensor, nn
 
 import tu_symmetry as tus
+from tu_symmetry.alignment import products
 from tu_symmetry.alignment.align import unstack
-from tu_symmetry.alignment.assignment import assign_family, family_value, flat_source
+from tu_symmetry.alignment.assignment import assign, assign_family, family_value, flat_source
 from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
 from tu_symmetry.alignment.matching import descend, inner_product
-from tu_symmetry.alignment.products import plan_moves
-from tu_symmetry.alignment.relaxation import _best_ratio, _RelaxedNetwork, synchronized_frank_wolfe
+from tu_symmetry.alignment.products import KeptVotes, plan_moves
+from tu_symmetry.alignment.relaxation import (
+    _best_ratio,
+    _RelaxedNetwork,
+    _RelaxedPair,
+    _synchronized_step,
+    synchronized_frank_wolfe,
+)
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.verification import random_state
@@ -100,6 +109,138 @@ def test_coupled_families_never_lose(name: str) -> None:
         assert converged
 
 
+@pytest.mark.parametrize("name", [c.name for c in CASES if c.permutations])
+def test_kept_gram_matrices_are_those_computed_anew(name: str) -> None:
+    """After changes of a few units, of many, and of none."""
+    model, graph = case_of(name)
+    generator = torch.Generator().manual_seed(7)
+    a, b = random_state(model, generator), random_state(model, generator)
+    kept, anew = KeptVotes.of(graph, a, b), WeightVotes.of(graph, a, b)
+    identity = identity_permutation(graph)
+    swap = {n: p.clone() for n, p in identity.items()}
+    for p in swap.values():
+        p[..., :2] = p[..., :2].flip(-1)
+    for permutation in (identity, swap, swap, tus.random_permutation(graph, generator=generator), identity):
+        for family in families(graph):
+            if family.coupled and family.children:
+                continue
+            wanted = anew.grams(family, permutation)
+            for group, gram in kept.grams(family, permutation).items():
+                torch.testing.assert_close(gram, wanted[group], rtol=1e-10, atol=1e-10)
+
+
+def test_few_changes_cost_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two swapped units of forty are two positions of the sum, and nothing is computed where nothing changed."""
+    model = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 2)).double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 3, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(8)
+    votes = KeptVotes.of(graph, random_state(model, generator), random_state(model, generator))
+    rows: list[int] = []
+    original = products._product
+
+    def counted(left: Tensor, right: Tensor) -> Tensor:
+        rows.append(len(left))
+        return original(left, right)
+
+    monkeypatch.setattr(products, "_product", counted)
+    permutation = identity_permutation(graph)
+    second = next(f for f in families(graph) if f.root.size == 30)
+    first = next(f for f in families(graph) if f.root.size == 40)
+    votes.grams(second, permutation)
+    assert sorted(rows) == [1, 1, 40]
+    rows.clear()
+    votes.grams(second, permutation)
+    assert rows == []
+    permutation[first.root.name][:2] = torch.tensor([1, 0])
+    votes.grams(second, permutation)
+    assert rows == [2]
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "cnn_flatten", "DenseConcat", "resnet_batchnorm", "CalledTwice"])
+def test_relaxation_of_a_pair_is_the_one_on_tensors(name: str) -> None:
+    """Gradients at the barycenter and along two steps, the steps' values, and the best length of each step."""
+    model, graph = case_of(name)
+    generator = torch.Generator().manual_seed(10)
+    reference, state = (working(graph, random_state(model, generator)) for _ in range(2))
+    votes = KeptVotes(graph, reference, state)
+    assert all(len(axes) <= 2 for axes in votes.plan.moves.values())
+    pair, network = _RelaxedPair(votes.products), _RelaxedNetwork(votes.plan, state)
+
+    def value() -> float:
+        return sum(float((reference[n] * network.mixed[n][votes.plan.axes(n)]).sum()) for n in votes.plan.moves)
+
+    for _ in range(3):
+        for group, wanted in network.gradients(reference).items():
+            torch.testing.assert_close(sum(pair.similarities[group]), wanted)
+        _, sources, gap, _ = pair.vertex()
+        orders = network.orders(sources)
+        before = copy.deepcopy(network)
+        ratio = pair.advance(sources, gap)
+        values = []
+        for trial in (ratio, *torch.linspace(0, 1, 21).tolist()):
+            network = copy.deepcopy(before)
+            network.step(sources, orders, trial)
+            values.append(value())
+        assert values[0] >= max(values) - 1e-9 * abs(values[0])
+        network = before
+        network.step(sources, orders, ratio)
+        for group, matrix in network.matrices.items():
+            torch.testing.assert_close(pair.matrices[group], matrix)
+
+
+def test_priced_assignment_is_the_optimum() -> None:
+    """Against SciPy's solver on the plain matrix: of full rank, of low rank, and with nothing to choose."""
+    generator = torch.Generator().manual_seed(11)
+    size = 300
+    full = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    low = full[:, :3] @ full[:3]
+    for similarities in (full, low, torch.zeros_like(full)):
+        found = assign(similarities.numpy())
+        assert sorted(found) == list(range(size))
+        rows, columns = linear_sum_assignment(similarities.numpy(), maximize=True)
+        best = float(similarities.numpy()[rows, columns].sum())
+        assert float(similarities.numpy()[rows, found].sum()) == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "DenseConcat"])
+def test_synchronized_step_is_the_best_of_a_line_search(name: str) -> None:
+    """The quartic's closed form against the objective itself, evaluated on the tensors at many lengths of the step."""
+    model, graph = case_of(name)
+    generator = torch.Generator().manual_seed(12)
+    plan = plan_moves(graph, families(graph))
+    states = [working(graph, random_state(model, generator)) for _ in range(4)]
+    networks = [_RelaxedNetwork(plan, s, fixed=k == 0) for k, s in enumerate(states)]
+    free = networks[1:]
+
+    def objective() -> float:
+        total = 0.0
+        for n in plan.moves:
+            moved = [network.mixed[n][plan.axes(n)] for network in networks]
+            total += float(torch.stack(moved).sum(0).square().sum() - sum(m.square().sum() for m in moved)) / 2
+        return total
+
+    inside = 0
+    for _ in range(6):
+        totals = {n: sum(network.mixed[n][plan.axes(n)] for network in networks) for n in plan.moves}
+        sources = [
+            network.vertex(network.gradients({n: t - network.mixed[n][plan.axes(n)] for n, t in totals.items()}))[0]
+            for network in free
+        ]
+        orders = [network.orders(s) for network, s in zip(free, sources, strict=True)]
+        ratio = _synchronized_step(plan, networks[0], free, orders)
+        before = copy.deepcopy(free)
+        values = {}
+        for trial in (*torch.linspace(0, 1, 11).tolist(), ratio):  # the last one is the step that is kept
+            free = copy.deepcopy(before)
+            for network, s, o in zip(free, sources, orders, strict=True):
+                network.step(s, o, trial)
+            networks = [networks[0], *free]
+            values[trial] = objective()
+        assert values[ratio] >= max(values.values()) - 1e-9 * abs(values[ratio])
+        inside += 0 < ratio < 1
+    assert inside
+
+
 def relaxed_pair(name: str) -> tuple[_RelaxedNetwork, dict[str, Tensor], dict[str, Tensor]]:
     """A relaxed network two steps away from the barycenter, its parameters, and a reference."""
     model, graph = case_of(name)
@@ -126,8 +267,8 @@ def test_relaxed_tensors_are_dense_matrices_times_tensors(name: str) -> None:
         for axis, parts in moves.items():
             dense[axis] = torch.eye(state[tensor].shape[axis], dtype=torch.float64)
             for group, index in parts:
-                for copy in index.T:
-                    dense[axis][copy[:, None], copy] = network.matrices[group]
+                for place in index.T:
+                    dense[axis][place[:, None], place] = network.matrices[group]
         for subset, mixed in network.mixed[tensor].items():
             wanted = state[tensor]
             for axis in subset:

@@ -17,7 +17,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tu_symmetry.alignment.assignment import assign_family, family_value
+from tu_symmetry.alignment.assignment import assign, assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightVotes, working
 from tu_symmetry.alignment.products import KeptVotes
 from tu_symmetry.alignment.relaxation import frank_wolfe
@@ -72,7 +72,9 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
     """Raise unless the graph is verified and both are states of one network each, without NaN or infinite weights."""
     graph.require_verified()
     for name, one in (("reference_state", reference_state), ("state", state)):
-        if graph.check_state(one, name=name):
+        floats = [one[n] for n in graph.shapes if n in one and one[n].is_floating_point()]
+        finite = all(bool(torch.isfinite(t.detach().sum())) for t in floats)  # a finite sum has finite terms only
+        if graph.check_state(one, name=name, finite=not finite):
             raise SymmetryError(
                 f"{name} is a stack of states with leading sample axes, and matching compares two networks; "
                 "align(graph, states) matches all networks of a stack"
@@ -81,13 +83,13 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
 
 def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """L2 distance between the parameters of two states (buffers do not count, tied tensors count once)."""
-    pairs = _parameter_pairs(graph, a, b)
-    return sum(float((p - q).square().sum(dtype=torch.float64)) for p, q in pairs) ** 0.5
+    differences = ((p - q).reshape(-1) for p, q in _parameter_pairs(graph, a, b))
+    return sum(float(torch.dot(d, d)) for d in differences) ** 0.5
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """``sum_T <a_T, b_T>`` over the parameters, summed in float64."""
-    return sum(float((p * q).sum(dtype=torch.float64)) for p, q in _parameter_pairs(graph, a, b))
+    """``sum_T <a_T, b_T>`` over the parameters, each in the dtype that matching computes in, summed in float64."""
+    return sum(float(torch.dot(p.reshape(-1), q.reshape(-1))) for p, q in _parameter_pairs(graph, a, b))
 
 
 def _parameter_pairs(
@@ -245,7 +247,7 @@ def _solve_coupled(votes: WeightVotes, family: Family, permutation: Permutation)
 
 def _assign(gram: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, float]:
     """The assignment of largest value, and its gain over the old one (zero unless it exceeds rounding)."""
-    _, new = linear_sum_assignment(gram, maximize=True)
+    new = assign(gram)
     rows = np.arange(len(gram))
     gain = float(gram[rows, new].sum() - gram[rows, old].sum())
     scale = float(np.abs(gram[rows, old]).sum() + np.abs(gram[rows, new]).sum())

@@ -20,7 +20,7 @@ from tu_symmetry.alignment.gram import Family, WeightVotes, families, is_below, 
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Axes = tuple[int, ...]
-_MOSTLY_NEW = 0.5  # above this share of changed positions a product is computed anew
+_MOSTLY_NEW = 0.8  # above this share of changed positions a product is computed anew
 
 
 @dataclass
@@ -217,8 +217,9 @@ class KeptVotes(WeightVotes):
         found = {}
         for group in family.groups:
             units = self.plan.sizes[group.name]
-            total = torch.zeros(units, units, dtype=torch.float64)
+            like = next(iter(self.reference.values()))
+            total = torch.zeros(units, units, dtype=like.dtype, device=like.device)
             for part in self.products.parts[group.name]:
-                total += self.products.gram(part, orders).to("cpu", torch.float64)
-            found[group.name] = total
+                total += self.products.gram(part, orders)
+            found[group.name] = total.to("cpu", torch.float64)
         return found

@@ -176,22 +176,23 @@ class _RelaxedPair:
             sums[0 if part.other is None else 2 if part.second else 1] += gram(part)
         return sums
 
-    def vertex(self) -> tuple[dict[str, Tensor], float, float]:
-        """The best vertex for the gradient: sources of units, the gain over the matrices, and its scale."""
+    def vertex(self) -> tuple[Permutation, dict[str, Tensor], float, float]:
+        """The best vertex for the gradient: as an element, as sources of units, the gain, and its scale."""
         gradients = {g: sum(s[1:], s[0]) for g, s in self.similarities.items()}
         inside = sum(float(torch.dot(g.reshape(-1), self.matrices[n].reshape(-1))) for n, g in gradients.items())
         on_host = {n: g.to("cpu", torch.float64) for n, g in gradients.items()}
+        element: Permutation = {}
         sources: dict[str, Tensor] = {}
         gap, scale = -inside, 0.0
         for family in self.plan.families:
-            element = assign_family(family, on_host)
+            element.update(assign_family(family, on_host))
             for group in family.groups:
                 source = flat_source(group, element)
                 sources[group.name] = source
                 best = float(on_host[group.name][torch.arange(len(source)), source].sum())
                 gap += best
                 scale += abs(best)
-        return sources, gap, scale
+        return element, sources, gap, scale
 
     def advance(self, sources: Mapping[str, Tensor], gap: float) -> float:
         """Move to the best point on the way to a vertex; returns the step's length in [0, 1].
@@ -247,14 +248,14 @@ def frank_wolfe(
     pair = _RelaxedPair(products)
     landings = iteration = 0
     for iteration in range(1, _ITERATIONS + 1):
-        sources, gap, scale = pair.vertex()
+        vertex, sources, gap, scale = pair.vertex()
         if progress is not None:
             progress({"iteration": iteration, "gap": gap / scale if scale else 0.0})
         if gap <= _TOLERANCE * scale:
             break
         landings += pair.advance(sources, gap) == 1
         if landings == _LANDINGS:
-            break
+            return vertex, iteration
     return pair.element(), iteration
 
 
