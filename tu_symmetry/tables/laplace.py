@@ -1,0 +1,302 @@
+"""Table 1 of arXiv 2206.08900: test log-likelihood for precisions chosen by the evidence in four ways, by architecture.
+
+The evidence is evaluated at the trained weights, M(θ~), or at the joint stationary point, M(θ*) (Recommendation 1), for
+a single precision or one for each normalized group (Recommendation 2). Beside these: the network itself, and M(θ*) with
+groups but without the hyperprior, which shows what the evidence alone does to normalized groups.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.tables.data import Batches
+from tu_symmetry.tables.engine import write_json
+from tu_symmetry.tables.grid import Grid
+from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
+from tu_symmetry.tables.recipe import RecipeError
+from tu_symmetry.tables.stage import Results, StageContext, stage
+
+NETWORK = "network"  # the row of the network itself
+
+
+@dataclass(frozen=True)
+class NetworksOptions:
+    """Which networks are trained, and how.
+
+    Attributes:
+        architectures: name (a column of the paper's table) to the arguments of the network.
+        seeds: number of networks of each architecture.
+        epochs: over the training set.
+        batch_size: of training.
+        learning_rate: of Adam, annealed by a cosine to zero.
+    """
+
+    architectures: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in ARCHITECTURES})
+    seeds: int = 3
+    epochs: int = 40
+    batch_size: int = 100
+    learning_rate: float = 3e-3
+
+
+@dataclass(frozen=True)
+class EvidenceOptions:
+    """How the evidence is optimized, and the predictive computed.
+
+    Attributes:
+        choices: rows of the table, ``MODE/PRIOR`` or ``MODE/PRIOR/flat`` (without hyperprior).
+        batch_size: of all passes over the data.
+        tolerance: largest change of a log precision at convergence.
+        mode_tolerance: gradient norm of theta* in posterior standard deviations.
+        max_iterations: largest number of alternations between theta* and the precisions.
+        samples: of the Monte-Carlo predictive.
+    """
+
+    choices: list[str] = field(
+        default_factory=lambda: [
+            "linear/single",
+            "linear/multiple",
+            "linear/multiple/flat",
+            "map/single",
+            "map/multiple",
+        ]
+    )
+    batch_size: int = 250
+    tolerance: float = 1e-2
+    mode_tolerance: float = 0.1
+    max_iterations: int = 50
+    samples: int = 500
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """A report has no options."""
+
+
+def build(context: StageContext, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """A network of the table, with as many outputs as the data have classes.
+
+    Raises:
+        RecipeError: an architecture that the table does not know.
+    """
+    if architecture not in ARCHITECTURES:
+        raise RecipeError(f"architecture {architecture!r} is not known; there are {', '.join(ARCHITECTURES)}")
+    network: nn.Module = ARCHITECTURES[architecture](num_classes=context.data.num_classes, **arguments)
+    return network.to(context.device)
+
+
+@stage()
+def train_networks(context: StageContext, options: NetworksOptions) -> Results:
+    """Train the networks, one file each."""
+    jobs = list(product(options.architectures, range(options.seeds)))
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.architectures}
+    with context.track("training", len(jobs)) as tracker:
+        for number, (architecture, seed) in enumerate(jobs):
+            path = context.folder / f"{architecture}-{seed}.safetensors"
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(context.seed(f"initialization {architecture} {seed}"))
+                model = build(context, architecture, options.architectures[architecture])
+            if path.exists():
+                model.load_state_dict(load_file(path, device=str(context.device)))
+            else:
+                _train(context, options, model, context.generator(f"batches {architecture} {seed}"))
+                temporary = path.with_suffix(".tmp")
+                save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, temporary)
+                temporary.replace(path)
+            rows[architecture].append(_quality(context, model.eval()))
+            tracker.update(number + 1)
+    sizes = {
+        name: sum(p.numel() for p in build(context, name, a).parameters()) for name, a in options.architectures.items()
+    }
+    accuracy = {name: sum(r["accuracy"] for r in found) / len(found) for name, found in rows.items()}
+    return {
+        "networks": rows,
+        "parameters": sizes,
+        "architectures": options.architectures,
+        "epochs": options.epochs,
+        "headline": "test accuracy " + ", ".join(f"{name} {100 * a:.1f} %" for name, a in accuracy.items()),
+    }
+
+
+def _train(context: StageContext, options: NetworksOptions, model: nn.Module, generator: torch.Generator) -> None:
+    x, y = context.data.train_x, context.data.train_y
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    model.train()
+    for _ in range(options.epochs):
+        for batch in torch.randperm(len(x), generator=generator).to(x.device).split(options.batch_size):
+            optimizer.zero_grad()
+            cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
+        schedule.step()
+
+
+@torch.no_grad()
+def _quality(context: StageContext, model: nn.Module) -> dict[str, float]:
+    data = context.data
+    train = torch.cat([model(x) for x, _ in data.train])
+    test = torch.cat([model(x) for x, _ in data.test])
+    return {
+        "train_nll": float(cross_entropy(train, data.train_y)),
+        "nll": float(cross_entropy(test, data.test_y)),
+        "accuracy": float((test.argmax(-1) == data.test_y).double().mean()),
+    }
+
+
+@stage(inputs=("networks",))
+def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Results:
+    """Choose precisions in every way for every network; test NLL, precisions and effective dimensions."""
+    trained = context.inputs["networks"].results
+    for choice in options.choices:
+        _parse(choice)
+    rows: dict[str, dict[str, list[Any]]] = {}
+    total = sum(len(found) for found in trained["networks"].values()) * len(options.choices)
+    done = 0
+    with context.track("evidence", total) as tracker:
+        for architecture, seed, model, graph in _networks(context):
+            for choice in options.choices:
+                path = context.folder / f"{architecture}-{seed}-{choice.replace('/', '-')}.json"
+                if not path.exists():
+                    write_json(path, _measure(context, options, model, graph, choice))
+                found = json.loads(path.read_text(encoding="utf-8"))
+                rows.setdefault(choice, {}).setdefault(architecture, []).append(found)
+                done += 1
+                tracker.update(done, architecture=architecture, choice=choice)
+    open_ends = sum(not r["converged"] for by_name in rows.values() for found in by_name.values() for r in found)
+    return {"rows": rows, "headline": f"{total} evidences, {open_ends} of them not converged to the tolerances"}
+
+
+def _networks(context: StageContext) -> Iterator[tuple[str, int, nn.Module, SymmetryGraph]]:
+    source = context.inputs["networks"]
+    for architecture, arguments in source.results["architectures"].items():
+        graph = None
+        for seed in range(len(source.results["networks"][architecture])):
+            model = build(context, architecture, arguments).eval()
+            path = source.folder / f"{architecture}-{seed}.safetensors"
+            model.load_state_dict(load_file(path, device=str(context.device)))
+            graph = graph or discover_symmetries(model, context.data.train_x[:2])
+            yield architecture, seed, model, graph
+
+
+def _parse(choice: str) -> tuple[Literal["linear", "map"], str, bool]:
+    mode, prior, *rest = choice.split("/")
+    if mode not in ("linear", "map") or prior not in ("single", "multiple") or rest not in ([], ["flat"]):
+        raise RecipeError(f"choice {choice!r}: write linear or map, /, single or multiple, and /flat if wanted")
+    return ("linear" if mode == "linear" else "map"), prior, bool(rest)
+
+
+def _measure(
+    context: StageContext, options: EvidenceOptions, model: nn.Module, graph: SymmetryGraph, choice: str
+) -> dict[str, Any]:
+    data = context.data
+    mode, prior, flat = _parse(choice)
+    normalized = any(g.members for g in graph.normalizations)
+    la = LinearizedLaplace(
+        model,
+        graph=graph,
+        mode=mode,
+        # without normalization there are no groups of Recommendation 2; the paper has numbers for FixUp all the same
+        prior="single" if prior == "single" else ("per_group" if normalized else "per_layer"),
+        parameters=matrices(model),
+    )
+    la.fit(Batches(data.train_x, data.train_y, options.batch_size))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
+        warnings.simplefilter("ignore", NotConvergedWarning)
+        result = la.optimize_evidence(
+            hyperprior=None if flat else Hyperprior(),
+            tolerance=options.tolerance,
+            mode_tolerance=options.mode_tolerance,
+            max_iterations=options.max_iterations,
+        )
+    test = Batches(data.test_x, data.test_y, options.batch_size)
+    p = torch.cat([la.predictive(x, n_samples=options.samples) for x, _ in test])
+    right = p.gather(-1, data.test_y.unsqueeze(-1))
+    groups = la.report()
+    return {
+        "nll": float(-right.clamp(min=1e-30).log().mean()),
+        "accuracy": float((p.argmax(-1) == data.test_y).double().mean()),
+        "log_evidence": result.log_marginal_likelihood,
+        "iterations": result.iterations,
+        "gradient_norm": result.gradient_norm,
+        "converged": result.converged,
+        "pruned": sum(g.pruned for g in groups),
+        "groups": {g.name: {"precision": g.precision, "gamma": g.gamma, "size": g.size} for g in groups},
+    }
+
+
+@stage(inputs=("networks", "evidence", "early_networks?", "early_evidence?"), reads_table=True)
+def report(context: StageContext, options: ReportOptions) -> Results:
+    """Write ``report.md``: a table like the paper's for every training length, and what became of the groups."""
+    grids = []
+    for prefix in ("", "early_"):
+        if f"{prefix}evidence" in context.inputs:
+            trained, found = (context.inputs[f"{prefix}{role}"].results for role in ("networks", "evidence"))
+            epochs = f"{trained['epochs']} epochs"
+            grids.append(_table(context, trained, found["rows"], epochs))
+            grids.append(_groups(trained, found["rows"], epochs))
+    environment = ", ".join(f"{k} {v}" for k, v in context.environment.items())
+    parts = [f"# {context.table.title}", f"Reproduces: {context.table.source}.", context.table.note]
+    parts += [f"## {g.title}\n\n{g.markdown()}" for g in grids] + [f"## Hardware and versions\n\n{environment}"]
+    (context.folder / "report.md").write_text("\n\n".join(p for p in parts if p) + "\n", encoding="utf-8")
+    return {"tables": [g.to_dict() for g in grids], "headline": f"{context.name}/report.md"}
+
+
+def _table(context: StageContext, trained: Mapping[str, Any], rows: Mapping[str, Any], epochs: str) -> Grid:
+    names = list(trained["networks"])
+    body = [["network itself", *(_cell(trained["networks"][name]) for name in names)]]
+    for choice, found in rows.items():
+        paper, error = context.table.paper.get(choice, {}), context.table.paper.get(f"{choice}/error", {})
+        cells = []
+        for name in names:
+            theirs = f"{paper[name]:.3f} ± {error[name]:.3f}" if name in paper and name in error else ""
+            cells.append(f"{_cell(found[name])}\n{theirs}")
+        body.append([_name(choice), *cells])
+    caption = (
+        "test NLL (nats), mean ± standard error over seeds; second line: the paper's. Each FixUp cell of several λ has "
+        "one for each layer, for it has no normalized groups."
+    )
+    return Grid(f"Test NLL after {epochs}", ["", *names], body, caption)
+
+
+def _groups(trained: Mapping[str, Any], rows: Mapping[str, Any], epochs: str) -> Grid:
+    """Effective dimensions and pruned groups."""
+    body = []
+    for choice, found in rows.items():
+        cells = []
+        for name in trained["networks"]:
+            runs = found[name]
+            gamma = sum(sum(g["gamma"] for g in r["groups"].values()) for r in runs) / len(runs)
+            pruned, count = sum(r["pruned"] for r in runs), sum(len(r["groups"]) for r in runs)
+            cells.append(f"{gamma:.0f}\n{pruned}/{count} pruned" if count > len(runs) else f"{gamma:.0f}")
+        body.append([_name(choice), *cells])
+    caption = "effective directions that the data determine, mean over seeds; second line: pruned groups of all seeds"
+    return Grid(f"Effective dimension after {epochs}", ["", *trained["networks"]], body, caption)
+
+
+def _cell(runs: list[Mapping[str, Any]]) -> str:
+    values = torch.tensor([r["nll"] for r in runs], dtype=torch.float64)
+    return f"{values.mean().item():.3f}" + (_error(values) if len(values) > 1 else "")
+
+
+def _error(values: Tensor) -> str:
+    return f" ± {values.std().item() / len(values) ** 0.5:.3f}"
+
+
+def _name(choice: str) -> str:
+    mode, prior, flat = _parse(choice)
+    where = "M(θ*)" if mode == "linear" else "M(θ~)"
+    return f"{where}, {'single λ' if prior == 'single' else 'several λ'}{', no hyperprior' if flat else ''}"
