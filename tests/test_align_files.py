@@ -306,7 +306,7 @@ def test_more_files_go_on_from_the_running_mean(
 @pytest.mark.parametrize(
     ("mode", "writes"),
     [
-        ("first", 4),
+        pytest.param("first", 4, marks=pytest.mark.slow),
         pytest.param("medoid", 4, marks=pytest.mark.slow),
         pytest.param("mean", 6, marks=pytest.mark.slow),
         ("universe", 11),
@@ -346,6 +346,41 @@ def test_another_architecture_is_named(graph: SymmetryGraph, tmp_path: Path) -> 
     torch.save({n: t * torch.nan for n, t in Net().state_dict().items()}, files[1])
     with pytest.raises(AlignFilesError, match=r"net1\.pt.*NaN"):
         align_files(graph, files, tmp_path / "out")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_bad_file_is_named_before_anything_is_written(mode: Any, graph: SymmetryGraph, tmp_path: Path) -> None:
+    states, out = noisy(graph, 6), tmp_path / "out"
+    files = write(tmp_path, states)
+    align_files(graph, files[:3], out, reference=mode)
+    before = tree(out)
+    torch.save({"state_dict": states[3]}, files[3].with_suffix(".ckpt"))
+    files[3].with_suffix(".ckpt").write_bytes(files[3].with_suffix(".ckpt").read_bytes()[:-200])
+    save_file({n: t if n != "2.bias" else t / 0 for n, t in states[4].items()}, files[4].with_suffix(".safetensors"))
+    torch.save(Net(hidden=9).state_dict(), files[5])
+    bad = [files[3].with_suffix(".ckpt"), files[4].with_suffix(".safetensors"), files[5]]
+    with pytest.raises(AlignFilesError, match="3 of 6 files cannot be aligned") as raised:
+        align_files(graph, [*files[:3], *bad], out, reference=mode)
+    lines = str(raised.value).splitlines()[1:]
+    for line, name, reason in zip(lines, bad, ("truncated", r"NaN or infinite", "shape"), strict=True):
+        assert str(name) in line and reason in line
+    assert tree(out) == before
+    assert align_files(graph, files[:3], out, reference=mode).skipped == 3 and tree(out) == before
+
+
+def test_the_kind_of_file_does_not_matter(graph: SymmetryGraph, tmp_path: Path) -> None:
+    states = noisy(graph, 3)
+    files = write(tmp_path, states)
+    align_files(graph, files, tmp_path / "plain", reference="universe")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    torch.save(states[0], mixed / "net0.pt")
+    torch.save({"state_dict": states[1], "epoch": 1, "optimizer_states": [{"state": {}}]}, mixed / "net1.ckpt")
+    save_file(states[2], mixed / "net2.safetensors")
+    align_files(graph, find_checkpoints([mixed / "*"]), tmp_path / "out", reference="universe")
+    for k in range(3):
+        expected, found = (load_file(tmp_path / folder / f"net{k}.safetensors") for folder in ("plain", "out"))
+        assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])

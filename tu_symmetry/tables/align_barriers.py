@@ -108,24 +108,29 @@ class BarrierReport:
     mean_losses: dict[str, dict[str, float]]
     single_loss: float
 
+    @property
+    def unit(self) -> str:
+        """Of the loss, in parentheses, where it is known."""
+        return " (nats)" if self.loss.endswith("cross_entropy") else ""
+
     def grid(self) -> Grid:
-        """Mean and largest barrier and the mean network's loss, a row for each mending."""
+        """Mean and largest barrier, and the loss of the mean network, before and after."""
         rows = []
-        for mending in self.barriers["before"]:
-            values = {w: [p["barrier"] for p in self.barriers[w][mending]] for w in WHEN}
-            row = [MENDINGS[mending]]
-            row += [f"{fmean(values[w]):.4f}" for w in WHEN] + [f"{max(values[w]):.4f}" for w in WHEN]
-            row += [f"{self.mean_losses[w][mending]:.4f}" if mending in self.mean_losses[w] else "" for w in WHEN]
-            rows.append(row)
-        header = ["", *(f"{what}\n{w}" for what in ("mean barrier", "largest", "mean network") for w in WHEN)]
+        for mending, name in MENDINGS.items():
+            if mending in self.barriers["before"]:
+                values = [[p["barrier"] for p in self.barriers[w][mending]] for w in WHEN]
+                rows.append([f"mean barrier, {name}", *(f"{fmean(v):.4f}" for v in values)])
+                rows.append([f"largest barrier, {name}", *(f"{max(v):.4f}" for v in values)])
+        for mending, losses in self.mean_losses["before"].items():
+            name = "as averaged" if mending == "plain" else MENDINGS[mending]
+            rows.append([f"mean network, {name}", f"{losses:.4f}", f"{self.mean_losses['after'][mending]:.4f}"])
         total = self.networks * (self.networks - 1) // 2
         pairs = f"all {total} pairs" if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs at random"
-        unit = " (nats)" if self.loss.endswith("cross_entropy") else ""
         caption = (
-            f"{self.loss.rpartition('.')[2]}{unit} on {self.samples} samples of {self.data}; {pairs}, {self.points} "
-            f"points on each; single networks: {self.single_loss:.4f}"
+            f"{self.loss.rpartition('.')[2]}{self.unit} on {self.samples} samples of {self.data}; {pairs}, "
+            f"{self.points} points on each; single networks: {self.single_loss:.4f}"
         )
-        return Grid("Loss barriers and the mean network", header, rows, caption)
+        return Grid("Loss barriers and the mean network", ["", *WHEN], rows, caption)
 
     def matrix(self, when: str, mending: str) -> tuple[list[int], list[list[float]]]:
         """The networks that are in a pair, and their barriers; NaN for pairs that were not measured."""
@@ -353,7 +358,10 @@ def measure_barriers(
     draw_matrices(out / STATE / FIGURE, report)
     os.replace(out / STATE / FIGURE, out / FIGURE)
     grid = report.grid()
-    text = f"## {grid.title}\n\n{grid.markdown()}\n\n![barrier matrices]({FIGURE})"
+    text = (
+        f"## {grid.title}\n\n{grid.markdown()}\n\n![barrier matrices]({FIGURE})\n\nNetworks are numbered as in the "
+        "table above, from 0; gray pairs were not measured."
+    )
     write_reports(out, alignment, {"barriers": _json(report)}, text)
     return report
 
@@ -444,4 +452,4 @@ def draw_matrices(path: Path, report: BarrierReport) -> None:
                 axis.set_ticks(list(ticks), [str(shown[k]) for k in ticks])
             ax.set(title=f"{when}, {MENDINGS[mending]}", xlabel="network", ylabel="network")
             ax.grid(visible=False)
-            ax.figure.colorbar(image, ax=ax, shrink=0.8, label=f"barrier ({report.loss.rpartition('.')[2]})")
+            ax.figure.colorbar(image, ax=ax, shrink=0.8, label=f"barrier{report.unit}")
