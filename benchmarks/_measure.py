@@ -1,9 +1,16 @@
-"""Timing candidates in turn, so that a slow minute of the machine meets all of them."""
+"""Timing candidates in turn, so that a slow minute of the machine meets all of them.
+
+Wall-clock time is what one waits; CPU time (of the process, all threads) is what the work costs, whoever else uses the
+machine. With one thread on an idle machine they are the same. Ratios and goals are taken from CPU time.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,11 +25,13 @@ class Outcome:
 
     Attributes:
         seconds: wall time of each repeat.
+        cpu: CPU time of each repeat, in seconds.
         value: what its last call returned.
         error: why it failed, if it did; a candidate that fails is not called again.
     """
 
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     value: Any = None
     error: str | None = None
 
@@ -31,9 +40,28 @@ class Outcome:
         """Median wall time in seconds, or None if it failed."""
         return statistics.median(self.seconds) if self.seconds and self.error is None else None
 
-    def cell(self, digits: int = 3) -> str:
-        """The median as a table shows it, or the error."""
-        return self.error or figure(self.median, digits)
+    @property
+    def median_cpu(self) -> float | None:
+        """Median CPU time in seconds, or None if it failed."""
+        return statistics.median(self.cpu) if self.cpu and self.error is None else None
+
+
+class Stopwatch:
+    """Measures a ``with`` block.
+
+    Attributes:
+        wall: wall-clock seconds.
+        cpu: CPU seconds of the process.
+    """
+
+    wall = cpu = 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.wall, self.cpu = time.perf_counter() - self._start[0], time.process_time() - self._start[1]
 
 
 def interleave(
@@ -60,14 +88,28 @@ def interleave(
             gc.collect()
             try:
                 call = prepare()
-                start = time.perf_counter()
-                outcome.value = call()
-                outcome.seconds.append(time.perf_counter() - start)
-                say(f"{name}: {outcome.seconds[-1]:.3g} s ({repeat + 1}/{repeats})")
+                with Stopwatch() as watch:
+                    outcome.value = call()
+                outcome.seconds.append(watch.wall)
+                outcome.cpu.append(watch.cpu)
+                say(f"{name}: {watch.wall:.3g} s, CPU {watch.cpu:.3g} s ({repeat + 1}/{repeats})")
             except Exception as error:  # whatever a peer raises is its result
                 outcome.error = describe_error(error)
                 say(f"{name}: {outcome.error}")
     return outcomes
+
+
+def in_own_process(module: str, *arguments: str) -> Any:
+    """Run ``python -m module arguments`` and return the JSON of its last line.
+
+    Raises:
+        RuntimeError: with the last line of its errors, if it failed.
+    """
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise RuntimeError(lines[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def figure(value: float | None, digits: int = 3) -> str:
@@ -77,6 +119,11 @@ def figure(value: float | None, digits: int = 3) -> str:
     if value == 0 or 1e-3 <= abs(value) < 10**digits:
         return f"{float(f'{value:.{digits}g}'):g}"
     return f"{value:.0f}" if abs(value) >= 10**digits and abs(value) < 1e6 else f"{value:.1e}"
+
+
+def both(wall: float | None, cpu: float | None) -> str:
+    """Wall-clock seconds, and CPU seconds as what is secondary."""
+    return "–" if wall is None else f"{figure(wall)}\ncpu {figure(cpu)}"
 
 
 def times(slow: float | None, fast: float | None) -> str:

@@ -20,9 +20,10 @@ from tu_symmetry.tables.grid import Grid
 JSON, MARKDOWN = "results.json", "RESULTS.md"
 _INTRODUCTION = """# Benchmarks
 
-Made by `python -m benchmarks`; a subject's section is replaced when the subject is run again. Times are medians of
-wall-clock seconds, and what is compared runs in turn in one process. What failed stays in the tables, and a goal that
-was missed says so.
+Made by `python -m benchmarks`; a subject's section is replaced when the subject is run again. What is compared runs in
+turn, and times are medians: wall-clock seconds, and beside them (*cpu*) the CPU seconds of the process. With one thread
+on an idle machine these are the same; where others use the machine too, CPU time is what the work itself costs, and
+ratios and goals are taken from it. What failed stays in the tables, and a goal that was missed says so.
 """
 
 

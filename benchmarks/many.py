@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from benchmarks._measure import figure
+from benchmarks._measure import Stopwatch, both, figure
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.tables.grid import Grid
@@ -48,18 +47,19 @@ def run(settings: Settings) -> Section:
     graph.require_verified()
     families = {"noisy copies": _copies(graph, model, max(counts)), "independent": _draws(model, max(counts))}
     align(graph, families["independent"][:2])  # first-use costs
-    spent: dict[tuple[str, int], list[float]] = {(f, n): [] for f in families for n in counts}
+    spent: dict[tuple[str, int], list[tuple[float, float]]] = {(f, n): [] for f in families for n in counts}
     found: dict[tuple[str, int], tus.Alignment[Any]] = {}
     for repeat in range(repeats):
         for key in spent:
-            start = time.perf_counter()
-            found[key] = align(graph, families[key[0]][: key[1]])
-            spent[key].append(time.perf_counter() - start)
-            settings.say(f"{key[0]}, {key[1]} networks: {spent[key][-1]:.3g} s ({repeat + 1}/{repeats})")
+            with Stopwatch() as watch:
+                found[key] = align(graph, families[key[0]][: key[1]])
+            spent[key].append((watch.cpu, watch.wall))
+            settings.say(f"{key[0]}, {key[1]} networks: CPU {watch.cpu:.3g} s ({repeat + 1}/{repeats})")
     rows, data = [], []
     for (family, count), alignment in found.items():
-        seconds = sorted(spent[family, count])[repeats // 2]
-        record: dict[str, Any] = {"networks": family, "count": count, "seconds": seconds, "rounds": alignment.rounds}
+        cpu, seconds = (sorted(t)[repeats // 2] for t in zip(*spent[family, count], strict=True))
+        record: dict[str, Any] = {"networks": family, "count": count, "seconds": seconds, "cpu": cpu}
+        record["rounds"] = alignment.rounds
         record |= {"triples": math.comb(count, 3), "universe": _consistent(_pairs_of(alignment.permutations))}
         if 3 <= count <= _TRIPLES_UP_TO:
             record["pairwise"] = _consistent(_pairwise(graph, families[family][:count]))
@@ -69,14 +69,12 @@ def run(settings: Settings) -> Section:
         data.append(record)
         rows.append(_row(record))
     header = [
-        "networks", "N", "seconds", "s for each\nnetwork", "rounds", "s for each\nnetwork and round",
+        "networks", "N", "seconds", "cpu s for each\nnetwork", "rounds", "cpu s for each\nnetwork and round",
         "triples consistent\nuniverse", "triples consistent\neach pair alone",
         "mean distance\nbefore", "mean distance\nafter",
     ]  # fmt: skip
-    slopes = {f: _slope([(d["count"], d["seconds"]) for d in data if d["networks"] == f]) for f in families}
-    steady = {
-        f: _slope([(d["count"], d["seconds"] / d["rounds"]) for d in data if d["networks"] == f]) for f in families
-    }
+    slopes = {f: _slope([(d["count"], d["cpu"]) for d in data if d["networks"] == f]) for f in families}
+    steady = {f: _slope([(d["count"], d["cpu"] / d["rounds"]) for d in data if d["networks"] == f]) for f in families}
     text = (
         f"`align(..., reference='universe')` on a one-stage ResNet ({blocks} blocks of width {width}, BatchNorm, "
         f"float32): noisy permuted copies of one network (noise {_NOISE:g} of the weights' standard deviation), and "
@@ -158,15 +156,15 @@ def _slope(points: list[tuple[int, float]]) -> float:
 
 
 def _row(record: dict[str, Any]) -> list[str]:
-    count, seconds = record["count"], record["seconds"]
+    count, cpu = record["count"], record["cpu"]
     triples = record["triples"]
     return [
         record["networks"],
         str(count),
-        figure(seconds),
-        figure(seconds / count),
+        both(record["seconds"], cpu),
+        figure(cpu / count),
         str(record["rounds"]),
-        figure(seconds / count / record["rounds"]),
+        figure(cpu / count / record["rounds"]),
         f"{record['universe']} of {triples}" if triples else "–",
         f"{record['pairwise']} of {triples}" if "pairwise" in record else "–",
         figure(record["before"]),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tu_symmetry as tus
-from benchmarks._measure import figure, interleave, times
+from benchmarks._measure import both, figure, in_own_process, interleave, times
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.symmetry.verification import random_state
 from tu_symmetry.tables.grid import Grid
 
-MODELS = ("resnet18", "vgg16_bn", "resnet50")
+MODELS = ("resnet18", "resnet50", "vgg16_bn")
+PAIRS = ("independent", "planted")
 INSTALL = "not installed: pip install --no-deps rebasin==0.0.47 torchview graphviz tqdm"
 DEFAULT, DESCENT, PEER, GRAMS = "Frank-Wolfe (default)", "descent", "rebasin 0.0.47", "Gram matrices of one sweep"
 _NOISE = 0.1
@@ -32,32 +35,35 @@ class Pair:
     """Two networks to be matched.
 
     Attributes:
-        name: ``independent`` or ``planted``.
         reference: the state that stays.
         state: the state to be permuted.
     """
 
-    name: str
     reference: State
     state: State
 
 
 def run(settings: Settings) -> Section:
-    """Match each pair of each model with each method, in turn."""
+    """Match each pair of each model with each method, in turn; each pair in a process of its own."""
     rows, data = [], []
     for name in ("small",) if settings.quick else MODELS:
-        model = _build(name)
-        inputs = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(3))
-        graph = tus.discover_symmetries(model, inputs)
-        graph.require_verified()
-        for pair in _pairs(graph, model):
-            settings.say(f"{name}, {pair.name}")
+        for pair in PAIRS:
             repeats = 1 if settings.quick or name == "vgg16_bn" else 3
-            for record in _measure(graph, model, pair, inputs, repeats, settings):
-                data.append({"model": name, "pair": pair.name, **record})
-                rows.append(_row(data[-1]))
+            settings.say(f"{name}, {pair}")
+            if settings.quick:
+                records = measure(name, pair, repeats)
+            else:
+                threads = str(torch.get_num_threads())
+                try:
+                    records = in_own_process("benchmarks.matching", name, pair, str(repeats), threads)
+                except RuntimeError as error:
+                    records = [{"model": name, "pair": pair, "method": "all", "error": str(error)[:160]}]
+            for record in records:
+                settings.say(f"{record['method']}: {record['error'] or 'CPU ' + figure(record['cpu']) + ' s'}")
+                data.append(record)
+                rows.append(_row(record))
     header = [
-        "model, pair, method", "seconds", "rebasin takes", "of it in\nproducts", "total to\nproducts",
+        "model, pair, method", "seconds", "rebasin takes", "cpu in\nproducts", "total to\nproducts",
         "total to one\nsweep's products", "distance\nbefore", "distance\nafter", "output\nerror",
     ]  # fmt: skip
     text = (
@@ -65,14 +71,14 @@ def run(settings: Settings) -> Section:
         f"second is the first with Gaussian noise ({_NOISE:g} of each tensor's standard deviation) and a uniformly "
         "random permutation of every group. Normalization statistics and affine parameters are random too: with those "
         "of a fresh network, a permutation that forgets them would go unnoticed.\n\n"
-        "*Seconds*: `weight_matching` with a verified graph, or the calculation of permutations by `rebasin` with its "
-        "tracing done beforehand (it does coordinate descent; ours stands beside the default for comparison). In turn, "
-        "median of three (vgg16_bn: once). *In products*: time inside PyTorch's matrix products (`aten::mm` and its "
-        "kin) during one more run, and the total against it: the Gram matrices of all iterations count, everything "
-        "else is overhead. *One sweep's products*: the bare time of one float32 product `A @ B.T` for each permuted "
-        "axis of each tensor, `[units, everything else]` each, copied into that layout beforehand. *Distance*: L2 over "
-        "parameters. *Output error*: of the permuted network in evaluation mode against itself before, relative L2 "
-        "over four images; about 1e-6 is rounding, more is another function."
+        "*Seconds*: `weight_matching` with a verified graph, the permutation applied, or the same by `rebasin` with "
+        "its tracing done beforehand (it does coordinate descent; ours stands beside the default for comparison). In "
+        "turn, median of three (vgg16_bn: once). *In products*: CPU time inside PyTorch's matrix products (`aten::mm` "
+        "and its kin) during the last run, and that run's total against it: the Gram matrices of all iterations count, "
+        "everything else is overhead (counting them is part of it). *One sweep's products*: the bare time of one "
+        "float32 product `A @ B.T` for each permuted axis of each tensor, `[units, everything else]` each, copied into "
+        "that layout beforehand. *Distance*: L2 over parameters. *Output error*: of the permuted network in evaluation "
+        "mode against itself before, relative L2 over four images; about 1e-6 is rounding, more is another function."
     )
     return Section(
         "Weight matching",
@@ -94,9 +100,11 @@ def _build(name: str) -> nn.Module:
     return model
 
 
-def _pairs(graph: tus.SymmetryGraph, model: nn.Module) -> list[Pair]:
+def _pair(graph: tus.SymmetryGraph, model: nn.Module, kind: str) -> Pair:
     generator = torch.Generator().manual_seed(0)
     reference, other = ({n: t.clone() for n, t in random_state(model, generator).items()} for _ in range(2))
+    if kind == "independent":
+        return Pair(reference, other)
     noisy = {
         n: t + _NOISE * t.std() * torch.randn(t.shape, generator=generator)
         if t.is_floating_point() and n not in graph.buffers and t.numel() > 1
@@ -104,42 +112,47 @@ def _pairs(graph: tus.SymmetryGraph, model: nn.Module) -> list[Pair]:
         for n, t in reference.items()
     }
     permutation = tus.random_permutation(graph, generator=generator)
-    planted = tus.apply_permutation(graph, permutation, noisy)
-    return [Pair("independent", reference, other), Pair("planted", reference, planted)]
+    return Pair(reference, tus.apply_permutation(graph, permutation, noisy))
 
 
-def _measure(
-    graph: tus.SymmetryGraph, model: nn.Module, pair: Pair, inputs: Tensor, repeats: int, settings: Settings
-) -> list[dict[str, Any]]:
-    ours = {
-        DEFAULT: lambda: tus.weight_matching(graph, pair.reference, pair.state).permutation,
-        DESCENT: lambda: tus.weight_matching(graph, pair.reference, pair.state, method="descent").permutation,
+def measure(name: str, kind: str, repeats: int) -> list[dict[str, Any]]:
+    """All figures of one pair: a record for each method."""
+    model = _build(name)
+    inputs = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+    graph = tus.discover_symmetries(model, inputs)
+    graph.require_verified()
+    pair = _pair(graph, model, kind)
+
+    def match(method: str) -> tuple[State, float]:
+        with _ProductClock() as clock:
+            found = tus.weight_matching(graph, pair.reference, pair.state, method=method)  # type: ignore[arg-type]
+        return tus.apply_permutation(graph, found.permutation, pair.state), clock.seconds
+
+    candidates: dict[str, Callable[[], Callable[[], Any]]] = {
+        DEFAULT: lambda: lambda: match("frank_wolfe"),
+        DESCENT: lambda: lambda: match("descent"),
+        PEER: lambda: _peer(model, pair, inputs),
+        GRAMS: lambda: one_sweep(graph, pair),
     }
-    candidates: dict[str, Callable[[], Callable[[], Any]]] = {n: lambda f=f: f for n, f in ours.items()}  # type: ignore[misc]
-    candidates[PEER] = lambda: _peer(model, pair, inputs)
-    candidates[GRAMS] = lambda: one_sweep(graph, pair)
-    outcomes = interleave(candidates, repeats, settings.say)
-    before = weight_distance(graph, pair.reference, pair.state)
+    outcomes = interleave(candidates, repeats)
+    sweep, peer = outcomes.pop(GRAMS).median_cpu, outcomes[PEER].median_cpu
     expected = _outputs(model, pair.state, inputs)
     found = []
-    for name, outcome in outcomes.items():
-        if name == GRAMS:
-            continue
-        record: dict[str, Any] = {"method": name, "seconds": outcome.median, "repeats": outcome.seconds}
-        record |= {"error": outcome.error, "before": before, "sweep": outcomes[GRAMS].median}
-        record["peer_seconds"] = outcomes[PEER].median
+    for method, outcome in outcomes.items():
+        record: dict[str, Any] = {"model": name, "pair": kind, "method": method, "error": outcome.error}
+        record |= {"seconds": outcome.median, "cpu": outcome.median_cpu, "peer_cpu": peer, "sweep": sweep}
+        record["before"] = weight_distance(graph, pair.reference, pair.state)
         if outcome.error is None:
-            moved = outcome.value if name == PEER else tus.apply_permutation(graph, outcome.value, pair.state)
+            moved, products = outcome.value
             actual = _outputs(model, moved, inputs)
             record["after"] = weight_distance(graph, pair.reference, moved)
             record["output_error"] = float((actual - expected).norm() / expected.norm())
-        if name in ours:
-            record["products"], record["counted"] = _products(ours[name])
+            record["products"], record["counted"] = products, outcome.cpu[-1]
         found.append(record)
     return found
 
 
-def _peer(model: nn.Module, pair: Pair, inputs: Tensor) -> Callable[[], State]:
+def _peer(model: nn.Module, pair: Pair, inputs: Tensor) -> Callable[[], tuple[State, None]]:
     """One run of ``rebasin``, its models built and traced beforehand; it permutes its second model in place."""
     try:
         import rebasin
@@ -151,10 +164,10 @@ def _peer(model: nn.Module, pair: Pair, inputs: Tensor) -> Callable[[], State]:
     torch.manual_seed(0)  # it draws the order of its groups from the global generator
     matcher = rebasin.PermutationCoordinateDescent(first, second, inputs)
 
-    def call() -> State:
+    def call() -> tuple[State, None]:
         matcher.calculate_permutations()
         matcher.apply_permutations()
-        return {n: t.detach() for n, t in second.state_dict().items()}
+        return {n: t.detach() for n, t in second.state_dict().items()}, None
 
     return call
 
@@ -194,18 +207,10 @@ class _ProductClock(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
-        start = time.perf_counter()
+        start = time.process_time()
         result = func(*args, **(kwargs or {}))
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.process_time() - start
         return result
-
-
-def _products(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds inside matrix products during a call, and the call's own seconds while they are counted."""
-    start = time.perf_counter()
-    with _ProductClock() as clock:
-        call()
-    return clock.seconds, time.perf_counter() - start
 
 
 def _outputs(model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
@@ -222,11 +227,11 @@ def _row(record: dict[str, Any]) -> list[str]:
     share = None if products is None else f"{figure(products)} s of {figure(record['counted'])}"
     return [
         title,
-        figure(record["seconds"]),
-        times(record["peer_seconds"], record["seconds"]),
+        both(record["seconds"], record["cpu"]),
+        times(record["peer_cpu"], record["cpu"]),
         share or "–",
         "–" if products is None else times(record["counted"], products),
-        times(record["seconds"], record["sweep"]),
+        times(record["cpu"], record["sweep"]),
         figure(record["before"], 5),
         figure(record["after"], 5),
         f"{record['output_error']:.1e}",
@@ -237,7 +242,7 @@ def _goals(data: list[dict[str, Any]]) -> list[Goal]:
     goals = []
     for method in (DEFAULT, DESCENT):
         own = [d for d in data if d["method"] == method and d["error"] is None]
-        ratios = {f"{d['model']} {d['pair']}": d["peer_seconds"] / d["seconds"] for d in own if d["peer_seconds"]}
+        ratios = {f"{d['model']} {d['pair']}": d["peer_cpu"] / d["cpu"] for d in own if d["peer_cpu"]}
         text = ", ".join(f"{n} {figure(r)}×" for n, r in ratios.items()) or "rebasin did not run"
         held = bool(ratios) and min(ratios.values()) >= 10
         goals.append(Goal(f"{method}: at least 10 times as fast as rebasin", held, text))
@@ -259,3 +264,8 @@ def _goals(data: list[dict[str, Any]]) -> list[Goal]:
             Goal(f"{pair}: the default ends no farther away than rebasin", held and bool(text), "; ".join(text))
         )
     return goals
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(sys.argv[4]))
+    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
