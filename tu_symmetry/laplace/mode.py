@@ -22,6 +22,7 @@ from tu_symmetry.laplace.data import all_reduce, batches
 from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import TangentModel
 
+_KEPT = 1 << 26  # entries of the outputs that are kept between passes
 _STEPS = torch.tensor([2.0**-i for i in range(8)], dtype=torch.float64)
 
 Progress = Callable[[dict[str, Any]], None]
@@ -78,7 +79,7 @@ class _Objective:
         self.theta = theta
         kept: list[tuple[Tensor, Tensor]] | None = None if self._kept is None else []
         total = torch.zeros(2, dtype=torch.float64, device=theta.device)  # loss, number of samples
-        gradient = torch.zeros_like(theta)
+        gradient, held = torch.zeros_like(theta), 0
         for inputs, targets in batches(self.loader, theta.device):
             outputs, change = self.tangent.jvp(inputs, theta - self.point)
             linear = outputs + change
@@ -88,6 +89,8 @@ class _Objective:
             gradient += self.tangent.vjp(inputs, self.likelihood.residual(linear, targets))
             if kept is not None:
                 kept.append((outputs, linear))
+                held += 2 * linear.numel()
+                kept = kept if held <= _KEPT else None
         self._kept = kept
         all_reduce(total, gradient)
         loss, samples = total.tolist()

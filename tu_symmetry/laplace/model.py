@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace import predictive as outputs_posterior
+from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import Block, Posterior
 from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, Options, Summary, WeightSharing, fit_curvature
 from tu_symmetry.laplace.data import batches
@@ -28,6 +28,13 @@ from tu_symmetry.laplace.layers import Layer, find_layers
 from tu_symmetry.laplace.likelihood import Fisher, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.mode import Mode, solve_mode
 from tu_symmetry.laplace.predictive import GaussianPredictive, Link, WeightSamples
+from tu_symmetry.laplace.report import (
+    EvidenceResult,
+    GroupReport,
+    NotConvergedWarning,
+    PrunedGroupWarning,
+    warn_about,
+)
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
@@ -39,62 +46,20 @@ from tu_symmetry.laplace.tangent import (
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
+__all__ = [
+    "EvidenceResult",
+    "GaussianPredictive",
+    "GroupReport",
+    "Hyperprior",
+    "LinearizedLaplace",
+    "NotConvergedWarning",
+    "PrunedGroupWarning",
+]
+
 Progress = Callable[[dict[str, Any]], None]
 
 _EXACT_OUTPUTS = 32  # up to as many outputs, covariances are cheaper than samples
 _EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
-
-
-class PrunedGroupWarning(UserWarning):
-    """The evidence has switched a group of weights off."""
-
-
-class NotConvergedWarning(UserWarning):
-    """An optimization stopped before its tolerance was met."""
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """What the evidence found for one prior group.
-
-    Attributes:
-        name: of the group.
-        size: number of weights.
-        precision: prior precision ``lambda``.
-        center: where the hyperprior puts it, the group's size over its squared norm at the linearization point.
-        gamma: effective number of directions that the data determine, between 0 and ``size``.
-        squared_norm: ``||theta*||^2`` (``||theta~||^2`` in mode ``map``).
-        at_cap: whether the precision is at the hyperprior's bound.
-        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
-    """
-
-    name: str
-    size: int
-    precision: float
-    center: float
-    gamma: float
-    squared_norm: float
-    at_cap: bool
-    pruned: bool
-
-
-@dataclass(frozen=True)
-class EvidenceResult:
-    """What :meth:`LinearizedLaplace.optimize_evidence` did.
-
-    Attributes:
-        log_marginal_likelihood: at the end (nats), without the hyperprior.
-        iterations: number of alternations between weights and precisions.
-        change: largest change of a log precision in the last one.
-        gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 in mode ``map``.
-        converged: whether both tolerances were met.
-    """
-
-    log_marginal_likelihood: float
-    iterations: int
-    change: float
-    gradient_norm: float
-    converged: bool
 
 
 class LinearizedLaplace:
@@ -345,8 +310,9 @@ class LinearizedLaplace:
             result = EvidenceResult(self._log_evidence(self.solution), 1, 0.0, 0.0, True)
         else:
             loader = self._training_data(train_loader)
-            result = self._joint(loader, max_iterations, tolerance, mode_tolerance, progress)
-        self._warn(result)
+            accuracy = mode_tolerance or self._default_mode_tolerance()
+            result = self._joint(loader, max_iterations, tolerance, accuracy, progress)
+        warn_about(result, self.report(), stacklevel=2)
         return result
 
     def _hyperparameter_step(self, mode: Mode) -> tuple[Tensor, float]:
@@ -364,52 +330,48 @@ class LinearizedLaplace:
         loader: Iterable[Any],
         max_iterations: int,
         tolerance: float,
-        mode_tolerance: float | None,
+        mode_tolerance: float,
         progress: Progress | None,
     ) -> EvidenceResult:
-        """Alternate, with Anderson extrapolation of the hyperparameters where it lowers the objective."""
-        if max_iterations < 1:
-            raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
-        memory = _Extrapolation()
-        pruned = torch.zeros(len(self.prior_groups), dtype=torch.bool)
-        best = math.inf
-        change = 1.0
-        iteration = 0
-        mode_tolerance = mode_tolerance or self._default_mode_tolerance()
-        while True:
-            self.solve_mode(loader, tolerance=max(mode_tolerance, 0.01 * min(change, 1.0)), progress=progress)
-            value = self._objective()
-            iteration += 1
-            rho, tau = self._hyperparameter_step(self.solution)
-            rho = torch.where(pruned, self.log_precision, rho)
-            point = torch.cat([self.log_precision, torch.tensor([math.log(self.noise_variance)], dtype=torch.float64)])
-            image = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)])
-            change = float((image - point).abs().max())
+        """Alternate between weights and hyperparameters ``(log precisions, log noise variance)``."""
+        tau = torch.tensor([math.log(self.noise_variance)], dtype=torch.float64)
+        bound = math.log(self.hyperprior.cap)
+        free = torch.tensor([0.0 if self.noise_fixed else math.inf], dtype=torch.float64)
+
+        def place(point: Tensor) -> None:
+            self._set(point[:-1], self.noise_variance if self.noise_fixed else math.exp(float(point[-1])))
+
+        def step(point: Tensor, accuracy: float) -> Step:
+            place(point)
+            self.solve_mode(loader, tolerance=accuracy, progress=progress)
+            rho, log_noise = self._hyperparameter_step(self.solution)
+            image = torch.cat([rho, torch.tensor([log_noise], dtype=torch.float64)])
+            return Step(self._objective(), image, torch.cat([self._undetermined(rho), torch.tensor([False])]))
+
+        def report(iteration: int, change: float, objective: float) -> None:
             if progress is not None:
-                progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": value})
-            settled = change <= tolerance and self.solution.gradient_norm <= mode_tolerance
-            if settled or iteration >= max_iterations:
-                if settled:  # the precisions that belong to these weights exactly
-                    self.log_precision, self.noise_variance, self._samples = rho, math.exp(tau), None
-                break
-            bound = math.log(self.hyperprior.cap)
-            lost = self._undetermined(rho) & ~pruned
-            if bool(lost.any()):
-                memory, best, pruned = _Extrapolation(), math.inf, pruned | lost
-                image[:-1] = torch.where(lost, self.center.log() + bound, rho)  # for good
-            elif value > best + 1e-9 * abs(best) and memory.points:
-                image = memory.restart()  # the extrapolation was no good: go on from the last plain step
-            else:
-                best = value
-                image = memory.next(point, image)
-            rho = image[:-1].clamp(self.center.log() - bound, self.center.log() + bound)
-            self._set(rho, self.noise_variance if self.noise_fixed else math.exp(float(image[-1])))
+                progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": objective})
+
+        found = alternate(
+            step,
+            torch.cat([self.log_precision, tau]),
+            torch.cat([self.center.log() - bound, tau - free]),
+            torch.cat([self.center.log() + bound, tau + free]),
+            tolerance=tolerance,
+            accuracy=mode_tolerance,
+            max_iterations=max_iterations,
+            progress=report,
+        )
+        solution = self.solution
+        if found.converged:  # the precisions that belong to these weights, whose certificate they hardly change
+            place(found.point)
+            self.solution = solution
         return EvidenceResult(
-            self._log_evidence(self.solution),
-            iteration,
-            change,
-            self.solution.gradient_norm,
-            settled,
+            self._log_evidence(solution),
+            found.iterations,
+            found.change,
+            solution.gradient_norm,
+            found.converged and solution.converged,
         )
 
     def _undetermined(self, rho: Tensor) -> Tensor:
@@ -501,26 +463,6 @@ class LinearizedLaplace:
                 )
             )
         return rows
-
-    def _warn(self, result: EvidenceResult) -> None:
-        pruned = [row for row in self.report() if row.pruned]
-        if pruned:
-            shown = ", ".join(f"{r.name} (lambda {r.precision:.3g}, gamma {r.gamma:.2g})" for r in pruned[:4])
-            warnings.warn(
-                f"the evidence has pruned {len(pruned)} of {len(self.prior_groups)} prior groups: {shown}"
-                f"{' and others' if len(pruned) > 4 else ''}; their weights add next to no uncertainty. A narrower "
-                "hyperprior (Hyperprior(std=...)), prior='single' or mode='map' keeps them",
-                PrunedGroupWarning,
-                stacklevel=3,
-            )
-        if not result.converged:
-            warnings.warn(
-                f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
-                f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g}; call optimize_evidence again "
-                "to go on from here, or raise max_iterations or the tolerances",
-                NotConvergedWarning,
-                stacklevel=3,
-            )
 
     # ------------------------------------------------------------------ prediction
 
@@ -696,30 +638,3 @@ class LinearizedLaplace:
                 "or weights loaded into it); fit again, or put the fitted weights back"
             )
         self._versions = version
-
-
-class _Extrapolation:
-    """Anderson extrapolation of a fixed-point iteration (type II, few vectors), with a plain step to fall back on."""
-
-    def __init__(self, memory: int = 4) -> None:
-        self.memory = memory
-        self.points: list[Tensor] = []
-        self.images: list[Tensor] = []
-
-    def next(self, point: Tensor, image: Tensor) -> Tensor:
-        """The next point, from this one and its image."""
-        self.points = [*self.points, point][-self.memory :]
-        self.images = [*self.images, image][-self.memory :]
-        if len(self.points) < 2:
-            return image
-        residuals = torch.stack(self.images) - torch.stack(self.points)
-        differences = (residuals[1:] - residuals[:-1]).T
-        weights = torch.linalg.lstsq(differences, residuals[-1].unsqueeze(-1), driver="gelsd").solution
-        moves = (torch.stack(self.images)[1:] - torch.stack(self.images)[:-1]).T
-        return image - (moves @ weights).squeeze(-1).clamp(-3.0, 3.0)
-
-    def restart(self) -> Tensor:
-        """Forget everything; the image of the last accepted point."""
-        image = self.images[-1]
-        self.points, self.images = [], []
-        return image

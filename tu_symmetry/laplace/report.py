@@ -1,0 +1,81 @@
+"""What a fitted evidence reports: precisions and determined directions of every group, and warnings about them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class PrunedGroupWarning(UserWarning):
+    """The evidence has switched a group of weights off."""
+
+
+class NotConvergedWarning(UserWarning):
+    """An optimization stopped before its tolerance was met."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """What the evidence found for one prior group.
+
+    Attributes:
+        name: of the group.
+        size: number of weights.
+        precision: prior precision ``lambda``.
+        center: where the hyperprior puts it, the group's size over its squared norm at the linearization point.
+        gamma: effective number of directions that the data determine, between 0 and ``size``.
+        squared_norm: ``||theta*||^2`` (``||theta~||^2`` in mode ``map``).
+        at_cap: whether the precision is at the hyperprior's bound.
+        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
+    """
+
+    name: str
+    size: int
+    precision: float
+    center: float
+    gamma: float
+    squared_norm: float
+    at_cap: bool
+    pruned: bool
+
+
+@dataclass(frozen=True)
+class EvidenceResult:
+    """What :meth:`LinearizedLaplace.optimize_evidence` did.
+
+    Attributes:
+        log_marginal_likelihood: at the end (nats), without the hyperprior.
+        iterations: number of alternations between weights and precisions.
+        change: largest change of a log precision in the last one.
+        gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 in mode ``map``.
+        converged: whether both tolerances were met.
+    """
+
+    log_marginal_likelihood: float
+    iterations: int
+    change: float
+    gradient_norm: float
+    converged: bool
+
+
+def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stacklevel: int) -> None:
+    """Warn of pruned groups, and of an optimization that stopped early."""
+    pruned = [row for row in rows if row.pruned]
+    if pruned:
+        shown = ", ".join(f"{r.name} (lambda {r.precision:.3g}, gamma {r.gamma:.2g})" for r in pruned[:4])
+        warnings.warn(
+            f"the evidence has pruned {len(pruned)} of {len(rows)} prior groups: {shown}"
+            f"{' and others' if len(pruned) > 4 else ''}; their weights add next to no uncertainty. A narrower "
+            "hyperprior (Hyperprior(std=...)), prior='single' or mode='map' keeps them",
+            PrunedGroupWarning,
+            stacklevel=stacklevel + 1,
+        )
+    if not result.converged:
+        warnings.warn(
+            f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
+            f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g}; call optimize_evidence again "
+            "to go on from here, or raise max_iterations or the tolerances",
+            NotConvergedWarning,
+            stacklevel=stacklevel + 1,
+        )
