@@ -440,6 +440,12 @@ def test_names_tell_checkpoints_apart() -> None:
         output_names([Path("r/a/b.pt"), Path("r/a-b.pt"), Path("r/b.pt")])
 
 
+def test_a_long_table_is_cut_on_the_screen_only(graph: SymmetryGraph, tmp_path: Path) -> None:
+    result = align_files(graph, write(tmp_path, noisy(graph, 5)), tmp_path / "out")
+    assert [row[0] for row in result.grid(limit=2).rows] == ["net0.pt", "net1.pt", "... 3 more in report.md"]
+    assert len(result.grid(limit=5).rows) == 5 and "net4.pt" in (tmp_path / "out" / "report.md").read_text()
+
+
 def test_globs_and_what_they_do_not_find(tmp_path: Path) -> None:
     for k in (10, 2, 1):
         (tmp_path / f"{k}.pt").touch()

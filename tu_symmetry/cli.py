@@ -230,7 +230,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
                 threads=arguments.threads,
                 track=display.track,
             )
-            alignment.grid().print(display.console)
+            alignment.grid(limit=50).print(display.console)
             if measure:
                 measure(alignment, display).grid().print(display.console)
         except (AlignFilesError, ArchitectureError, SymmetryError, OSError) as error:
@@ -238,7 +238,8 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         except KeyboardInterrupt:
             return _fail("interrupted; the same command goes on where this one stopped", code=130)
         before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
-        print(f"{len(alignment.files)} aligned files{before} in {arguments.out}")
+        mean = " and their mean" if reference in ("mean", "universe") else ""
+        print(f"{len(alignment.files)} aligned files{before}{mean} in {arguments.out}")
         return 0
 
     return run

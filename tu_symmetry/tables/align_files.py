@@ -96,8 +96,12 @@ class FileAlignment:
     files: tuple[Aligned, ...]
     skipped: int
 
-    def grid(self) -> Grid:
-        """The table of distances and NoT; paths are short, relative to the folder that holds all checkpoints."""
+    def grid(self, limit: int | None = None) -> Grid:
+        """The table of distances and NoT; paths are short, relative to the folder that holds all checkpoints.
+
+        Args:
+            limit: rows that are shown at most.
+        """
         shared = os.path.commonpath([Path(os.path.abspath(f.source)).parent for f in self.files])
         rows = [
             [
@@ -106,8 +110,10 @@ class FileAlignment:
                 f"{f.distance_before:.4f}",
                 f"{f.distance_after:.4f}",
             ]
-            for f in self.files
+            for f in self.files[:limit]
         ]
+        if len(rows) < len(self.files):
+            rows.append([f"... {len(self.files) - len(rows)} more in report.md", "", "", ""])
         target = {
             "mean": "the mean of all (each was matched to the mean of those before it)",
             "universe": "the mean of all",
