@@ -10,7 +10,6 @@ permutations; the mass never grows under ``min_mass``, and equals the optimum of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -21,8 +20,9 @@ from torch import Tensor
 from tu_symmetry.scaling.epsilon import scale_with_epsilon
 from tu_symmetry.scaling.masses import MassTables, Parameters
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
+from tu_symmetry.scaling.unit_norm import unit_scales
 from tu_symmetry.symmetry.elements import LogScale
-from tu_symmetry.symmetry.graph import ScaleGroup, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Method = Literal["min_mass", "unit_norm", "unit_variance"]
 Convention = Literal["leave", "unit_norm"]
@@ -41,7 +41,7 @@ class CanonicalForm:
             the mass (zero at the optimum of a convex function); NaN for the other methods.
         relative_gap: certificate for ``min_mass``: upper bound of how far the objective is above its minimum, relative
             to the mass, from a feasible point of the dual problem; NaN for the other methods.
-        iterations: Newton steps (``min_mass``) or sweeps (``unit_norm``, ``unit_variance``).
+        iterations: Newton steps (``min_mass``; 0 for the other methods).
         degenerate: group name to the numbers of the factors for which there is no canonical value: their mass lies on
             one side only, so that it could be scaled away altogether (dead units, which nothing feeds or nothing
             reads), or they have no mass at all. See ``canonicalize(degenerate=...)`` for what becomes of them.
@@ -75,11 +75,12 @@ def canonicalize(
 
     *The three methods.* ``min_mass`` minimizes the counted mass over all positive factors at once. ``unit_norm`` gives
     the incoming weights of each unit unit L2 norm, front to back: a row of a linear layer, a convolution's filter
-    (biases follow); where a normalization's affine parameters make the unit, its gain becomes plus or minus one. With
-    several makers (residual streams, gates) all matrices count together, and sweeps are repeated until they settle.
-    ``unit_variance`` does the same with a mean square of one: the variance of weights whose mean is zero by
-    assumption, as under the usual initializations and priors. (The variance about a filter's own mean would be zero
-    for filters of one weight.) A negative gain keeps its sign: factors are positive.
+    (biases follow); where a normalization's affine parameters make the unit, its gain becomes plus or minus one. Of
+    several layers that make a unit (those that write to a residual stream) the first counts that can be reached front
+    to back: no scale gives all of them unit norm at once. ``unit_variance`` does the same with a mean square of one:
+    the variance of weights whose mean is zero by assumption, as under the usual initializations and priors. (The
+    variance about a filter's own mean would be zero for filters of one weight.) A negative gain keeps its sign:
+    factors are positive.
 
     *Normalizations.* Weights before a normalization could shrink without end. ``normalizations="leave"`` holds them;
     ``"unit_norm"`` gives the counted weights of each factor (a channel's filter before batch normalization, a whole
@@ -103,8 +104,8 @@ def canonicalize(
         epsilons: name of a running variance to its normalization's epsilon (``normalization_epsilons(model)``), to fold
             epsilon exactly into the running variances. Without it, factors that a batch normalization undoes are exact
             up to epsilon; in training mode, and for normalizations without statistics, they always are.
-        tolerance: on the relative gradient norm (``min_mass``) or the largest change of a log-factor (otherwise).
-        max_iterations: Newton steps or sweeps.
+        tolerance: on the relative gradient norm (``min_mass``).
+        max_iterations: Newton steps (``min_mass``).
 
     Returns:
         The canonical form with its certificates.
@@ -128,7 +129,8 @@ def canonicalize(
         found, lost = _least(tables, first, degenerate, tolerance, max_iterations)
     elif method in ("unit_norm", "unit_variance"):
         groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
-        found, lost = _unit(graph, state, groups, method == "unit_variance", tolerance, max_iterations)
+        s, lost = unit_scales(graph, state, groups, mean_square=method == "unit_variance")
+        found = Minimum(s, float("nan"), float("nan"), 0)
     else:
         raise ValueError(f"unknown method {method!r}: 'min_mass', 'unit_norm' or 'unit_variance'")
     log_scale, named, position = {}, {}, 0
@@ -183,46 +185,3 @@ def _least(
     unbounded = unbounded_factors(tables, active, targets)
     found = minimize_mass(tables, active & ~unbounded, torch.where(unbounded, 0.0, targets), tolerance, max_iterations)
     return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded
-
-
-def _unit(
-    graph: SymmetryGraph,
-    state: Mapping[str, Tensor],
-    groups: tuple[ScaleGroup, ...],
-    by_mean: bool,
-    tolerance: float,
-    max_iterations: int,
-) -> tuple[Minimum, Tensor]:
-    """Unit norm (or mean square) for what makes each unit, and the units that nothing makes.
-
-    A unit's makers are the matrices among the tensors that grow with its factor; where there are none (the affine of a
-    normalization), the tensor that grows first in the state dict's order, which is the gain.
-    """
-    whole = len(groups) > len(graph.scales)
-    count = sum(g.size for g in groups)
-    ones = {name: torch.ones(graph.shapes[name]) for name in graph.shapes}
-    makers, sizes, start = [], torch.ones(count, dtype=torch.float64), 0
-    for group in groups:
-        growing = list(dict.fromkeys(m.parameter for m in group.members if m.exponent > 0 and not m.buffer))
-        matrices = [n for n in growing if max(graph.shapes[n], default=1) < math.prod(graph.shapes[n])]
-        names = frozenset(matrices or growing[:1])
-        makers.append(MassTables(graph, state, names.__contains__, normalizations=whole))
-        if by_mean:
-            counts = MassTables(graph, ones, names.__contains__, normalizations=whole)
-            part = slice(start, start + group.size)
-            sizes[part] = counts.at(torch.zeros(count, dtype=torch.float64)).sides()[0][part]
-        start += group.size
-    s, lost = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
-    for sweep in range(1, max_iterations + 1):
-        largest, start = 0.0, 0
-        for group, tables in zip(groups, makers, strict=True):
-            part = slice(start, start + group.size)
-            mass = tables.at(s).sides()[0][part]
-            lost[part] = mass == 0
-            step = torch.where(mass > 0, 0.5 * (sizes[part] / mass).log(), 0.0)
-            s[part] += step
-            largest = max(largest, float(step.abs().max()))
-            start += group.size
-        if largest <= tolerance:
-            return Minimum(s, float("nan"), float("nan"), sweep), lost
-    raise RuntimeError(f"unit norms did not settle in {max_iterations} sweeps (last change {largest:.1e})")

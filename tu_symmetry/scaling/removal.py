@@ -1,4 +1,4 @@
-"""Removing symmetries from one network: scale first, then order.
+"""Removing symmetries from networks: scale first, then order.
 
 After both steps two networks that differ by a symmetry alone have equal weights, so that distances between weight
 vectors compare functions (arXiv 2310.08287: the NS variant of the maximum mean discrepancy).
@@ -13,77 +13,120 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
-from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
+from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, SymmetryGraph
 
 Key = Literal["max", "first", "mean", "median"]
+_TIE_BREAKERS = 8
 
 
 def remove_symmetries(
     graph: SymmetryGraph,
     state: Mapping[str, Tensor],
     *,
-    scale: Literal["min_mass", "unit_norm"] | None = "min_mass",
+    scale: Method | None = "min_mass",
     sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
+    normalizations: Convention = "unit_norm",
+    degenerate: Convention = "unit_norm",
+    epsilons: Mapping[str, float] | None = None,
 ) -> dict[str, Tensor]:
     """One representative of a network's orbit: canonical scale, then hidden units in canonical order.
 
+    Residual streams and other tied axes are ordered as one; running statistics move along.
+
     Args:
         graph: the architecture's symmetry graph (verified on first use).
-        state: state dict.
-        scale: canonical scale, see :func:`canonicalize`; None leaves the scale as it is.
+        state: state dict, or a stack of states with one leading sample axis; each sample is treated by itself.
+        scale: canonical scale, see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
         sort: how units are ordered, descending: by their largest incoming weight (the paper's text), the first (its
-            code), the mean or the median. Ties are broken by the units' remaining incoming weights, in order of size.
-            Blocks (heads) are ordered after the units in them, by the sum of their keys.
+            code), the mean or the median. Ties are broken by the units' other incoming weights and then by all other
+            weights that belong to them, each in order of size, and at last by the order that is given. Heads and other
+            blocks are ordered in the same way, after the units in them.
         reference: a state dict to align to instead of sorting. Aligning is the better choice where nearby networks
             should stay nearby: sorting tears apart units whose keys are almost equal.
+        normalizations: what becomes of the scale of weights before a normalization, as in ``canonicalize``.
+        degenerate: what becomes of the scale of dead units, as in ``canonicalize``.
+        epsilons: of batch normalizations, to be folded exactly, as in ``canonicalize``; without it the function is
+            unchanged up to epsilon where there are normalizations.
 
     Returns:
-        A new state dict that computes the same function. Residual streams and other tied axes are ordered as one.
+        A new state dict (or stack) that computes the same function.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: an unknown key, or a stack with several sample axes.
     """
     graph.require_verified()
-    graph.check_state(state)
-    current = dict(state) if scale is None else canonicalize(graph, state, scale).state
-    if reference is not None:
-        target = reference if scale is None else canonicalize(graph, reference, scale).state
-        return permute_tensors(graph, weight_matching(graph, target, current).permutation, current)
-    for group in sorted(graph.permutations, key=lambda g: -len(g.blocks)):  # units in blocks before the blocks
-        current = permute_tensors(graph, _order(graph, group, current, sort), current)
-    return current
+    if sort not in ("max", "first", "mean", "median"):
+        raise ValueError(f"unknown key {sort!r}: 'max', 'first', 'mean' or 'median'")
+    lead = graph.check_state(state)
+    if lead > 1:
+        raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
+
+    def canonical(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if scale is None:
+            return dict(given)
+        form = canonicalize(
+            graph, given, scale, normalizations=normalizations, degenerate=degenerate, epsilons=epsilons
+        )
+        return form.state
+
+    target = None if reference is None else canonical(reference)
+
+    def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        current = canonical(given)
+        if target is not None:
+            return permute_tensors(graph, weight_matching(graph, target, current).permutation, current)
+        for group in _inner_first(graph):
+            current = permute_tensors(graph, _order(graph, group, current, sort), current)
+        return current
+
+    if not lead:
+        return representative(state)
+    count = len(next(iter(state.values())))
+    samples = [representative({name: t[i] for name, t in state.items()}) for i in range(count)]
+    return {name: torch.stack([s[name] for s in samples]) for name in state}
+
+
+def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:
+    """Groups front to back, those nested in a group before it."""
+
+    def family(group: PermutationGroup) -> list[PermutationGroup]:
+        return [g for child in graph.children(group.name) for g in family(child)] + [group]
+
+    roots = [g for g in graph.permutations if g.parent is None]
+    shapes = list(graph.shapes)
+    roots.sort(key=lambda g: shapes.index(incoming_member(graph, g).parameter))
+    return [g for root in roots for g in family(root)]
 
 
 def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor], sort: Key) -> Permutation:
     """The element that sorts one group, descending."""
-    keys = _keys(graph, group, state, sort)
-    order = torch.arange(group.size).expand(group.shape).clone()
-    for column in reversed(range(keys.shape[-1])):  # stable sorts, the first column last: lexicographic order
-        column_keys = torch.gather(keys[..., column], -1, order)
-        order = torch.gather(order, -1, column_keys.argsort(dim=-1, descending=True, stable=True))
+    incoming = incoming_member(graph, group)
+    rows = unit_rows(graph, group, incoming, state)
+    key = {
+        "max": lambda: rows.amax(-1, keepdim=True),
+        "first": lambda: rows[..., :1],
+        "mean": lambda: rows.mean(-1, keepdim=True),
+        "median": lambda: rows.median(-1, keepdim=True).values,
+    }[sort]()
+    order, tied = _sorted(key)
+    if tied:
+        others = (unit_rows(graph, group, m, state) for m in group.members if m is not incoming)
+        columns = [key, *(r.sort(dim=-1, descending=True).values[..., :_TIE_BREAKERS] for r in (rows, *others))]
+        order, _ = _sorted(torch.cat(columns, dim=-1))
     return {group.name: order}
 
 
-def _keys(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor], sort: Key) -> Tensor:
-    """Sorting keys ``[*blocks, size, columns]``: of the first tensor whose leading axis the units index."""
-    members = [m for m in group.members if m.parameter not in graph.buffers and m.within_axis is None] or list(
-        group.members
-    )
-    member = min(members, key=lambda m: (m.axis != 0, list(graph.shapes).index(m.parameter)))
-    tensor = state[member.parameter].detach().to("cpu", torch.float64)
-    if member.within_axis is not None and member.within is not None and not group.blocks:  # a packed member's own rows
-        tensor = tensor.index_select(member.within_axis, member.within.reshape(-1))
-    tensor = tensor.movedim(member.axis, 0)
-    rows = tensor[member.index.reshape(-1)].reshape(*group.shape, -1)
-    ordered = rows.sort(dim=-1, descending=True).values
-    first = {
-        "max": ordered[..., :1],
-        "first": rows[..., :1],
-        "mean": rows.mean(-1, keepdim=True),
-        "median": rows.median(-1, keepdim=True).values,
-    }[sort]
-    return torch.cat([first, ordered[..., : min(8, ordered.shape[-1])]], dim=-1)
+def _sorted(keys: Tensor) -> tuple[Tensor, bool]:
+    """Descending lexicographic order of ``keys[..., size, columns]``, and whether any are equal."""
+    order = torch.arange(keys.shape[-2]).expand(keys.shape[:-1]).clone()
+    for column in reversed(range(keys.shape[-1])):  # stable sorts, the first column last
+        gathered = torch.gather(keys[..., column], -1, order)
+        order = torch.gather(order, -1, gathered.argsort(dim=-1, descending=True, stable=True))
+    ordered = torch.take_along_dim(keys, order.unsqueeze(-1), dim=-2)
+    return order, bool((ordered[..., 1:, :] == ordered[..., :-1, :]).all(-1).any())
