@@ -30,7 +30,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _ITERATIONS = 50
 _TOLERANCE = 1e-4
-_LANDINGS = 3
+_LANDINGS = 3  # steps of full length after which the rest is left to a descent
 
 
 class _RelaxedNetwork:
@@ -233,7 +233,8 @@ def frank_wolfe(
     """Maximize the matching objective of two networks over doubly stochastic matrices, then assign.
 
     The relaxation ends when the gap closes, or when a step has landed on a vertex for the third time: from there it
-    goes on between permutations, and a descent does that at a lower cost.
+    goes on between permutations, and a descent does that at a lower cost. (On planted and on independent networks what
+    descent makes of the third vertex is as good as what it makes of the last; the first and the second are worse.)
 
     Args:
         products: the pair of networks.
@@ -267,7 +268,7 @@ def _frank_wolfe_on_tensors(
 ) -> tuple[Permutation, int]:
     """As :func:`frank_wolfe`, for tensors that are moved along any number of axes."""
     network = _RelaxedNetwork(plan, state)
-    iteration = 0
+    landings = iteration = 0
     for iteration in range(1, _ITERATIONS + 1):
         sources, gap, scale = network.vertex(network.gradients(reference))
         if progress is not None:
@@ -284,6 +285,9 @@ def _frank_wolfe_on_tensors(
         if ratio <= 0:
             break
         network.step(sources, orders, ratio)
+        landings += ratio == 1
+        if landings == _LANDINGS:
+            break
     return network.element(), iteration
 
 
@@ -318,7 +322,7 @@ def synchronized_frank_wolfe(
     def oracle(network: _RelaxedNetwork, totals: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], float, float]:
         return network.vertex(network.gradients({n: t - network.mixed[n][plan.axes(n)] for n, t in totals.items()}))
 
-    iteration = 0
+    landings = iteration = 0
     with ThreadPoolExecutor(threads) as pool:
         for iteration in range(1, _ITERATIONS + 1):
             totals = {n: _total(network.mixed[n][plan.axes(n)] for network in networks) for n in plan.moves}
@@ -334,6 +338,9 @@ def synchronized_frank_wolfe(
                 break
             for network, (sources, _, _), order in zip(free, found, orders, strict=True):
                 network.step(sources, order, ratio)
+            landings += ratio == 1
+            if landings == _LANDINGS:
+                break
     identity = identity_permutation(graph)
     return [identity, *({**identity, **network.element()} for network in free)], iteration
 
