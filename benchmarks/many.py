@@ -40,7 +40,7 @@ def residual_network(width: int, blocks: int) -> nn.Module:
 
 def run(settings: Settings) -> Section:
     """Align N = 2, 4, 8, 16 networks, independent ones and noisy permuted copies."""
-    width, blocks, counts = (8, 1, (2, 3)) if settings.quick else (128, 4, (2, 4, 8, 16))
+    width, blocks, counts = (8, 1, (2, 3)) if settings.quick else (64, 3, (2, 4, 8, 16))
     repeats = 1 if settings.quick else 3
     model = residual_network(width, blocks).eval()
     graph = tus.discover_symmetries(model, torch.randn(2, 3, 8, 8))

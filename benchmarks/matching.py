@@ -48,7 +48,7 @@ def run(settings: Settings) -> Section:
     rows, data = [], []
     for name in ("small",) if settings.quick else MODELS:
         for pair in PAIRS:
-            repeats = 1 if settings.quick or name == "vgg16_bn" else 3
+            repeats = 3 if name == "resnet18" else 1
             settings.say(f"{name}, {pair}")
             if settings.quick:
                 records = measure(name, pair, repeats)
@@ -73,7 +73,7 @@ def run(settings: Settings) -> Section:
         "of a fresh network, a permutation that forgets them would go unnoticed.\n\n"
         "*Seconds*: `weight_matching` with a verified graph, the permutation applied, or the same by `rebasin` with "
         "its tracing done beforehand (it does coordinate descent; ours stands beside the default for comparison). In "
-        "turn, median of three (vgg16_bn: once). *In products*: CPU time inside PyTorch's matrix products (`aten::mm` "
+        "turn, median of three (resnet50 and vgg16_bn: once). *In products*: CPU time inside PyTorch's matrix products (`aten::mm` "
         "and its kin) during the last run, and that run's total against it: the Gram matrices of all iterations count, "
         "everything else is overhead (counting them is part of it). *One sweep's products*: the bare time of one "
         "float32 product `A @ B.T` for each permuted axis of each tensor, `[units, everything else]` each, copied into "
