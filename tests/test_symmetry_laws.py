@@ -197,20 +197,6 @@ def test_a_rule_of_ones_own_frees_what_was_pinned() -> None:
     assert [g.size for g in graph.permutations] == [6]
 
 
-class DataDependent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) if x.sum() > 0 else x
-
-
-def test_a_model_that_cannot_be_exported_gets_a_clear_error() -> None:
-    with pytest.raises(tus.SymmetryError, match="cannot trace DataDependent"):
-        tus.discover_symmetries(DataDependent(), torch.randn(2, 4))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

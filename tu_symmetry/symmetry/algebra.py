@@ -189,6 +189,12 @@ class Ledger:
         )
         return Value(shape, labels, ("",) * len(shape))
 
+    def noise(self, shape: Sequence[int]) -> Value:
+        """Random numbers with independent entries: units of their own on each axis, as a parameter has them."""
+        shape = tuple(shape)
+        labels = tuple((along(self.fresh_units(n), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape))
+        return Value(shape, labels, ("",) * len(shape))
+
     # -- demands on units ---------------------------------------------------------------------------------------
 
     def observe(self, value: Value, *, nested: bool = True) -> None:

@@ -73,7 +73,7 @@ def discover_symmetries(
         branch=traced.branch,
     )
 
-    def verify() -> None:
+    def verify(graph: SymmetryGraph) -> None:
         from tu_symmetry.symmetry.verification import verify_symmetries
 
         verify_symmetries(graph, model, args, kwargs)

@@ -157,15 +157,22 @@ class _Node:
     parent: _Node | None = None
     name: str = ""
     members: list[PermutationMember] = field(default_factory=list)
+    still: bool = False  # its units hold something that is pinned, and stay where they are; what they hold may move
 
     @property
     def proper(self) -> bool:
-        return self.units.shape[-1] > 1
+        return self.units.shape[-1] > 1 and not self.still
 
     @property
     def inner_blocks(self) -> tuple[int, ...]:
         """Shape of the blocks that units nested in this color have."""
-        return self.units.shape if self.proper else self.units.shape[:-1]
+        return self.units.shape if self.units.shape[-1] > 1 else self.units.shape[:-1]
+
+    def hold_still(self) -> None:
+        """Let this color, and every block around it, stay where it is."""
+        node: _Node | None = self
+        while node is not None:
+            node.still, node = True, node.parent
 
     def group(self) -> _Node | None:
         """The nearest ancestor (or the color itself) that is a group of its own."""
@@ -183,11 +190,14 @@ class Extraction:
         self._cached_key: list[int] = []
         self._cached_table: dict[int, tuple[Array, Array]] = {}
         self.twins: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
+        self.splits: list[tuple[Array, Array]] = []  # blocks of one color that hold the same units, told apart by a tag
+        self.tags: list[tuple[Array, Array]] = []  # the same, of earlier rounds, by the ledger's units
         self._build()
-        while self.twins:
+        while self.twins or self.splits:
             _, representative = np.unique(self.classes.of, return_index=True)
             ledger.ties += [(representative[a], representative[b]) for a, b in self.twins]
-            self.twins = []
+            self.tags += [(representative[a], tag) for a, tag in self.splits]
+            self.twins, self.splits = [], []
             self._build()
 
     def _build(self) -> None:
@@ -228,6 +238,9 @@ class Extraction:
                     np.add.at(color, spread[moving], ctx[moving])
         for number, (component, positions, reason) in enumerate(self.ledger.marks):
             self._mark(color, component, _combine(-1 - number, positions), reason)
+        for number, (units, tag) in enumerate(self.tags):
+            with np.errstate(over="ignore"):
+                np.add.at(color, self.classes.of[units], _combine(-1 - len(self.ledger.marks) - number, tag))
         if edges:
             self.edges = np.unique(np.concatenate(edges), axis=0)
         return self._refine(color)
@@ -334,6 +347,13 @@ class Extraction:
             for color in ready:
                 nodes[color] = self._place(color, by_color, edges.get(color, {}), nodes, parent_of)
             pending = [c for c in pending if c not in nodes]
+        for color in by_color:
+            if nodes.get(color) is None:  # what holds a pinned part cannot move
+                for outer in edges.get(color, {}):
+                    holder = nodes.get(outer)
+                    if holder is not None:
+                        self._pin_color(outer, "holds a pinned part")
+                        holder.hold_still()
         return [n for n in nodes.values() if n is not None]
 
     def _place(
@@ -365,6 +385,8 @@ class Extraction:
                     direct[outer] = owner
                     break
                 if (counts != node.units.shape[-1]).any():
+                    if (counts == counts[0]).all():
+                        self._split(pairs, int(counts[0]))
                     self._pin_color(color, "tied across a part of the blocks")
                     return None
                 if node.parent is None:
@@ -395,6 +417,13 @@ class Extraction:
             self._pin_color(color, "nested in two groups at once")
             return None
         return _Node(color, units)
+
+    def _split(self, pairs: Array, count: int) -> None:
+        """Tell apart blocks that hold the same units by the order in which they stand, if it is the same for all."""
+        outer, kind = pairs[:, 1], np.tile(np.arange(count), len(pairs) // count)
+        seen = np.unique(np.stack([outer, kind], axis=1), axis=0)
+        if len(np.unique(outer)) == len(seen):
+            self.splits.append((seen[:, 0], seen[:, 1]))
 
     @staticmethod
     def _depth(node: _Node | None) -> int:
@@ -442,6 +471,9 @@ class Extraction:
                 gone = contradiction.node
                 self._pin_color(gone.color, contradiction.reason)
                 self.nodes = [n for n in self.nodes if n is not gone and not _is_below(n, gone)]
+                if gone.parent is not None:
+                    gone.parent.hold_still()
+                self._cached_key = []
         rank = {name: k for k, name in enumerate(order)}
         proper = [n for n in self.nodes if n.proper and n.members]
         proper.sort(key=lambda n: (self._depth(n), min((m.axis != 0, rank[m.parameter]) for m in n.members)))

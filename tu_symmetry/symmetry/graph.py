@@ -15,8 +15,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -183,7 +183,10 @@ class SymmetryGraph:
     architecture: str = ""
     branch: str | None = None
     verified: bool = False
-    _verifier: Callable[[], None] | None = field(default=None, repr=False)
+    _verifier: Callable[[SymmetryGraph], None] | None = field(default=None, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_verifier": None}  # the model stays behind when a graph is copied or pickled
 
     def __getitem__(self, name: str) -> PermutationGroup | ScaleGroup:
         for group in self.groups():
@@ -206,6 +209,89 @@ class SymmetryGraph:
         """log10 of the number of weight vectors that permutations make equivalent."""
         return sum(g.log10_order for g in self.permutations)
 
+    def without(self, *names: str) -> SymmetryGraph:
+        """The graph without some of its groups: symmetries that hold, but that are not to be used.
+
+        Groups nested in a permutation group that is left out stay; their blocks then stay where they are.
+
+        Raises:
+            KeyError: for a name that no group has.
+        """
+        for name in names:
+            self[name]
+        gone = set(names)
+        pins = [
+            Pin(m.parameter, m.axis, self.shapes[m.parameter][m.axis], "left out by hand")
+            for g in self.permutations
+            if g.name in gone
+            for m in g.members
+        ]
+        number: list[int] = []
+        start = 0
+        for group in (*self.scales, *self.normalizations):
+            kept = group.name not in gone
+            number += range(start, start + group.size) if kept else [-1] * group.size
+            start += group.size if kept else 0
+        renumbered = torch.tensor([*number, -1])  # the last entry answers for the index -1
+        terms = {
+            name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
+            for name, held in self.scale_terms.items()
+        }
+        return replace(
+            self,
+            permutations=tuple(
+                replace(g, parent=None if g.parent in gone else g.parent)
+                for g in self.permutations
+                if g.name not in gone
+            ),
+            scales=tuple(g for g in self.scales if g.name not in gone),
+            normalizations=tuple(g for g in self.normalizations if g.name not in gone),
+            scale_terms={name: held for name, held in terms.items() if held},
+            pinned=(*self.pinned, *dict.fromkeys(pins)),
+        )
+
+    def with_permutation(self, name: str, axes: Mapping[str, int]) -> SymmetryGraph:
+        """The graph with one more permutation group, given by hand: what discovery cannot see.
+
+        The new graph is verified numerically before weights are transformed with it, so that a wrong group is refused
+        then.
+
+        Args:
+            name: of the new group.
+            axes: for each parameter and buffer that the group moves, the axis along which its units lie.
+
+        Raises:
+            SymmetryError: if a name is unknown or taken, axes differ in size, or another group moves one of them.
+        """
+        if any(g.name == name for g in self.groups()) or "/" in name:
+            raise SymmetryError(f"the name {name!r} is taken, or holds a slash (which is for nested groups)")
+        alias = {other: first for first, names in self.aliases.items() for other in names}
+        unknown = [n for n in axes if n not in alias]
+        if unknown or not axes:
+            raise SymmetryError(f"not in the state dict: {_some(unknown)}; the names are {_some(sorted(alias))}")
+        given = {alias[n]: axis % len(self.shapes[alias[n]]) for n, axis in axes.items()}
+        sizes = {self.shapes[n][axis] for n, axis in given.items()}
+        if len(sizes) != 1:
+            raise SymmetryError(
+                "the axes of one group must have one size, but they have "
+                + ", ".join(f"{n}[{axis}]: {self.shapes[n][axis]}" for n, axis in given.items())
+            )
+        for group in self.permutations:
+            for member in group.members:
+                if given.get(member.parameter) == member.axis:
+                    raise SymmetryError(
+                        f"{member.parameter}[{member.axis}] is already moved by the group {group.name!r}; take that one "
+                        f"out first: graph.without({group.name!r})"
+                    )
+        size = sizes.pop()
+        members = tuple(PermutationMember(n, axis, torch.arange(size).unsqueeze(1)) for n, axis in given.items())
+        return replace(
+            self,
+            permutations=(*self.permutations, PermutationGroup(name, size, members)),
+            pinned=tuple(p for p in self.pinned if given.get(p.parameter) != p.axis),
+            verified=False,
+        )
+
     def require_verified(self) -> None:
         """Verify now if that has not happened yet; called by everything that transforms weights.
 
@@ -219,7 +305,7 @@ class SymmetryGraph:
                 "this symmetry graph has not been verified and holds no model to verify it with; "
                 "call verify_symmetries(graph, model, example_inputs) first"
             )
-        self._verifier()
+        self._verifier(self)
 
     def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
         """Check that a state dict, or a stack of them, belongs to this architecture.

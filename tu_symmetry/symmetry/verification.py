@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.elements import random_permutation
@@ -106,7 +107,7 @@ class _Check:
         return next(self._outputs(model, state) for _ in _without_epsilon(model))
 
     def _outputs(self, model: nn.Module, state: Mapping[str, Tensor]) -> list[Tensor]:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _ConstantNoise():
             torch.manual_seed(0)
             output = torch.func.functional_call(model, dict(state), self.args, self.kwargs, tie_weights=False)
         return [t.clone() for t in _tensors(output)]
@@ -144,6 +145,29 @@ class _Check:
                 f"(relative; {self.tolerance:.0e} is allowed). Either the model or its inputs are not those that the "
                 "graph was discovered on, or a rule is wrong; please report the architecture."
             )
+
+
+class _ConstantNoise(TorchDispatchMode):
+    """Random numbers with independent entries become constants, which every permutation leaves as they are.
+
+    A stochastic layer's symmetries hold in law: its noise has to move with the units, and constants do so by themselves.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
+        if name == "bernoulli":
+            result.fill_(1)
+        elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
+            result.fill_(0.7)
+        elif name == "normal":
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            result.copy_(given.get("mean", 0.0) + 0.7 * given.get("std", 1.0))
+        return result
 
 
 def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:

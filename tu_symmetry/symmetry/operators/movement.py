@@ -104,6 +104,11 @@ def repeat(call: Call) -> Value:
     return value
 
 
+@register_rule("broadcast_tensors")
+def _broadcast(call: Call) -> list[Value]:
+    return [call.ledger.expand(v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]
+
+
 @register_rule("cat", "concat", "concatenate")
 def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]

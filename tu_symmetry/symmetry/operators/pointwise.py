@@ -208,6 +208,14 @@ def _scale_free(call: Call) -> Value:
     return result
 
 
+@register_rule("_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
+def _assertion(call: Call) -> Value:
+    """A check of a number that no symmetry changes (whatever moves has been summed over by then)."""
+    for value in call.tensors:
+        call.ledger.pin(value, "read by the program")
+    return pinned_value((), "read by the program")
+
+
 @register_rule("item", "_local_scalar_dense")
 def _item(call: Call) -> Value:
     """The program reads a number and may branch on it."""
@@ -215,22 +223,30 @@ def _item(call: Call) -> Value:
     return pinned_value((), "read by the program")
 
 
-@register_rule(
-    "ones_like",
-    "zeros_like",
-    "full_like",
-    "empty_like",
-    "rand_like",
-    "randn_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "new_empty",
-)
+@register_rule("ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 def _alike(call: Call) -> Value:
-    if "rand" in call.operator:
-        return pinned_value(call.shape, "random numbers")
     return call.ledger.uniform(call.shape)
+
+
+@register_rule("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal")
+def _noise(call: Call) -> Value:
+    """Independent entries: the noise has units of its own, which may be permuted like those of a parameter."""
+    return call.ledger.noise(call.shape)
+
+
+@register_rule("normal", "bernoulli")
+def _noise_about(call: Call) -> Value:
+    """Independent entries with parameters of their own: means and deviations move along with the noise."""
+    noise = call.ledger.noise(call.shape)
+    names = ("mean", "std", "p") if call.operator == "aten.normal" or "p" in call.arguments else ("self",)
+    given = [call[n] for n in names if isinstance(call.get(n), Value)]
+    if not given:
+        return noise
+    numbers = [call.get(n) for n in names if isinstance(call.get(n), (int, float))]
+    homogeneous = call.operator == "aten.normal" and not any(numbers)
+    _, result = join_labels(call, [*given, noise], call.shape)
+    scaled = elementwise(replace_arguments(call, given), additive=homogeneous)
+    return replace(result, scale=scaled.scale)
 
 
 @register_rule("add", "sub", "rsub")
@@ -351,14 +367,12 @@ def _glu(call: Call) -> Value:
     return replace(result, scale=left.scale)
 
 
-@register_rule("fill", "zero", "bernoulli", "uniform", "normal")
+@register_rule("fill", "zero")
 def _fill(call: Call) -> Value:
     filler = call.get("value")
     if isinstance(filler, Value):
         call.ledger.pin(filler, "fills a tensor")
-    if call.operator in ("aten.fill", "aten.zero"):
-        return call.ledger.uniform(call.shape)
-    return pinned_value(call.shape, "random numbers")
+    return call.ledger.uniform(call.shape)
 
 
 @register_rule("copy")

@@ -36,6 +36,8 @@ def _dims(call: Call, value: Value) -> list[int]:
     "prod",
     "any",
     "all",
+    "_is_all_true",
+    "_is_any_true",
     "frobenius_norm",
 )
 def _reduce(call: Call) -> Value | list[Value]:
@@ -44,7 +46,7 @@ def _reduce(call: Call) -> Value | list[Value]:
     if name in ("max", "min") and isinstance(call.get("other"), Value):
         return elementwise(call, homogeneous=True)
     dims = _dims(call, value)
-    if name in ("logsumexp", "prod", "any", "all"):
+    if name in ("logsumexp", "prod", "any", "all", "_is_all_true", "_is_any_true"):
         call.ledger.pin_scale(value.scale)
         value = replace(value, scale=())
     keep = len(call.outputs[0]) == value.ndim

@@ -1,0 +1,267 @@
+"""What a trace must not miss: branches, random numbers, units selected by position, contexts; and groups by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+
+
+def sizes(graph: tus.SymmetryGraph) -> dict[str, int]:
+    return {g.name: g.size for g in graph.permutations}
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        if h.sum() > 0:
+            return self.c(torch.relu(self.b(h)))
+        return self.d(h)
+
+
+def test_a_branch_is_refused_by_its_line() -> None:
+    with pytest.raises(tus.SymmetryError, match=r"test_symmetry_tracing.py:\d+ in forward: if h.sum\(\) > 0:"):
+        tus.discover_symmetries(Branching(), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="branches must be"):
+        tus.discover_symmetries(Branching(), torch.randn(2, 4), branches="guess")  # type: ignore[arg-type]
+
+
+def test_the_way_of_the_example_is_recorded_on_request() -> None:
+    model, x = Branching(), torch.rand(2, 4)
+    with torch.no_grad():
+        model.a.bias.fill_(1.0)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert sizes(graph) == {"a": 8, "b": 6}
+    assert graph.branch is not None and "if h.sum() > 0:" in graph.branch
+    assert graph.branch in " ".join(str(graph).split())
+    assert {p.parameter for p in graph.pinned if "not used" in p.reason} == {"d.weight", "d.bias"}
+    assert sorted(g.size for g in graph.scales) == [1, 6]  # the sign of a sum survives one common factor, not eight
+    tus.verify_symmetries(graph, model, x)
+
+
+class Counting(nn.Module):
+    """The number of repetitions is read off the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        for _ in range(int((h > 0).sum().item()) % 3):
+            h = 2 * h
+        return self.b(h)
+
+
+def test_numbers_that_the_program_reads_stay_as_they_are() -> None:
+    model, x = Counting(), torch.randn(3, 4)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    tus.verify_symmetries(graph, model, x)
+    assert sizes(graph) == {"a": 8}
+    assert sum(g.size for g in graph.scales) == 8  # which units are positive is not changed by positive factors
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        return self.b(h[h.sum(1) > 0.5])
+
+
+def test_sizes_that_only_values_tell_are_no_branch() -> None:
+    model, x = Masked(), torch.randn(9, 4)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x)
+    assert graph.branch is None and sizes(graph) == {"a": 8} and not graph.scales
+
+
+class Conditional(Branching):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        return torch.cond(h.sum() > 0, lambda h: self.c(torch.relu(self.b(h))), lambda h: self.d(h), (h,))
+
+
+def test_both_ways_of_a_cond_count() -> None:
+    model, x = Conditional(), torch.randn(2, 4)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x)
+    assert sizes(graph) == {"a": 8, "b": 6} and graph.unknown_operators == ()
+    moved = {m.parameter for m in graph["a"].members}
+    assert moved == {"a.weight", "a.bias", "b.weight", "d.weight"}
+
+
+class Contexts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            h = torch.relu(self.a(x))
+            h = torch.relu(self.b(h))
+        return self.c(h)
+
+
+def test_contexts_are_looked_into() -> None:
+    model, x = Contexts(), torch.randn(2, 4)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x)
+    assert sizes(graph) == {"a": 8, "b": 6} and graph.unknown_operators == ()
+
+
+class Selected(nn.Module):
+    """Unit 2 and unit 4 reach the output on their own, one by a slice and one by an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 7), nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.a(x))
+        return self.b(h) + h[:, 2:3] + h[:, 4].unsqueeze(1)
+
+
+class Weighted(nn.Module):
+    """A vector whose entries are used one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.heads = nn.Parameter(torch.randn(3)), nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights.softmax(-1)
+        return torch.stack([weights[k] * head(x) for k, head in enumerate(self.heads)]).sum(0)
+
+
+def test_units_that_are_selected_by_position_stay() -> None:
+    model, x = Selected(), torch.randn(5, 4)
+    graph = tus.discover_symmetries(model, x)
+    assert sizes(graph) == {"a": 5}
+    assert set(graph["a"].members[0].index.flatten().tolist()) == {0, 1, 3, 5, 6}
+    for seed in range(5):
+        tus.verify_symmetries(graph, model, x, seed=seed)
+    assert not tus.discover_symmetries(Weighted(), x).permutations
+
+
+class Stochastic(nn.Module):
+    """Weights drawn anew at each pass, as in a Bayesian layer: mean and deviation move together."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.mean, self.rho = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.randn(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.mean + nn.functional.softplus(self.rho) * torch.randn_like(self.mean)).T
+
+
+def test_a_mean_and_its_deviation_move_together() -> None:
+    model, x = nn.Sequential(Stochastic(4, 8), nn.ReLU(), Stochastic(8, 3)), torch.randn(5, 4)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x)
+    (group,) = graph.permutations
+    assert {(m.parameter, m.axis) for m in group.members} == {("0.mean", 0), ("0.rho", 0), ("2.mean", 1), ("2.rho", 1)}
+    assert not graph.scales  # a softplus fixes the scale of what it deviates
+
+
+class SharedNoise(nn.Module):
+    """One draw serves two layers, so their units cannot be permuted apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(6)
+        return self.c(torch.cat([torch.tanh(self.a(x) + noise), torch.tanh(self.b(x) * noise)], 1))
+
+
+def test_noise_that_is_used_twice_ties_its_users() -> None:
+    graph = tus.discover_symmetries(SharedNoise(), torch.randn(3, 4))
+    (group,) = graph.permutations
+    assert {m.parameter for m in group.members} == {"a.weight", "a.bias", "b.weight", "b.bias", "c.weight"}
+
+
+def test_noise_in_place_and_with_parameters_of_its_own() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.p, self.b = nn.Linear(4, 8), nn.Parameter(torch.rand(8)), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.distributions.Normal(self.a(x), torch.ones(8)).rsample()
+            h = h + torch.empty(8).normal_() * self.p
+            return self.b(torch.relu(h) * torch.bernoulli(torch.sigmoid(self.p)))
+
+    model, x = Net(), torch.randn(5, 4)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x)
+    assert graph.unknown_operators == () and list(sizes(graph).values()) == [8]
+
+
+def plain() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 4)
+
+
+def test_groups_are_left_out_by_name() -> None:
+    model, x = plain()
+    graph = tus.discover_symmetries(model, x)
+    less = graph.without("0")
+    assert [g.name for g in less.permutations] == ["2"] and [g.name for g in less.scales] == ["2"]
+    assert {(p.parameter, p.axis) for p in less.pinned} >= {("0.weight", 0), ("2.weight", 1)}
+    state = {k: v.double() for k, v in model.state_dict().items()}
+    scaled = tus.apply_scale(less, tus.random_scale(less), state)
+    assert torch.equal(scaled["0.weight"], state["0.weight"])
+    assert not torch.equal(scaled["2.weight"], state["2.weight"])
+    tus.verify_symmetries(less, model, x)
+    with pytest.raises(KeyError, match="no group 'nothing'"):
+        graph.without("nothing")
+
+
+def test_a_group_by_hand_is_verified_before_it_moves_anything() -> None:
+    model, x = plain()
+    graph = tus.discover_symmetries(model, x).without("0")
+    right = graph.with_permutation("mine", {"0.weight": 0, "0.bias": 0, "2.weight": 1})
+    tus.apply_permutation(right, tus.random_permutation(right), model.state_dict())
+    assert right.verified and not [p for p in right.pinned if p.reason == "left out by hand" and "0." in p.parameter]
+    wrong = graph.with_permutation("mine", {"0.weight": 0, "2.weight": 1})  # forgets the bias
+    with pytest.raises(tus.SymmetryError, match="'mine' is no symmetry"):
+        tus.apply_permutation(wrong, tus.random_permutation(wrong), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"0.weight": 0, "9.weight": 1}, "not in the state dict"),
+        ({}, "not in the state dict"),
+        ({"0.weight": 0, "2.weight": 0}, "must have one size"),
+        ({"2.weight": 1}, "already moved by the group '0'"),
+    ],
+)
+def test_groups_by_hand_that_make_no_sense(axes: dict[str, int], message: str) -> None:
+    model, x = plain()
+    graph = tus.discover_symmetries(model, x)
+    with pytest.raises(tus.SymmetryError, match=message):
+        graph.with_permutation("mine", axes)
+    with pytest.raises(tus.SymmetryError, match="is taken"):
+        graph.with_permutation("0", {"0.weight": 0})
+
+
+def test_graphs_are_copied_and_pickled_without_the_model() -> None:
+    model, x = plain()
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x)
+    for twin in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
+        assert twin.verified and str(twin) == str(graph)
+        tus.apply_permutation(twin, tus.random_permutation(twin), model.state_dict())
