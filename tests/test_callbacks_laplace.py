@@ -143,7 +143,7 @@ def same(found: LinearizedLaplace | None, expected: LinearizedLaplace) -> None:
 
 @pytest.mark.parametrize("mode", ["map", "linear"])
 def test_fits_the_trained_network_on_all_training_data(mode: str) -> None:
-    routine, callback, logger = Routine(), FitLaplace(mode=mode), Numbers()
+    routine, callback, logger = Routine(), FitLaplace(mode=mode, batch_size=30), Numbers()
     untrained = by_hand(Routine().model, mode=mode)
     trainer(callback, logger=logger).fit(routine, Data())
     la = callback.laplace
@@ -204,11 +204,11 @@ def test_weights_made_under_inference_mode() -> None:
     model.add_module("tied", nn.Identity())
     model.tied.weight = model[3].weight
     assert model[3].weight.is_inference()
-    routine, callback = Routine(model), FitLaplace(mode="linear", curvature="diag")
+    routine, callback = Routine(model), FitLaplace(mode="map", curvature="diag")
     trainer(callback).test(routine, Data(), verbose=False)
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
     assert model.tied.weight is model[3].weight
-    same(callback.laplace, by_hand(model, mode="linear", curvature="diag"))
+    same(callback.laplace, by_hand(model, mode="map", curvature="diag"))
 
 
 def test_training_again_takes_the_old_approximation_back() -> None:
@@ -403,7 +403,7 @@ def test_every_process_has_its_share_and_no_sample_twice() -> None:
 
 
 def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None:
-    routine, callback = Routine(), FitLaplace(mode="linear")
+    routine, callback = Routine(), FitLaplace(mode="linear", prior="single", batch_size=30)
     trainer(callback, ModelCheckpoint(tmp_path, filename="net")).fit(routine, Data())
     assert callback.saved_to == tmp_path / "laplace.safetensors"
     content = torch.load(tmp_path / "net.ckpt", weights_only=True)

@@ -104,14 +104,14 @@ def entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-@pytest.mark.parametrize("mode", ["map", "linear"])
-def test_post_processing_metrics_equal_a_hand_computation(mode: str) -> None:
+@pytest.mark.parametrize(("mode", "prior"), [("map", "per_group"), ("linear", "single")])
+def test_post_processing_metrics_equal_a_hand_computation(mode: str, prior: str) -> None:
     data = DataModule(ood=True)
     model = net()
     routine = classify(model, post_processing=LaplacePostProcessing(), eval_ood=True, ood_criterion="post_processing")
-    found, callback = run(routine, data, mode=mode)
+    found, callback = run(routine, data, mode=mode, prior=prior, batch_size=60)
     x, y = data.test_set.tensors
-    la = by_hand(model, data, mode=mode)
+    la = by_hand(model, data, mode=mode, prior=prior)
     p = la.predictive(x)
     assert found["test/post/cls/NLL"] == pytest.approx(float(-p[torch.arange(len(y)), y].log().mean()), rel=1e-3)
     onehot = nn.functional.one_hot(y, CLASSES)
