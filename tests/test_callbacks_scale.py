@@ -178,6 +178,10 @@ def test_logging_changes_nothing_and_says_what_canonicalize_says() -> None:
         assert record["log_factor"][0] == pytest.approx(rms, rel=1e-6) and min(rms.values()) > 1e-3
         profile = mass_profile(mlp_graph(), state, [-0.5, 0.0, 0.5]).masses
         assert record["profile"] == [{name: pytest.approx(values.tolist()) for name, values in profile.items()}]
+        for group, reads, makes in (("0", "2.weight", "0."), ("2", "4.weight", "2.")):
+            up = sum(float(t.square().sum()) for n, t in state.items() if n.startswith(makes))
+            expected = 0.25 * math.log(float(state[reads].square().sum()) / up)
+            assert record["profile_minimum"][0][group] == pytest.approx(expected)
 
 
 def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
@@ -194,11 +198,10 @@ def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
         for layer in "024":
             assert float(row[f"scale/layer_mass/{layer}"]) == pytest.approx(record["layer_mass"][0][layer])
         for group in "02":
-            lowest = min(zip(record["profile"][0][group], (-1.0, 0.0, 1.0), strict=True))[1]
-            assert float(row[f"scale/profile_minimum/{group}"]) == lowest
+            assert float(row[f"scale/profile_minimum/{group}"]) == record["profile_minimum"][0][group]
 
 
-@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm", "unit_variance"])
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_in_place_keeps_the_function_and_reaches_the_canonical_scale(make: Any, method: Any) -> None:
     module, before, after = routine(make), Watch(), Watch()
@@ -469,14 +472,15 @@ def test_members_of_an_ensemble_are_treated_one_by_one() -> None:
 def test_counted_parameters() -> None:
     weights = ["0.weight", "2.weight", "4.weight"]
     module, watch = routine(), Watch()
-    canonical = mlp_canonicalization(parameters=weights)
+    canonical = mlp_canonicalization(parameters=["0.weight", "[24].weight"])
     fit(module, watch, canonical)
     (record,) = canonical.history
     assert record["mass"] == pytest.approx([sum(float(watch.states[18][n].square().sum()) for n in weights)])
     assert sum(record["layer_mass"][0].values()) == pytest.approx(record["mass"][0])
     assert sum(record["layer_minimal_mass"][0].values()) == pytest.approx(record["minimal_mass"][0])
-    with pytest.raises(ValueError, match=r"no parameters \['1.weight'\]"):
-        fit(routine(), mlp_canonicalization(parameters=["1.weight"]))
+    for canonical in (mlp_canonicalization(parameters=["1.weight"]), ScaleCanonicalization(parameters=["1.weight"])):
+        with pytest.raises(ValueError, match=r"no parameters .1\.weight."):
+            fit(routine(), canonical)
 
 
 def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
@@ -510,7 +514,7 @@ def test_networks_without_scale_symmetry_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "norm"}, "'min_mass' or 'unit_norm'"),
+        ({"method": "norm"}, "min_mass, unit_norm, unit_variance"),
         ({"profile": [0.0, float("inf")]}, "finite"),
         ({"at_end": False}, "ScaleCanonicalization would never act"),
     ],

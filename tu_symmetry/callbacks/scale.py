@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -22,7 +22,8 @@ from tu_symmetry.callbacks.members import (
 )
 from tu_symmetry.callbacks.rebasin import _as_input, _detached_state, _example_from, _twin
 from tu_symmetry.callbacks.schedule import ScheduledCallback
-from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.scaling.canonical import Method, canonicalize
+from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.symmetry.action import apply_scale, move_optimizer_state, scale_tensors
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -43,7 +44,7 @@ class ScaleCanonicalization(ScheduledCallback):
     * ``scale/layer_mass/LAYER`` and ``scale/layer_minimal_mass/LAYER``: what each module holds of both;
     * ``scale/log_factor/GROUP``: root mean square of the natural-log factors that lead from the weights to the
       minimum, for each scale group (zero at the minimum);
-    * ``scale/profile_minimum/GROUP``, with ``profile``: the log-factor of lowest mass when the whole group is scaled.
+    * ``scale/profile_minimum/GROUP``: the natural-log factor of least mass when all units of the group are scaled alike.
 
     The members of an ensemble are treated one by one: the names then end in ``_i``, and the name without it is the
     mean. The same numbers are kept in :attr:`history`, which is part of the checkpoint.
@@ -84,8 +85,8 @@ class ScaleCanonicalization(ScheduledCallback):
         in_place: rescale the weights themselves, with everything that belongs to them.
         method: canonical scale that ``in_place`` brings the weights to, see :func:`~tu_symmetry.canonicalize`. What is
             logged as minimal mass is that of ``min_mass`` in any case.
-        parameters: names (in the network) of the tensors whose mass counts, as the regularizer counts them; all
-            parameters if left out.
+        parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
+            them; all parameters if left out.
         profile: natural-log factors at which the mass profile of every group is taken
             (:func:`~tu_symmetry.mass_profile`); none if empty.
         example_input: an input of the network, to discover the symmetries with. Default: the LightningModule's
@@ -97,8 +98,9 @@ class ScaleCanonicalization(ScheduledCallback):
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
-            ``minimal_mass`` and ``ratio``; dictionaries for ``layer_mass``, ``layer_minimal_mass`` and ``log_factor``,
-            and for ``profile`` (group to masses), where asked for.
+            ``minimal_mass`` and ``ratio``; dictionaries for ``layer_mass``, ``layer_minimal_mass``, ``log_factor`` and
+            ``profile_minimum`` (infinite where a group's mass lies on one side only), and for ``profile`` (group to
+            masses), where asked for.
         log_scales: the log-factors found last, one element for each member.
     """
 
@@ -110,7 +112,7 @@ class ScaleCanonicalization(ScheduledCallback):
         every_n_steps: int | None = None,
         at_end: bool = True,
         in_place: bool = False,
-        method: Literal["min_mass", "unit_norm"] = "min_mass",
+        method: Method = "min_mass",
         parameters: Sequence[str] | None = None,
         profile: Sequence[float] = (),
         example_input: Tensor | tuple[Any, ...] | None = None,
@@ -120,8 +122,8 @@ class ScaleCanonicalization(ScheduledCallback):
     ) -> None:
         self._given_graph = graph
         super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end)
-        if method not in ("min_mass", "unit_norm"):
-            raise ValueError(f"method must be 'min_mass' or 'unit_norm', got {method!r}")
+        if method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}; got {method!r}")
         if not all(math.isfinite(x) for x in profile):
             raise ValueError(f"profile must hold finite log-factors, got {list(profile)}")
         self.members = members
@@ -160,15 +162,14 @@ class ScaleCanonicalization(ScheduledCallback):
         """Check everything that can be checked before the first step.
 
         Raises:
-            ValueError: no network, members of different architectures, averages that do not match the members, counted
-                parameters that do not exist, weights sharded over processes.
+            ValueError: no network, members of different architectures, averages that do not match the members, weights
+                sharded over processes; with a given graph, counted parameters that do not exist.
         """
         require_whole_weights(trainer)
         members = find_members(pl_module, self.members)
         check_same_architecture(members)
-        unknown = set(self.parameters or ()) - {name for name, _ in members[0].named_parameters()}
-        if unknown:
-            raise ValueError(f"{type(members[0]).__name__} has no parameters {sorted(unknown)}")
+        if self.graph is not None:
+            counted_parameters(self.graph, self.parameters)
         if self.in_place:
             for i, _ in enumerate(members):
                 list(self._mirrors(trainer, pl_module, members, i))
@@ -239,13 +240,14 @@ class ScaleCanonicalization(ScheduledCallback):
             "layer_minimal_mass": self._layer_masses(graph, least.state),
             "log_factor": {name: float(s.square().mean().sqrt()) for name, s in least.log_scale.items()},
         }
+        profile = mass_profile(graph, state, self.profile, parameters=self.parameters)
+        numbers["profile_minimum"] = dict(profile.minima)
         if self.profile:
-            masses = mass_profile(graph, state, self.profile).masses
-            numbers["profile"] = {name: values.tolist() for name, values in masses.items()}
+            numbers["profile"] = {name: values.tolist() for name, values in profile.masses.items()}
         return log_scale, numbers
 
     def _layer_masses(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, float]:
-        counted = set(graph.shapes) - graph.buffers if self.parameters is None else set(self.parameters)
+        counted = counted_parameters(graph, self.parameters)
         masses: dict[str, float] = {}
         for name in graph.shapes:
             if name in counted and state[name].is_floating_point():
@@ -287,6 +289,7 @@ class ScaleCanonicalization(ScheduledCallback):
                 "positively homogeneous activations (ReLU, LeakyReLU, max-pooling) give scale symmetries, others "
                 "(GELU, SiLU, tanh) do not; print(discover_symmetries(model, example_inputs)) shows the whole report"
             )
+        counted_parameters(graph, self.parameters)
         self.graph = graph
         return graph
 
@@ -307,10 +310,8 @@ class ScaleCanonicalization(ScheduledCallback):
         per_member: list[dict[str, float]] = []
         for i in range(len(record["mass"])):
             scalars = {f"{self.prefix}/{key}": record[key][i] for key in ("mass", "minimal_mass", "ratio")}
-            for key in ("layer_mass", "layer_minimal_mass", "log_factor"):
+            for key in ("layer_mass", "layer_minimal_mass", "log_factor", "profile_minimum"):
                 scalars |= {f"{self.prefix}/{key}/{name}": value for name, value in record[key][i].items()}
-            for name, values in record["profile"][i].items() if self.profile else ():
-                scalars[f"{self.prefix}/profile_minimum/{name}"] = self.profile[values.index(min(values))]
             per_member.append(scalars)
         scalars = {key: sum(m[key] for m in per_member) / len(per_member) for key in per_member[0]}
         if len(per_member) > 1:
