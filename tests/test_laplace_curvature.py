@@ -408,11 +408,11 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
     model, (x, y) = mlp(), data(4, outputs=3, kind=kind)
     exact = dense_curvature(fitted(model, x, y, kind, curvature=curvature))
     errors = []
-    for draws in (10, 1000):
+    for draws in (4, 200):
         la = fitted(model, x, y, kind, curvature=curvature, fisher="mc", draws=draws,
                     generator=torch.Generator().manual_seed(0))  # fmt: skip
         errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
-    assert errors[1] < 0.06 < errors[0] < 0.6
+    assert errors[1] < 0.12 < errors[0] < 1.0
 
 
 def test_the_monte_carlo_fisher_repeats_and_leaves_the_global_generator_alone() -> None:

@@ -108,7 +108,8 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
     [
         pytest.param({"curvature": "ekfac"}, marks=pytest.mark.slow),
         pytest.param({"curvature": "diag"}, marks=pytest.mark.slow),
-        {"prior": "per_filter"},
+        pytest.param({"prior": "per_filter"}, marks=pytest.mark.slow),
+        {"curvature": "last_layer", "mode": "map"},
     ],
 )
 def test_other_curvatures_and_one_precision_for_each_filter(options: dict[str, Any]) -> None:
@@ -120,10 +121,8 @@ def test_other_curvatures_and_one_precision_for_each_filter(options: dict[str, A
 
 
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
-@pytest.mark.parametrize(
-    "name",
-    ["layernorm", pytest.param("batchnorm", marks=pytest.mark.slow), pytest.param("groupnorm", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(NETWORKS))
 def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
     model, graph, x, y = problem(name, "regression")
     reference, expected = predictions(model, graph, x, y, "regression")
@@ -136,7 +135,12 @@ def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
 @pytest.mark.parametrize(
     ("name", "mode", "k"),
-    [("groupnorm", "linear", 10.0), ("batchnorm", "map", 0.1), ("layernorm", "map", 0.1), ("groupnorm", "map", 10.0)],
+    [
+        pytest.param("groupnorm", "linear", 10.0, marks=pytest.mark.slow),
+        ("batchnorm", "map", 0.1),
+        ("layernorm", "map", 0.1),
+        ("groupnorm", "map", 10.0),
+    ],
 )
 def test_a_single_precision_is_not_invariant(name: str, mode: str, k: float) -> None:
     """The reason for Recommendation 2."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, CoupledBlock
@@ -27,6 +28,7 @@ _EXACT = 4096  # as many eigenvalues of a group are kept as they are
 _ENTRIES = 1 << 22  # bins of all groups together
 _SMALLEST = 1e-18  # eigenvalues below this share of the largest count as zero
 _BISECTIONS = 80
+_NOISE_RANGE = 50.0  # largest log ratio of the noise variance to the residuals'
 
 
 @dataclass(frozen=True)
@@ -183,18 +185,20 @@ class Spectrum(Determinants):
     ) -> tuple[Tensor, float]:
         """Bisection of the derivative in every group at once, exact and independent of the start.
 
-        With noise, precisions and noise variance are found in turn until neither moves.
+        With noise, the same for the objective as a function of the log noise variance alone, minimized over the
+        precisions, which is convex as well.
         """
         if noise is None:
             return self._precisions(norms, tau, log_center, hyperprior), tau
-        for _ in range(500):
-            moved_tau = self._noise(noise, rho)
-            moved = self._precisions(norms, moved_tau, log_center, hyperprior)
-            change = max(abs(moved_tau - tau), float((moved - rho).abs().max()))
-            rho, tau = moved, moved_tau
-            if change < 1e-12:
-                break
-        return rho, tau
+
+        def slope(log_noise: float) -> float:
+            gamma = self.gamma(self._precisions(norms, log_noise, log_center, hyperprior), log_noise)
+            return noise.values - noise.squares * math.exp(-log_noise) - float(gamma.sum())
+
+        low = noise.lowest()
+        high = low + _NOISE_RANGE
+        tau = high if slope(high) <= 0 else float(brentq(slope, low, high, xtol=1e-13, rtol=1e-14))
+        return self._precisions(norms, tau, log_center, hyperprior), tau
 
     def _precisions(self, norms: Tensor, tau: float, log_center: Tensor, hyperprior: Hyperprior) -> Tensor:
         low, high = log_center - math.log(hyperprior.cap), log_center + math.log(hyperprior.cap)
@@ -203,16 +207,6 @@ class Spectrum(Determinants):
             middle = (low + high) / 2
             slope = middle.exp() * norms - self.gamma(middle, tau) + weight * (middle - log_center)
             low, high = torch.where(slope < 0, middle, low), torch.where(slope < 0, high, middle)
-        return (low + high) / 2
-
-    def _noise(self, noise: Noise, rho: Tensor) -> float:
-        """The root of ``v = squares / (values - gamma(v))``."""
-        low = noise.lowest()
-        high = low + 50.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            slope = noise.values - noise.squares * math.exp(-middle) - float(self.gamma(rho, middle).sum())
-            low, high = (middle, high) if slope < 0 else (low, middle)
         return (low + high) / 2
 
 
@@ -259,7 +253,7 @@ class CoupledDeterminants(Determinants):
         """Newton with backtracking and the exact Hessian in ``(rho, tau)``, inside the bounds of the hyperprior."""
         bound = math.log(hyperprior.cap)
         low, high = torch.cat([log_center - bound, torch.zeros(1)]), torch.cat([log_center + bound, torch.zeros(1)])
-        low[-1], high[-1] = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + 50)
+        low[-1], high[-1] = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + _NOISE_RANGE)
         weight = 0.0 if math.isinf(hyperprior.std) else 1 / hyperprior.std**2
 
         def energy(point: Tensor) -> float:
