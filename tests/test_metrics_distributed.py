@@ -10,14 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
+import tu_symmetry as tus
 from tu_symmetry.metrics import (
+    MarginalHomogeneity,
     MaximumMeanDiscrepancy,
     PairwiseMutualInformation,
     PredictiveAgreement,
     PredictiveTotalVariation,
+    RepresentationCost,
     TranspositionCount,
 )
 
@@ -34,6 +37,11 @@ def networks(share: slice, seed: int) -> dict[str, Tensor]:
     return {"w": normal(12, 3, 2, seed=seed)[share], "b": 0.5 + normal(12, 3, seed=seed + 1)[share]}
 
 
+def perceptrons(share: slice, seed: int) -> dict[str, Tensor]:
+    shapes = {"0.weight": (4, 3), "0.bias": (4,), "2.weight": (2, 4), "2.bias": (2,)}
+    return {n: normal(12, *shape, seed=seed + k)[share] for k, (n, shape) in enumerate(shapes.items())}
+
+
 def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
     a, b = (2 * normal(3, 31, 4, seed=0)).softmax(-1)[:, share], (2 * normal(31, 4, seed=1)).softmax(-1)[share]
     metrics: dict[str, Metric] = {
@@ -43,6 +51,16 @@ def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
         "information": PairwiseMutualInformation(3),
         "discrepancy": MaximumMeanDiscrepancy(),
     }
+    graph = tus.discover_symmetries(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3))
+    metrics |= {
+        "discrepancy without symmetries": MaximumMeanDiscrepancy(graph=graph, level="layer"),
+        "homogeneity": MarginalHomogeneity(graph, draws=39),
+    }
+    metrics["discrepancy without symmetries"].update(perceptrons(share, 10), reference=True)
+    metrics["discrepancy without symmetries"].update(perceptrons(share, 20), reference=False)
+    metrics["homogeneity"].update(perceptrons(share, 10))
+    cost = RepresentationCost(graph)
+    cost.update(perceptrons(share, 10))
     metrics["agreement"].update(a, b)
     metrics["variation"].update(a, b)
     metrics["information"].update(a)
@@ -50,7 +68,8 @@ def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
         metrics["transpositions"].update(element)
     metrics["discrepancy"].update(networks(share, 2), reference=True)
     metrics["discrepancy"].update(networks(share, 4), reference=False)
-    return {name: float(metric.compute()) for name, metric in metrics.items()}
+    found = {name: float(metric.compute()) for name, metric in metrics.items()}
+    return found | {name: float(value) for name, value in cost.compute().items()}
 
 
 def worker(rank: int, port: int, folder: Path) -> None:

@@ -128,7 +128,7 @@ def test_mmd_errors() -> None:
     with pytest.raises(ValueError, match=r"they differ in \['a', 'b'\]"):
         metric.update({"a": normal(3, 3), "b": normal(3)}, reference=False)
     with pytest.raises(ValueError, match="no samples so far"):
-        metric.compute_by_tensor()
+        metric.compute_by_part()
 
 
 def networks(count: int, seed: int) -> dict[str, Tensor]:
@@ -146,9 +146,9 @@ def test_mmd_of_states_accumulates_over_tensors_and_batches() -> None:
         metric.update({n: t[part] for n, t in reference.items()}, reference=True)
     metric.update(samples, reference=False)
     expected = {n: maximum_mean_discrepancy(reference[n].flatten(1), samples[n].flatten(1)) for n in ("w", "b")}
-    by_tensor = metric.compute_by_tensor()
-    assert by_tensor.keys() == expected.keys()
-    torch.testing.assert_close(by_tensor, expected)
+    by_part = metric.compute_by_part()
+    assert by_part.keys() == expected.keys()
+    torch.testing.assert_close(by_part, expected)
     torch.testing.assert_close(metric.compute(), (expected["w"] + expected["b"]) / 2)
     torch.testing.assert_close(pickle.loads(pickle.dumps(metric)).compute(), metric.compute())
     metric.reset()
@@ -176,5 +176,5 @@ def test_removing_symmetries_removes_what_only_the_symmetry_explains() -> None:
         metric = MaximumMeanDiscrepancy(remove)
         metric.update(reference, reference=True)
         metric.update(samples, reference=False)
-        values.append(float(metric.compute_by_tensor()["b"]))
+        values.append(float(metric.compute_by_part()["b"]))
     assert values[0] > 0.05 and abs(values[1]) < 0.01

@@ -9,25 +9,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
+    "MarginalHomogeneity": "homogeneity",
     "MaximumMeanDiscrepancy": "discrepancy",
     "PairwiseMutualInformation": "diversity",
     "PredictiveAgreement": "predictive",
     "PredictiveTotalVariation": "predictive",
+    "RepresentationCost": "representation",
     "TranspositionCount": "transpositions",
 }
 
 __all__ = [
+    "MarginalHomogeneity",
     "MaximumMeanDiscrepancy",
     "PairwiseMutualInformation",
     "PredictiveAgreement",
     "PredictiveTotalVariation",
+    "RepresentationCost",
     "TranspositionCount",
 ]
 
 if TYPE_CHECKING:
     from tu_symmetry.metrics.discrepancy import MaximumMeanDiscrepancy
     from tu_symmetry.metrics.diversity import PairwiseMutualInformation
+    from tu_symmetry.metrics.homogeneity import MarginalHomogeneity
     from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
+    from tu_symmetry.metrics.representation import RepresentationCost
     from tu_symmetry.metrics.transpositions import TranspositionCount
 
 

@@ -9,20 +9,35 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy
+from tu_symmetry.metrics.functional.discrepancy import (
+    Level,
+    Reduction,
+    maximum_mean_discrepancy,
+    reduce_discrepancies,
+    weight_vectors,
+)
+from tu_symmetry.scaling.masses import Parameters
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
 class MaximumMeanDiscrepancy(Metric):
-    """Mean over a network's tensors of the squared MMD between samples of its weights and a reference.
+    """Squared MMD between samples of a network's weights and a reference: plain, or after symmetry removal.
 
-    See :func:`~tu_symmetry.metrics.functional.maximum_mean_discrepancy`. With ``remove_symmetries`` it is the quantity
-    that arXiv 2310.08287 calls NS, "MMD computed after the removal of the symmetries". How that paper makes one number
-    of its layers' values is not published; the mean over tensors is our choice.
+    See :func:`~tu_symmetry.metrics.functional.network_discrepancy`. With a ``graph`` it is the quantity that arXiv
+    2310.08287 calls NS, "MMD computed after the removal of the symmetries". How that paper makes one number of its
+    layers' values is not published; the mean over tensors is our choice.
 
     All samples are kept until :meth:`reset`: leave out what is not compared, and put large networks on the CPU.
 
     Args:
-        remove_symmetries: maps a state to the representative of its orbit; the same for samples and reference.
+        remove_symmetries: maps a state to the representative of its orbit; the same for samples and reference. For
+            other keys or a reference to align to:
+            ``functools.partial(tus.remove_symmetries, graph, sort="first")``.
+        graph: the symmetry graph, to remove symmetries as ``tus.remove_symmetries(graph, state)`` does. Only parameters
+            are compared then, tied ones once, and not the running statistics.
+        parameters: what is compared, with a graph: names, patterns, or a predicate of the name.
+        level: what is one vector: a ``"tensor"``, a ``"layer"`` (the tensors of one module) or the ``"network"``.
+        reduction: ``"mean"``, ``"max"`` or ``"sum"`` over the tensors or layers.
         reset_reference: whether :meth:`reset` forgets the reference too; keep it to compare several methods with it.
         kwargs: see :class:`torchmetrics.Metric`.
 
@@ -45,12 +60,22 @@ class MaximumMeanDiscrepancy(Metric):
         self,
         remove_symmetries: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         *,
+        graph: SymmetryGraph | None = None,
+        parameters: Parameters | None = None,
+        level: Level = "tensor",
+        reduction: Reduction = "mean",
         reset_reference: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.remove_symmetries, self.reset_reference = remove_symmetries, reset_reference
-        self.layout: dict[str, torch.Size] = {}
+        if graph is not None and remove_symmetries is not None:
+            raise ValueError("give either a graph or an own remove_symmetries, not both")
+        reduce_discrepancies({"": torch.zeros(())}, reduction)  # refuses what is not known
+        weight_vectors({}, parameters=parameters if graph is None else None, level=level)
+        self.remove_symmetries, self.graph, self.parameters = remove_symmetries, graph, parameters
+        self.level, self.reduction, self.reset_reference = level, reduction, reset_reference
+        self.shapes: dict[str, torch.Size] = {}
+        self.layout: dict[str, int] = {}
         self.add_state("reference", default=[], dist_reduce_fx="cat")
         self.add_state("samples", default=[], dist_reduce_fx="cat")
 
@@ -63,30 +88,35 @@ class MaximumMeanDiscrepancy(Metric):
 
         Raises:
             ValueError: for states of another architecture, or of differing numbers of networks.
+            SymmetryError: for states that the graph does not fit.
         """
-        stack = {name: t.detach() for name, t in states.items() if t.is_floating_point()}
-        counts = {len(t) if t.ndim else 0 for t in stack.values()}
+        floating = {name: t for name, t in states.items() if t.is_floating_point()}
+        counts = {len(t) if t.ndim else 0 for t in floating.values()}
         if len(counts) != 1 or 0 in counts:
             raise ValueError(f"expected stacked states with one leading sample axis; its lengths are {sorted(counts)}")
-        layout = {name: t.shape[1:] for name, t in stack.items()}
-        if self.layout and layout != self.layout:
-            odd = sorted(n for n in layout.keys() | self.layout.keys() if layout.get(n) != self.layout.get(n))
+        shapes = {name: t.shape[1:] for name, t in floating.items()}
+        if self.shapes and shapes != self.shapes:
+            odd = sorted(n for n in shapes.keys() | self.shapes.keys() if shapes.get(n) != self.shapes.get(n))
             raise ValueError(f"the states are of another architecture than the first ones; they differ in {odd}")
-        self.layout = layout
+        self.shapes = shapes
         if self.remove_symmetries is not None:
             (count,) = counts
             whole = [self.remove_symmetries({name: t[i] for name, t in states.items()}) for i in range(count)]
-            stack = {name: torch.stack([state[name] for state in whole]) for name in stack}
-        rows = torch.cat([t.flatten(1) for t in stack.values()], dim=1)
-        (self.reference if reference else self.samples).append(rows)
+            states = {name: torch.stack([state[name] for state in whole]) for name in floating}
+        vectors = weight_vectors(states, graph=self.graph, parameters=self.parameters, level=self.level)
+        self.layout = {name: v.shape[1] for name, v in vectors.items()}
+        (self.reference if reference else self.samples).append(torch.cat(list(vectors.values()), dim=1))
 
     def compute(self) -> Tensor:
-        """Mean over the tensors of the squared MMD; about 0 for equal distributions, and then of either sign."""
-        values = self.compute_by_tensor()
-        return torch.stack(list(values.values())).mean()
+        """The squared MMD of all tensors or layers, reduced; about 0 for equal distributions, and then of either sign.
 
-    def compute_by_tensor(self) -> dict[str, Tensor]:
-        """The squared MMD of each of a network's tensors, of this process's samples.
+        Raises:
+            ValueError: if there are no samples, or no reference.
+        """
+        return reduce_discrepancies(self.compute_by_part(), self.reduction)
+
+    def compute_by_part(self) -> dict[str, Tensor]:
+        """The squared MMD of each tensor or layer (``level``), of this process's samples.
 
         Raises:
             ValueError: if there are no samples, or no reference.
@@ -96,8 +126,7 @@ class MaximumMeanDiscrepancy(Metric):
             if len(rows) == 0:
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
             sets.append(rows if isinstance(rows, Tensor) else torch.cat(rows))
-        widths = [shape.numel() for shape in self.layout.values()]
-        pieces = zip(*(s.split(widths, dim=1) for s in sets), strict=True)
+        pieces = zip(*(s.split(list(self.layout.values()), dim=1) for s in sets), strict=True)
         return {
             name: maximum_mean_discrepancy(samples, reference)
             for name, (reference, samples) in zip(self.layout, pieces, strict=True)
@@ -108,6 +137,6 @@ class MaximumMeanDiscrepancy(Metric):
         kept = list(self.reference)  # torchmetrics clears the list itself
         super().reset()
         if self.reset_reference:
-            self.layout = {}
+            self.shapes, self.layout = {}, {}
         else:
             self.reference = kept

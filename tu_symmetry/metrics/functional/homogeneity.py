@@ -1,0 +1,152 @@
+"""Do all channels of a layer have the same posterior marginals? A permutation test on posterior samples.
+
+Corollary of arXiv 2310.08287: if the weights of each layer are initialized independently and with one distribution, the
+posterior marginals of the weights of all channels of the layer are identical. What explores one mode only, or explores
+modes in a fixed order, violates that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.scaling.units import incoming_member, unit_rows
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+Statistic = Literal["cramer_von_mises", "kolmogorov_smirnov"]
+
+
+@dataclass(frozen=True)
+class HomogeneityTest:
+    """A test of one group of hidden units.
+
+    Attributes:
+        statistic: the observed statistic, at least 0; the larger, the more the units' marginals differ.
+        p_value: probability under the null of a statistic this large, ``(1 + #{null >= observed}) / (1 + draws)``.
+        null: statistics under random relabelings ``[draws]``.
+        deviation: each unit's share of the statistic ``[*blocks, units]``: the unit that deviates most is its maximum.
+    """
+
+    statistic: float
+    p_value: float
+    null: Tensor
+    deviation: Tensor
+
+
+def marginal_homogeneity(
+    samples: Tensor,
+    *,
+    statistic: Statistic = "cramer_von_mises",
+    draws: int = 199,
+    thresholds: int = 8,
+    generator: torch.Generator | None = None,
+) -> HomogeneityTest:
+    """Test whether the units of a layer have identical marginals.
+
+    *Null hypothesis*: the samples are independent, and their distribution does not change when the units are
+    relabeled; every unit then has the same marginal in every weight. Under it the statistic has the same distribution
+    after relabeling the units at random in each sample by itself, so that the p-value is exact for any number of
+    samples. It is also rejected for samples that depend on each other, such as those of a chain that stays in one
+    mode: this is the violation that the test is made for, and says nothing against the chain inside its mode.
+
+    *Statistic*: with ``F_uk`` the empirical distribution function of weight ``k`` in unit ``u`` over the ``S`` samples
+    and ``F_k`` that of all units pooled, the mean of ``S (F_uk - F_k)^2`` over units, weights and the pooled quantiles
+    (Cramer-von Mises, sensitive to many small differences), or the maximum of ``sqrt(S) |F_uk - F_k|``
+    (Kolmogorov-Smirnov, sensitive to a single unit). Both depend on the ranks of each weight alone.
+
+    Args:
+        samples: weights ``[S, *blocks, units, weights]``; units are relabeled within each block.
+        statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
+        draws: number of random relabelings; the least p-value is ``1 / (1 + draws)``.
+        thresholds: number of pooled quantiles at which the distribution functions are compared.
+        generator: of the relabelings.
+
+    Raises:
+        ValueError: for other shapes, fewer than two samples or units, NaN or infinite weights.
+    """
+    if samples.ndim < 3 or len(samples) < 2 or samples.shape[-2] < 2 or samples.shape[-1] == 0:
+        raise ValueError(
+            f"samples has the shape {tuple(samples.shape)}; expected (samples, units, weights) with at least 2 samples "
+            "and 2 units"
+        )
+    if not torch.isfinite(samples).all():
+        raise ValueError("samples hold NaN or infinite values: a network among them has diverged")
+    if statistic not in ("cramer_von_mises", "kolmogorov_smirnov"):
+        raise ValueError(f"statistic must be 'cramer_von_mises' or 'kolmogorov_smirnov', got {statistic!r}")
+    count, blocks, units = len(samples), samples.shape[1:-2], samples.shape[-2]
+    x = samples.detach().cpu().reshape(count, -1, units, samples.shape[-1])
+    levels = torch.arange(1, thresholds + 1, dtype=torch.float64) / (thresholds + 1)
+    ranked = x.movedim(2, 1).flatten(0, 1).sort(dim=0).values  # pooled over samples and units
+    quantiles = ranked[(levels * (len(ranked) - 1)).long()]  # [thresholds, blocks, weights]
+    below = x.unsqueeze(-1) <= quantiles.movedim(0, -1).unsqueeze(1)
+    indicators = below.flatten(-2).float()  # [S, blocks, units, weights * thresholds]
+    pooled = indicators.mean((0, 2), keepdim=True)[0]
+
+    def differences(values: Tensor) -> Tensor:
+        squares = count * (values.mean(0) - pooled).square()
+        return squares.mean(-1) if statistic == "cramer_von_mises" else squares.amax(-1).sqrt()
+
+    def summary(by_unit: Tensor) -> float:
+        return float(by_unit.double().mean() if statistic == "cramer_von_mises" else by_unit.max())
+
+    deviation = differences(indicators)
+    observed = summary(deviation)
+    null = torch.empty(draws, dtype=torch.float64)
+    for k in range(draws):
+        labels = torch.rand(indicators.shape[:3], generator=generator).argsort(-1)
+        null[k] = summary(differences(torch.take_along_dim(indicators, labels.unsqueeze(-1), dim=2)))
+    # Sums of the same numbers in another order differ by rounding errors, which must not break ties.
+    at_least = int((null >= observed * (1 - 1e-5)).sum())
+    return HomogeneityTest(observed, (1 + at_least) / (1 + draws), null, deviation.reshape(*blocks, units))
+
+
+def unit_samples(
+    graph: SymmetryGraph,
+    states: Mapping[str, Tensor],
+    *,
+    max_units: int | None = 64,
+    max_weights: int | None = 16,
+) -> dict[str, Tensor]:
+    """What :func:`marginal_homogeneity` tests for each group of hidden units: their weights in stacked states.
+
+    These are the incoming weights of each unit, of which ``max_weights`` are taken in equal steps, and the vectors that
+    belong to it (biases, gains). Of the units ``max_units`` are taken in equal steps.
+
+    Args:
+        graph: the symmetry graph.
+        states: stacked states ``(S, ...)``.
+        max_units: largest number of units of a group; None for all.
+        max_weights: largest number of incoming weights of a unit; None for all.
+
+    Returns:
+        Group name to ``[S, *blocks, units, weights]``. Groups of heads (whose units are blocks of other groups) are
+        included.
+
+    Raises:
+        SymmetryError: states of another architecture, NaN or infinite weights.
+        ValueError: no leading sample axis, or several.
+    """
+    if graph.check_state(states) != 1:
+        raise ValueError("expected stacked states with one leading sample axis")
+    found = {}
+    for group in graph.permutations:
+        if group.size < 2:
+            continue
+        incoming = incoming_member(graph, group)
+        rows = unit_rows(graph, group, incoming, states)
+        vectors = [
+            unit_rows(graph, group, m, states)
+            for m in group.members
+            if m is not incoming and m.parameter not in graph.buffers and len(graph.shapes[m.parameter]) == 1
+        ]
+        rows = torch.cat([rows[..., _steps(rows.shape[-1], max_weights)], *vectors], dim=-1)
+        found[group.name] = rows[..., _steps(group.size, max_units), :]
+    return found
+
+
+def _steps(size: int, most: int | None) -> Tensor:
+    return torch.arange(size) if most is None or size <= most else torch.linspace(0, size - 1, most).round().long()

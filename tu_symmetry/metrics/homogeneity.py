@@ -1,0 +1,94 @@
+"""P1's corollary as a metric: do all channels of a layer have the same posterior marginals?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, Statistic, marginal_homogeneity, unit_samples
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+
+
+class MarginalHomogeneity(Metric):
+    """P-value of the hypothesis that the units of every layer have identical posterior marginals.
+
+    See :func:`~tu_symmetry.metrics.functional.marginal_homogeneity`. Each permutation group is tested by itself;
+    :meth:`compute` returns the least p-value times the number of groups (Bonferroni), 1 at most, which is a valid
+    p-value for all groups together. Small values mean that the samples violate the corollary of arXiv 2310.08287: they
+    do not explore the equivalent modes evenly.
+
+    Samples (a selection of weights) are kept until :meth:`reset`.
+
+    Args:
+        graph: the symmetry graph of the networks.
+        statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
+        draws: number of random relabelings for each group.
+        max_units: largest number of units of a group that are tested; None for all.
+        max_weights: largest number of incoming weights of a unit that are tested; None for all.
+        seed: of the relabelings.
+        kwargs: see :class:`torchmetrics.Metric`.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    plot_lower_bound = 0.0
+    plot_upper_bound = 1.0
+    samples: list[Tensor]
+
+    def __init__(
+        self,
+        graph: SymmetryGraph,
+        *,
+        statistic: Statistic = "cramer_von_mises",
+        draws: int = 199,
+        max_units: int | None = 64,
+        max_weights: int | None = 16,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if not any(g.size > 1 for g in graph.permutations):
+            raise SymmetryError(f"{graph.architecture or 'the network'} has no group of interchangeable units to test")
+        self.graph, self.statistic, self.draws, self.seed = graph, statistic, draws, seed
+        self.max_units, self.max_weights = max_units, max_weights
+        self.layout: dict[str, torch.Size] = {}
+        self.add_state("samples", default=[], dist_reduce_fx="cat")
+
+    def update(self, states: Mapping[str, Tensor]) -> None:
+        """Add stacked networks ``(S, ...)``.
+
+        Raises:
+            SymmetryError: states of another architecture, NaN or infinite weights.
+            ValueError: no leading sample axis, or several.
+        """
+        rows = unit_samples(self.graph, states, max_units=self.max_units, max_weights=self.max_weights)
+        self.layout = {name: r.shape[1:] for name, r in rows.items()}
+        self.samples.append(torch.cat([r.flatten(1) for r in rows.values()], dim=1))
+
+    def compute(self) -> Tensor:
+        """One p-value for all groups together."""
+        tests = self.compute_by_group()
+        return torch.tensor(min(1.0, len(tests) * min(t.p_value for t in tests.values())), dtype=torch.float64)
+
+    def compute_by_group(self) -> dict[str, HomogeneityTest]:
+        """The test of each permutation group, on this process's samples.
+
+        Raises:
+            ValueError: if there are fewer than two samples.
+        """
+        if len(self.samples) == 0:
+            raise ValueError("no samples so far: call update(stacked_states)")
+        samples = self.samples if isinstance(self.samples, Tensor) else torch.cat(self.samples)
+        pieces = samples.split([shape.numel() for shape in self.layout.values()], dim=1)
+        generator = torch.Generator().manual_seed(self.seed)
+        return {
+            name: marginal_homogeneity(
+                piece.unflatten(1, shape), statistic=self.statistic, draws=self.draws, generator=generator
+            )
+            for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)
+        }
