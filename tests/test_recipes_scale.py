@@ -170,15 +170,21 @@ def test_cost_runs(cost: tuple[Path, dict[str, Any], str]) -> None:
 
 
 def test_cost_profiles_and_report(cost: tuple[Path, dict[str, Any], str]) -> None:
-    """A profile passes through the network's own mass at factor one and is never below the minimal mass."""
+    """A profile passes through the network's own mass at factor one; around the optimum one is the lowest point."""
     out, results, text = cost
     found = results["profiles"]
     middle = min(range(81), key=lambda i: abs(found["log_factors"][i]))
     assert found["log_factors"][middle] == pytest.approx(0, abs=1e-12)
     for i, r in enumerate(results["runs"]["runs"]):
-        for group, masses in found["profiles"][f"{r['weight_decay']:g}"].items():
-            assert masses[i % 2][middle] == pytest.approx(r["ratio"][-1], rel=1e-5), group
-            assert min(masses[i % 2]) >= 1
+        mine = found["profiles"][f"{r['weight_decay']:g}"]
+        assert set(mine["last"]) == {"conv1", "conv2", "hidden"}
+        for group in mine["last"]:
+            last, optimum = mine["last"][group][i % 2], mine["optimum"][group][i % 2]
+            assert last[middle] == pytest.approx(r["ratio"][-1], rel=1e-5)
+            assert min(last) >= 1 - 1e-9
+            lowest = found["log_factors"][last.index(min(last))]
+            assert lowest == pytest.approx(mine["minimum"][group][i % 2], abs=0.013)  # half a step of the grid
+            assert min(optimum) == optimum[middle] == pytest.approx(1, rel=1e-6)
     last = [r["ratio"][-1] for r in results["runs"]["runs"][2:]]
     assert f"{sum(last) / 2:.4f}" in text
     assert "mass.png" in (out / "report" / "report.md").read_text()

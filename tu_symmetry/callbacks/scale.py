@@ -44,7 +44,7 @@ class ScaleCanonicalization(ScheduledCallback):
     * ``scale/layer_mass/LAYER`` and ``scale/layer_minimal_mass/LAYER``: what each module holds of both;
     * ``scale/log_factor/GROUP``: root mean square of the natural-log factors that lead from the weights to the
       minimum, for each scale group (zero at the minimum);
-    * ``scale/profile_minimum/GROUP``: the natural-log factor of least mass when all units of the group are scaled alike.
+    * ``scale/profile_minimum/GROUP``: the natural-log factor of least mass when a whole group is scaled alike.
 
     The members of an ensemble are treated one by one: the names then end in ``_i``, and the name without it is the
     mean. The same numbers are kept in :attr:`history`, which is part of the checkpoint.

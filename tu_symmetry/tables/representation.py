@@ -222,31 +222,32 @@ def _evaluate(context: StageContext, state: dict[str, Tensor]) -> tuple[float, f
 
 @stage(inputs=("runs",))
 def take_profiles(context: StageContext, options: ProfilesOptions) -> Results:
-    """Mass of each run's last weights when all units of one layer are scaled, relative to the run's minimal mass."""
+    """Mass, relative to its minimum, when all units of a layer are scaled: from the last weights, from the optimum."""
     from tu_symmetry.scaling.canonical import canonicalize
     from tu_symmetry.scaling.profiles import mass_profile
 
+    graph = context.graph
     states = load_file(context.inputs["runs"].folder / STATES)
-    decays = context.inputs["runs"].results["options"]["weight_decays"]
     log_factors = torch.linspace(-options.reach, options.reach, options.points, dtype=torch.float64)
-    profiles: dict[str, dict[str, list[list[float]]]] = {}
-    distances: dict[str, dict[str, list[float]]] = {}
-    for i, decay in enumerate(decays):
-        masses: dict[str, list[list[float]]] = {g.name: [] for g in context.graph.scales}
-        rms: dict[str, list[float]] = {g.name: [] for g in context.graph.scales}
+    found: dict[str, dict[str, Any]] = {}
+    for i, decay in enumerate(context.inputs["runs"].results["options"]["weight_decays"]):
+        mine: dict[str, Any] = {k: {g.name: [] for g in graph.scales} for k in ("last", "optimum", "minimum", "rms")}
         for seed in range(len(next(iter(states.values()))[i])):
             state = {name: t[i, seed] for name, t in states.items()}
-            least = canonicalize(context.graph, state)
-            for name, values in mass_profile(context.graph, state, log_factors).masses.items():
-                masses[name].append((values / least.mass_after).tolist())
-                rms[name].append(float(least.log_scale[name].square().mean().sqrt()))
-        profiles[f"{decay:g}"], distances[f"{decay:g}"] = masses, rms
+            least = canonicalize(graph, state)
+            last, optimum = (mass_profile(graph, s, log_factors) for s in (state, least.state))
+            for name, log_scale in least.log_scale.items():
+                mine["last"][name].append((last.masses[name] / least.mass_after).tolist())
+                mine["optimum"][name].append((optimum.masses[name] / least.mass_after).tolist())
+                mine["minimum"][name].append(last.minima[name])
+                mine["rms"][name].append(float(log_scale.square().mean().sqrt()))
+        found[f"{decay:g}"] = mine
+    distances = {d: _mean([v for values in mine["rms"].values() for v in values]) for d, mine in found.items()}
     return {
         "log_factors": log_factors,
-        "profiles": profiles,
-        "log_factor_rms": distances,
+        "profiles": found,
         "headline": "log-factors to the minimum, root mean square: "
-        + ", ".join(f"{_mean([v for vs in rms.values() for v in vs]):.3f} with {d}" for d, rms in distances.items()),
+        + ", ".join(f"{value:.3f} with {d}" for d, value in distances.items()),
     }
 
 
@@ -259,28 +260,35 @@ def draw(
         path: of the PNG.
         runs: the records of the training stage.
         log_factors: natural-log factors of the profiles.
-        profiles: weight decay to group to ``[seeds, points]`` masses relative to the minimal mass.
+        profiles: weight decay to ``last`` and ``optimum``, and those to group to ``[seeds, points]`` masses relative to
+            the minimal mass.
     """
     from tu_symmetry.tables import plots
 
     colors = (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE)
-    groups = list(next(iter(profiles.values())))
+    groups = list(next(iter(profiles.values()))["last"])
     with plots.figure(path, 2 + len(groups), width=3.1) as axes:
-        for color, (decay, masses) in zip(colors, profiles.items(), strict=False):
+        for color, (decay, found) in zip(colors, profiles.items(), strict=False):
             mine = [r for r in runs if f"{r['weight_decay']:g}" == decay]
             steps = mine[0]["step"]
             plots.band(axes[0], steps, [r["mass"] for r in mine], color, f"weight decay {decay}")
             plots.band(axes[0], steps, [r["minimal_mass"] for r in mine], color, None, linestyle="--")
             plots.band(axes[1], steps, [r["ratio"] for r in mine], color, f"weight decay {decay}")
             for ax, group in zip(axes[2:], groups, strict=True):
-                plots.band(ax, log_factors, masses[group], color, None)
+                plots.band(ax, log_factors, found["last"][group], color, None)
+                plots.band(ax, log_factors, found["optimum"][group], color, None, linestyle="--")
         axes[0].set(title="Mass (dashed: minimal)", xlabel="step", ylabel="squared norm of the weights", yscale="log")
         axes[1].set(title="Mass over minimal mass", xlabel="step", ylabel="ratio")
         axes[1].axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-        axes[1].legend(loc="upper right")
         for ax, group in zip(axes[2:], groups, strict=True):
             ax.axvline(0.0, color="black", linewidth=0.8, linestyle=":")
             ax.set(title=f"Profile of {group}", xlabel="log-factor on all units", ylabel="mass over minimal mass")
+        axes[2].plot([], [], color="black", label="from the last weights")
+        axes[2].plot([], [], color="black", linestyle="--", label="from the optimum")
+        for ax in axes[1:3]:
+            low, high = ax.get_ylim()
+            ax.set_ylim(low, high + 0.25 * (high - low))
+            ax.legend(loc="upper right")
 
 
 @stage(inputs=("runs", "profiles"), reads_table=True)
@@ -289,7 +297,7 @@ def report(context: StageContext, options: ReportOptions) -> Results:
     runs = context.inputs["runs"].results["runs"]
     found = context.inputs["profiles"].results
     draw(context.folder / "mass.png", runs, found["log_factors"], found["profiles"])
-    decays = list(found["log_factor_rms"])
+    decays = list(found["profiles"])
     by_decay = [[r for r in runs if f"{r['weight_decay']:g}" == decay] for decay in decays]
     half = len(runs[0]["ratio"]) // 2
     lines: list[tuple[str, Callable[[dict[str, Any]], float], str]] = [
@@ -303,7 +311,8 @@ def report(context: StageContext, options: ReportOptions) -> Results:
         ("test accuracy (%)", lambda r: 100 * r["test_accuracy"], ".2f"),
     ]
     rows = [[name, *(_spread([read(r) for r in mine], form) for mine in by_decay)] for name, read, form in lines]
-    distances = [[_mean(seeds) for seeds in zip(*found["log_factor_rms"][d].values(), strict=True)] for d in decays]
+    rms = [found["profiles"][decay]["rms"].values() for decay in decays]
+    distances = [[_mean(layers) for layers in zip(*values, strict=True)] for values in rms]
     rows.insert(6, ["log-factor to the minimum", *(_spread(values, ".3f") for values in distances)])
     caption = (
         f"Ratio: mass over minimal mass. {len(by_decay[0])} seeds, ± one standard deviation. Log-factor: root mean "
