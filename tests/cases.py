@@ -560,3 +560,102 @@ class WrittenInPlace(nn.Module):
         hidden = F.relu(self.a(x)).add_(0.0)
         low, high = self.b(hidden).chunk(2, 1)
         return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
+
+
+class InterleavedRotary(nn.Module):
+    """Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.head = nn.Linear(5, 36), nn.Linear(12, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        angle = torch.arange(tokens, dtype=x.dtype)[:, None] * torch.tensor([1.0, 1.0, 0.1, 0.1], dtype=x.dtype)
+        q, k = (z * angle.cos() + self.turned(z) * angle.sin() for z in (q, k))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, 12)
+        return self.head(torch.relu(self.out(y)))
+
+    @staticmethod
+    def turned(z: Tensor) -> Tensor:
+        return torch.stack([-z[..., 1::2], z[..., ::2]], -1).reshape(z.shape)
+
+
+case((2, 4, 5), permutations=[3, (3, 4), 6], scales=24)(InterleavedRotary)  # 12 values, 6 rotated pairs, 6 units
+
+
+class PatchesOfPixels(nn.Module):
+    """A mobile vision transformer's way of cutting patches: channels are merged with rows, and split again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(2, 6, 1), nn.LayerNorm(6), nn.Conv2d(6, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        batch, channels, height, width = x.shape
+        rows, columns = height // 2, width // 2
+        x = x.reshape(batch * channels * rows, 2, columns, 2).transpose(1, 2)
+        x = x.reshape(batch, channels, rows * columns, 4).transpose(1, 3).reshape(batch * 4, rows * columns, channels)
+        x = self.norm(x).view(batch, 4, rows * columns, channels).transpose(1, 3)
+        x = x.reshape(batch * channels * rows, columns, 2, 2).transpose(1, 2)
+        return self.b(x.reshape(batch, channels, rows * 2, columns * 2))
+
+
+case((2, 2, 4, 4), permutations=[6], scales=6, normalizations=1)(PatchesOfPixels)
+
+
+class MultiScaleLinearAttention(nn.Module):
+    """Linear attention over heads of fused queries, keys and values, and over grouped convolutions of the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Conv2d(3, 18, 1, bias=False)
+        self.depthwise = nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False)
+        self.grouped = nn.Conv2d(18, 18, 1, groups=9, bias=False)
+        self.out = nn.Conv2d(12, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, height, width = x.shape
+        first = self.qkv(x)
+        z = torch.cat([first, self.grouped(self.depthwise(first))], 1)
+        q, k, v = z.reshape(batch, -1, 6, height * width).transpose(-1, -2).chunk(3, -1)
+        y = torch.sigmoid(q) @ (torch.sigmoid(k).transpose(-1, -2) @ torch.tanh(v))
+        return self.out(y.transpose(-1, -2).reshape(batch, -1, height, width))
+
+
+# heads; in each of them the units that queries and keys share, and those of the values, of both scales
+case((1, 3, 4, 4), permutations=[3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18)(MultiScaleLinearAttention)
+
+
+class AffineAfterActivation(nn.Module):
+    """Scalars that multiply and shift a whole activation (as in HGNetV2): one factor for all of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.c = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.Linear(5, 2)
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale * torch.relu(self.norm(self.a(x))) + self.shift
+        return self.c(torch.relu(self.b(x)))
+
+
+# scales: scalar against norm, both against the next layer, and the next layer's five units
+case((3, 4), permutations=[6, 5], scales=7, normalizations=6)(AffineAfterActivation)
+
+
+class FoldedWindows(nn.Module):
+    """Windows are cut out, and summed back into an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 5, 1), nn.Conv2d(5, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = F.unfold(torch.relu(self.a(x)), 3, padding=1)
+        return self.b(F.fold(windows, (6, 6), 3, padding=1))
+
+
+case((2, 3, 6, 6), permutations=[5], scales=5)(FoldedWindows)

@@ -626,13 +626,16 @@ class Extraction:
         )
 
     def _still(self, node: _Node, owner: Array, slot: Array) -> None:
-        """Blocks that move along the rows need no move along this axis, if their slots lie alike in every row."""
-        present = [r for r in range(len(owner)) if (owner[r] >= 0).any()]
-        first = present[0]
-        held = owner[first] >= 0
-        for row in present[1:]:
-            if not np.array_equal(owner[row] >= 0, held) or (slot[row] != slot[first])[held].any():
-                raise _Contradiction(node, "blocks lie differently in the rows of a parameter")
+        """Blocks that move along the rows need no move along this axis, if slots lie alike in the rows of each block."""
+        held = owner >= 0
+        present = np.flatnonzero(held.any(axis=1))
+        block = owner[present].max(axis=1)
+        if (np.where(held[present], owner[present], block[:, None]) == block[:, None]).all():
+            layouts = [np.where(held[rows], slot[rows], -1) for b in np.unique(block) for rows in [present[block == b]]]
+        else:  # a row holds units of several blocks
+            layouts = [np.where(held[row], slot[row], -1) for row in present]
+        if any(not np.array_equal(layout, layouts[0]) for layout in layouts[1:]):
+            raise _Contradiction(node, "blocks lie differently in the rows of a parameter")
 
     def _positions(
         self, node: _Node, owner: Array, slot: Array, rest: Hash, size: int, count: int | None = None

@@ -80,7 +80,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
                 return _recorded(model, args, kwargs, place)
             raise SymmetryError(
                 f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
-                "symmetries may differ from branch to branch. discover_symmetries(..., branches=\"record\") finds "
+                'symmetries may differ from branch to branch. discover_symmetries(..., branches="record") finds '
                 "those of the way that the example inputs take; torch.where or torch.cond in place of the branch makes "
                 "both ways count."
             ) from error
@@ -132,9 +132,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         _allow_non_fake_inputs=True,
         _error_on_data_dependent_ops=False,
     )(tensors, args, dict(kwargs))
-    inputs: list[Any] = [
-        Parameter(name, tuple(t.shape)) if t.is_floating_point() else t for name, t in tensors.items()
-    ]
+    inputs: list[Any] = [Parameter(name, tuple(t.shape)) if t.is_floating_point() else t for name, t in tensors.items()]
     for leaf in _flatten((args, dict(kwargs))):
         inputs.append(pinned_value(leaf.shape, INPUT) if isinstance(leaf, Tensor) else leaf)
     return Trace(graph_module, tuple(inputs), branch=place)
@@ -190,9 +188,7 @@ class _Interpreter:
             elif node.op == "call_function":
                 self._call(node)
             elif node.op == "output":
-                return [
-                    self._value(self.env[r]) if isinstance(r, torch.fx.Node) else r for r in _flatten(node.args[0])
-                ]
+                return [self._value(self.env[r]) if isinstance(r, torch.fx.Node) else r for r in _flatten(node.args[0])]
         return []
 
     def _value(self, held: Any) -> Any:
@@ -285,9 +281,7 @@ class _Interpreter:
         ways = [_Interpreter(self.ledger, held[k]).run(held[3]) for k in (1, 2)]
         results = []
         for a, b, shape in zip(*ways, _shapes(node.meta.get("val")), strict=True):
-            call = Call(
-                self.ledger, "aten.where", {"condition": condition, "self": a, "other": b}, [shape], node.name
-            )
+            call = Call(self.ledger, "aten.where", {"condition": condition, "self": a, "other": b}, [shape], node.name)
             results.append(RULES["aten.where"](call))
         return results
 

@@ -107,7 +107,7 @@ class _Check:
         return next(self._outputs(model, state) for _ in _without_epsilon(model))
 
     def _outputs(self, model: nn.Module, state: Mapping[str, Tensor]) -> list[Tensor]:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _ConstantNoise():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _Exactly():
             torch.manual_seed(0)
             output = torch.func.functional_call(model, dict(state), self.args, self.kwargs, tie_weights=False)
         return [t.clone() for t in _tensors(output)]
@@ -147,10 +147,11 @@ class _Check:
             )
 
 
-class _ConstantNoise(TorchDispatchMode):
-    """Random numbers with independent entries become constants, which every permutation leaves as they are.
+class _Exactly(TorchDispatchMode):
+    """Computes in double precision throughout, with constants for noise.
 
-    A stochastic layer's symmetries hold in law: its noise has to move with the units, and constants do so by themselves.
+    A symmetry of a stochastic layer holds in law: its noise has to move with the units, and constants do so by
+    themselves. Casts to a lower precision inside the network would round what is to be compared.
     """
 
     supports_higher_order_operators = True
@@ -158,16 +159,23 @@ class _ConstantNoise(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16) and _has_double(args):
+            kwargs["dtype"] = torch.float64
+        result = func(*args, **kwargs)
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
         if name == "bernoulli":
             result.fill_(1)
         elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
             result.fill_(0.7)
         elif name == "normal":
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             result.copy_(given.get("mean", 0.0) + 0.7 * given.get("std", 1.0))
         return result
+
+
+def _has_double(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
 
 
 def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:

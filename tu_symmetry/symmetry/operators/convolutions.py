@@ -10,7 +10,7 @@ import numpy as np
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
 from tu_symmetry.symmetry.operators.pointwise import is_fresh
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 @register_rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -143,10 +143,19 @@ def _pool(call: Call) -> Value | list[Value]:
     return [result] * len(call.outputs)
 
 
-@register_rule("grid_sampler", "im2col", "col2im")
+@register_rule("col2im")
+def _fold(call: Call) -> Value:
+    """Channels times kernel positions by windows, summed into an image."""
+    value = call.ledger.mix(call["self"], call["self"].ndim - 1, "spatial position")
+    value = call.ledger.take(value, value.ndim - 1, 0)
+    lead, taps = value.shape[:-1], math.prod(call["kernel_size"])
+    value = call.ledger.reshape(value, (*lead, value.shape[-1] // taps, taps))
+    value = call.ledger.take(call.ledger.mix(value, value.ndim - 1, "kernel position"), value.ndim - 1, 0)
+    return replace(call.ledger.reshape(value, (*value.shape, 1, 1)), shape=call.shape)
+
+
+@register_rule("im2col")
 def _unfold(call: Call) -> Value:
-    if call.operator != "aten.im2col":
-        return unknown(call)
     value: Value = call["self"]
     batched = value.ndim == 4
     for axis in range(value.ndim - 2, value.ndim):
