@@ -626,7 +626,7 @@ class Extraction:
         )
 
     def _still(self, node: _Node, owner: Array, slot: Array) -> None:
-        """Blocks that move along the rows need no move along this axis, if slots lie alike in the rows of each block."""
+        """Blocks that move along the rows need no move along this axis, if slots lie alike in each block's rows."""
         held = owner >= 0
         present = np.flatnonzero(held.any(axis=1))
         block = owner[present].max(axis=1)

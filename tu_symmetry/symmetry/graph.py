@@ -280,8 +280,8 @@ class SymmetryGraph:
             for member in group.members:
                 if given.get(member.parameter) == member.axis:
                     raise SymmetryError(
-                        f"{member.parameter}[{member.axis}] is already moved by the group {group.name!r}; take that one "
-                        f"out first: graph.without({group.name!r})"
+                        f"{member.parameter}[{member.axis}] is already moved by the group {group.name!r}; take that "
+                        f"one out first: graph.without({group.name!r})"
                     )
         size = sizes.pop()
         members = tuple(PermutationMember(n, axis, torch.arange(size).unsqueeze(1)) for n, axis in given.items())
