@@ -42,7 +42,7 @@ def perceptrons(share: slice, seed: int) -> dict[str, Tensor]:
     return {n: normal(12, *shape, seed=seed + k)[share] for k, (n, shape) in enumerate(shapes.items())}
 
 
-def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
+def values(share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryGraph) -> dict[str, float]:
     a, b = (2 * normal(3, 31, 4, seed=0)).softmax(-1)[:, share], (2 * normal(31, 4, seed=1)).softmax(-1)[share]
     metrics: dict[str, Metric] = {
         "agreement": PredictiveAgreement(),
@@ -51,7 +51,6 @@ def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
         "information": PairwiseMutualInformation(3),
         "discrepancy": MaximumMeanDiscrepancy(),
     }
-    graph = tus.discover_symmetries(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3))
     metrics |= {
         "discrepancy without symmetries": MaximumMeanDiscrepancy(graph=graph, level="layer"),
         "homogeneity": MarginalHomogeneity(graph, draws=39),
@@ -72,9 +71,9 @@ def values(share: slice, elements: list[dict[str, Tensor]]) -> dict[str, float]:
     return found | {name: float(value) for name, value in cost.compute().items()}
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
+def worker(rank: int, port: int, folder: Path, graph: tus.SymmetryGraph) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    (folder / f"{rank}.json").write_text(json.dumps(values(SHARES[rank], ELEMENTS[rank : rank + 1])))
+    (folder / f"{rank}.json").write_text(json.dumps(values(SHARES[rank], ELEMENTS[rank : rank + 1], graph)))
     dist.destroy_process_group()
 
 
@@ -82,9 +81,11 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(worker, args=(port, tmp_path), nprocs=2)
-    expected = values(WHOLE, ELEMENTS)
-    assert all(values(share, ELEMENTS[:1])["variation"] != expected["variation"] for share in SHARES)
+    graph = tus.discover_symmetries(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3))
+    graph.require_verified()
+    mp.spawn(worker, args=(port, tmp_path, graph), nprocs=2)
+    expected = values(WHOLE, ELEMENTS, graph)
+    assert all(values(share, ELEMENTS[:1], graph)["variation"] != expected["variation"] for share in SHARES)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == pytest.approx(expected, abs=1e-13)

@@ -72,7 +72,7 @@ class MaximumMeanDiscrepancy(Metric):
             raise ValueError("give either a graph or an own remove_symmetries, not both")
         reduce_discrepancies({"": torch.zeros(())}, reduction)  # refuses what is not known
         weight_vectors({}, parameters=parameters if graph is None else None, level=level)
-        self.remove_symmetries, self.graph, self.parameters = remove_symmetries, graph, parameters
+        self.remove_symmetries, self.graph, self.counted = remove_symmetries, graph, parameters
         self.level, self.reduction, self.reset_reference = level, reduction, reset_reference
         self.shapes: dict[str, torch.Size] = {}
         self.layout: dict[str, int] = {}
@@ -103,7 +103,7 @@ class MaximumMeanDiscrepancy(Metric):
             (count,) = counts
             whole = [self.remove_symmetries({name: t[i] for name, t in states.items()}) for i in range(count)]
             states = {name: torch.stack([state[name] for state in whole]) for name in floating}
-        vectors = weight_vectors(states, graph=self.graph, parameters=self.parameters, level=self.level)
+        vectors = weight_vectors(states, graph=self.graph, parameters=self.counted, level=self.level)
         self.layout = {name: v.shape[1] for name, v in vectors.items()}
         (self.reference if reference else self.samples).append(torch.cat(list(vectors.values()), dim=1))
 

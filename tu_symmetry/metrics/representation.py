@@ -45,7 +45,7 @@ class RepresentationCost(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.graph, self.parameters = graph, parameters
+        self.graph, self.counted = graph, parameters
         self.normalizations, self.degenerate = normalizations, degenerate
         self.add_state("total", default=torch.zeros(3, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("networks", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
@@ -59,7 +59,7 @@ class RepresentationCost(Metric):
         costs = representation_costs(
             self.graph,
             states,
-            parameters=self.parameters,
+            parameters=self.counted,
             normalizations=self.normalizations,
             degenerate=self.degenerate,
         )

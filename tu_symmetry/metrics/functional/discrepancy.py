@@ -140,7 +140,7 @@ def reduce_discrepancies(values: Mapping[str, Tensor], reduction: Reduction) -> 
     if reduction not in ("mean", "max", "sum"):
         raise ValueError(f"reduction must be 'mean', 'max' or 'sum', got {reduction!r}")
     stacked = torch.stack(list(values.values()))
-    return {"mean": stacked.mean, "max": stacked.max, "sum": stacked.sum}[reduction]()
+    return {"mean": stacked.mean(), "max": stacked.max(), "sum": stacked.sum()}[reduction]
 
 
 def mmd_bandwidths(distances: Tensor, count: int = 10) -> Tensor:
