@@ -109,9 +109,9 @@ def assign(similarities: np.ndarray) -> np.ndarray:
     """
     if len(similarities) >= _PRICED:
         scores = torch.from_numpy(similarities).float()
-        temperature = 0.3 * float(scores.std())
-        if temperature > 0:
-            columns = torch.zeros(scores.shape[1])
+        columns = scores.mean(0)
+        temperature = 0.3 * float((scores - columns - (scores.mean(1) - columns.mean()).unsqueeze(1)).std())
+        if temperature > 1e-6 * float(scores.abs().max()):
             for _ in range(2):
                 rows = temperature * torch.logsumexp((scores - columns) / temperature, 1)
                 columns = temperature * torch.logsumexp((scores - rows.unsqueeze(1)) / temperature, 0)
