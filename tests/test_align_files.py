@@ -251,6 +251,22 @@ def test_the_universe_climbs_the_sum_of_all_pairs(graph: SymmetryGraph, tmp_path
         assert transposition_count(weight_matching(graph, others, own, method="descent").permutation) == 0
 
 
+def test_a_universe_that_was_cut_short_says_so_and_goes_on(
+    graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    states = [{n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items()} for _ in range(8)]
+    files = write(tmp_path, states)
+    words = ["align", *map(str, files), "--model", f"{__name__}.Net", "--input", "1,4", "--reference", "universe"]
+    words += ["--out", str(tmp_path / "out")]
+    assert cli.main([*words, "--max-sweeps", "1"]) == 0
+    assert "sweeps after the running mean: 1; the last one still moved" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(words) == 0
+    assert "moved nothing" in " ".join(capsys.readouterr().out.split())
+    align_files(graph, files, tmp_path / "whole", reference="universe")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_an_interruption_at_any_write_changes_no_byte(
     mode: Any, graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -197,6 +197,12 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         help="files that are compared for the medoid, drawn at random if there are more (default: 16)",
     )
     parser.add_argument(
+        "--max-sweeps",
+        type=int,
+        default=20,
+        help="bound on the sweeps over all networks for the universe (default: 20)",
+    )
+    parser.add_argument(
         "--threads",
         type=int,
         default=1,
@@ -227,6 +233,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
                 prefix=arguments.prefix,
                 method=arguments.method,
                 candidates=arguments.candidates,
+                max_sweeps=arguments.max_sweeps,
                 threads=arguments.threads,
                 track=display.track,
             )

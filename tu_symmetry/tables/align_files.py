@@ -131,7 +131,7 @@ class FileAlignment:
             return f"the medoid of {len(self.search['candidates'])} of the {len(self.files)} files, drawn at random"
         if self.mode == "universe":
             end = "the last one moved nothing" if self.search["converged"] else "the last one still moved units"
-            return f"{self.search['sweeps']} sweeps after the running mean; {end}"
+            return f"sweeps after the running mean: {self.search['sweeps']}; {end}"
         return ""
 
 

@@ -234,7 +234,7 @@ class _RunningSum:
 
     def _header(self, place: dict[str, Any]) -> dict[str, Any]:
         """What the sum at some place of a run is made of."""
-        sources = [c.sha256 for c in self.checkpoints]
+        sources = [(c.name, c.sha256) for c in self.checkpoints]
         used = sources if place["sweep"] else sources[: place["done"]]
         return {"options": self._options, "architecture": self.graph.architecture, "sources": digest_of(used)}
 
