@@ -74,12 +74,12 @@ def run(settings: Settings) -> Section:
         "of a fresh network, a permutation that forgets them would go unnoticed.\n\n"
         "*Seconds*: `weight_matching` with a verified graph, the permutation applied, or the same by `rebasin` with "
         "its tracing done beforehand (it does coordinate descent; ours stands beside the default for comparison). In "
-        "turn, median of three (resnet50 and vgg16_bn: once). *In products*: CPU time inside the matrix products that make "
-        "Gram matrices during the last run, and that run's total against it: the products of all iterations count, "
-        "everything else is overhead. *One sweep's products*: the bare time of one "
-        "float32 product `A @ B.T` for each permuted axis of each tensor, `[units, everything else]` each, copied into "
-        "that layout beforehand. *Distance*: L2 over parameters. *Output error*: of the permuted network in evaluation "
-        "mode against itself before, relative L2 over four images; about 1e-6 is rounding, more is another function."
+        "turn, median of three (resnet50 and vgg16_bn: once). *In products*: CPU time inside the matrix products that "
+        "make Gram matrices during the last run, and that run's total against it: the products of all iterations "
+        "count, everything else is overhead. *One sweep's products*: the bare time of one float32 product `A @ B.T` "
+        "for each permuted axis of each tensor, `[units, everything else]` each, copied into that layout beforehand. "
+        "*Distance*: L2 over parameters. *Output error*: of the permuted network in evaluation mode against itself "
+        "before, relative L2 over four images; about 1e-6 is rounding, more is another function."
     )
     return Section(
         "Weight matching",
