@@ -83,6 +83,7 @@ class Section:
 def record(section: Section, *, seconds: float, quick: bool) -> dict[str, Any]:
     """A section as :data:`JSON` holds it, with the machine, the versions and the date."""
     environment = describe_environment(torch.device("cpu"))
+    environment["load"] = f"{os.getloadavg()[0]:.1f}"
     for package in section.packages:
         try:
             environment[package] = metadata.version(package)
@@ -144,7 +145,7 @@ def _render_section(subject: str, found: Mapping[str, Any]) -> str:
     environment = dict(found["environment"])
     machine = [f"{environment.pop(k)}" for k in ("processor", "system")]
     machine.append(f"{environment.pop('cores')} cores, {environment.pop('threads')} thread(s)")
-    machine.append(f"device {environment.pop('device')}")
+    machine.append(f"device {environment.pop('device')}; load average at the end {environment.pop('load')}")
     versions = ", ".join(f"{name} {version}" for name, version in environment.items())
     lines += [f"Machine: {'; '.join(machine)}. Versions: {versions}.", ""]
     return "\n".join(lines)
