@@ -86,7 +86,7 @@ def canonicalize(
     ``"unit_norm"`` gives the counted weights of each factor (a channel's filter before batch normalization, a whole
     layer before layer normalization) unit norm (``unit_variance``: a mean square of one), and running statistics move
     along. Under ``min_mass`` this is one convex problem: minimize the mass minus twice the sum of the normalizations'
-    log-factors. The form is then constant on the orbits of the normalization groups too.
+    log-factors. The form is then constant on the normalization groups' orbits too, though the mass may grow by it.
 
     *Degenerate factors* (``min_mass``) are held at one (``"leave"``), or the side that has mass is given unit norm
     (``"unit_norm"``), which makes the form constant on their orbits too, though the mass may grow by it. Factors

@@ -85,20 +85,27 @@ def _objective(point: MassPoint, targets: Tensor, s: Tensor) -> float:
 
 
 def _sweep(tables: MassTables, s: Tensor, active: Tensor, targets: Tensor) -> tuple[Tensor, MassPoint, float]:
-    """Half the exact step of every factor between fixed neighbors, while that pays."""
+    """Exact steps of every factor between fixed neighbors, or half of them if that is better, while they pay.
+
+    Whole steps are the solution where no two factors meet in one tensor, as between normalizations; half steps always
+    descend, since they are the mean of whole steps of one factor at a time (at most two meet in an entry).
+    """
     point = tables.at(s)
     value = _objective(point, targets, s)
     for _ in range(_SWEEPS):
         grows, shrinks = point.sides()
         root = (targets.square() + 4 * grows * shrinks).sqrt()
         up = torch.where(targets >= 0, (root + targets) / (2 * grows), 2 * shrinks / (root - targets))
-        moved = s + torch.where(active, 0.25 * up.log(), 0.0)
-        trial = tables.at(moved)
-        trial_value = _objective(trial, targets, moved)
-        if not trial_value < value:
+        step = torch.where(active, 0.5 * up.log(), 0.0)
+        trials = []
+        for moved in (s + step, s + 0.5 * step):
+            trial = tables.at(moved)
+            trials.append((_objective(trial, targets, moved), moved, trial))
+        best = min(trials, key=lambda t: t[0])
+        if not best[0] < value:
             break
-        gain = value - trial_value
-        s, point, value = moved, trial, trial_value
+        gain = value - best[0]
+        value, s, point = best
         if gain < 0.03 * point.value:
             break
     return s, point, value
