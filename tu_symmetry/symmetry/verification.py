@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
-from tu_symmetry.symmetry.elements import random_permutation
+from tu_symmetry.symmetry.elements import Permutation, random_permutation
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 
@@ -46,15 +46,13 @@ def verify_symmetries(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     generator = torch.Generator().manual_seed(seed)
 
-    def build() -> nn.Module:
-        return copy.deepcopy(model).to(device="cpu", dtype=torch.float64).eval()
-
-    twin = build()
+    # the change to training mode and back empties what some modules keep of their weights for evaluation
+    twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float64).train().eval()
     args, kwargs = _double((args, dict(example_kwargs or {})), generator)
     state = random_state(twin, generator)
-    check = _Check(twin, build, args, kwargs, tolerance)
+    check = _Check(twin, args, kwargs, tolerance)
 
-    permutation = random_permutation(graph, generator=generator)
+    permutation = _cycles(graph, generator)
     exact: dict[str, Tensor] = {}
     inexact: dict[str, Tensor] = {}
     for group in (*graph.scales, *graph.normalizations):
@@ -71,13 +69,12 @@ def verify_symmetries(
             "all groups together", "combined", scale_tensors(graph, exact, permute_tensors(graph, permutation, state))
         )
     if inexact:
-        check.without_epsilon = True
-        for _ in _without_epsilon(twin):
-            check.baseline(state)
-            if check.differs(scale_tensors(graph, inexact, state)):
-                for name, s in inexact.items():
-                    check.demand(name, "normalization", scale_tensors(graph, {name: s}, state))
-                check.demand("all normalizations together", "combined", scale_tensors(graph, inexact, state))
+        _drop_epsilons(twin)
+        check.baseline(state)
+        if check.differs(scale_tensors(graph, inexact, state)):
+            for name, s in inexact.items():
+                check.demand(name, "normalization", scale_tensors(graph, {name: s}, state))
+            check.demand("all normalizations together", "combined", scale_tensors(graph, inexact, state))
     graph.verified = True
     graph._verifier = None
 
@@ -85,35 +82,20 @@ def verify_symmetries(
 class _Check:
     """Runs the network with other weights and compares with the outputs of the first."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        build: Callable[[], nn.Module],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tolerance: float,
-    ) -> None:
-        self.model, self.build, self.args, self.kwargs, self.tolerance = model, build, args, kwargs, tolerance
-        self.without_epsilon = False
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tolerance: float) -> None:
+        self.model, self.args, self.kwargs, self.tolerance = model, args, kwargs, tolerance
         self.reference: list[Tensor] = []
-        self.fresh = False
 
     def _run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
-        if not self.fresh:
-            return self._outputs(self.model, state)
-        model = self.build()
-        if not self.without_epsilon:
-            return self._outputs(model, state)
-        return next(self._outputs(model, state) for _ in _without_epsilon(model))
-
-    def _outputs(self, model: nn.Module, state: Mapping[str, Tensor]) -> list[Tensor]:
+        # some modules keep what they computed from weights: each run has a model of its own, which shares the tensors
+        shared = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
+        model = copy.deepcopy(self.model, shared)
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Exactly():
             torch.manual_seed(0)
             output = torch.func.functional_call(model, dict(state), self.args, self.kwargs, tie_weights=False)
         return [t.clone() for t in _tensors(output)]
 
     def baseline(self, state: Mapping[str, Tensor]) -> None:
-        self.state = dict(state)
         self.reference = self._run(state)
         if not all(torch.isfinite(t).all() for t in self.reference):
             raise SymmetryError(
@@ -129,13 +111,7 @@ class _Check:
         return worst
 
     def differs(self, state: Mapping[str, Tensor]) -> bool:
-        if self.error(state) <= self.tolerance:
-            return False
-        if not self.fresh:  # some modules keep what they computed from other weights: give each run a model of its own
-            self.fresh = True
-            self.reference = self._run(self.state)
-            return self.differs(state)
-        return True
+        return not self.error(state) <= self.tolerance
 
     def demand(self, name: str, kind: str, state: Mapping[str, Tensor]) -> None:
         error = self.error(state)
@@ -208,20 +184,20 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     return 1.0 + 0.3 * noise
 
 
-def _without_epsilon(model: nn.Module) -> Iterator[None]:
-    """Set every attribute that looks like a normalization's epsilon to zero, for the duration of one loop body."""
-    saved = []
+def _drop_epsilons(model: nn.Module) -> None:
+    """Set every attribute that looks like a normalization's epsilon to (almost) zero."""
     for module in model.modules():
         for key, value in vars(module).items():
             if "eps" in key and isinstance(value, float):
-                saved.append((module, key, value))
-    try:
-        for module, key, _ in saved:
-            setattr(module, key, 1e-100)  # some operators refuse zero
-        yield
-    finally:
-        for module, key, value in saved:
-            setattr(module, key, value)
+                setattr(module, key, 1e-100)  # some operators refuse zero
+
+
+def _cycles(graph: SymmetryGraph, generator: torch.Generator) -> Permutation:
+    """A random element that moves every unit: one cycle through all units of each block."""
+    element = {}
+    for name, order in random_permutation(graph, generator=generator).items():
+        element[name] = torch.empty_like(order).scatter_(-1, order, order.roll(1, dims=-1))
+    return element
 
 
 def _tensors(nested: Any) -> list[Tensor]:
