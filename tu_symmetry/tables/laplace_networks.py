@@ -13,7 +13,7 @@ from tu_symmetry.tables.convnets import ResNet
 
 
 class CNN(nn.Sequential):
-    """Three strided convolutions with BatchNorm, average pooling to 2 x 2, and a linear layer.
+    """Three convolutions with BatchNorm, two of them strided, average pooling to 2 x 2, and a linear layer.
 
     Args:
         num_classes: number of outputs.
@@ -24,7 +24,7 @@ class CNN(nn.Sequential):
         super().__init__(
             nn.Conv2d(1, width, 5, 2, padding=2, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
             nn.Conv2d(width, 2 * width, 3, 2, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, 2, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False), nn.BatchNorm2d(2 * width), nn.ReLU(),
             nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8 * width, num_classes),
         )  # fmt: skip
 
