@@ -213,7 +213,7 @@ def test_report_shows_what_was_measured(trained: tuple[Path, dict[str, Any], str
         methods = results[f"{name}_barriers"]["methods"]
         for method in methods.values():
             values = [path["barrier"] for path in method["paths"]["batchnorm"]]
-            assert f"{sum(values) / 3:.3f}" in markdown and f"{sum(values) / 3:.3f}" in text
+            assert f" {sum(values) / 3:.2f} " in markdown and f" {sum(values) / 3:.2f} " in text
         assert f"{100 * methods['universe']['mean']['repair']['accuracy']:.1f}" in markdown
     for file in ("barriers.png", "paths-resnet_barriers.png", "paths-vgg_barriers.png"):
         assert f"({file})" in markdown

@@ -14,12 +14,13 @@ from tu_symmetry.tables.stage import Results, StageContext, stage
 
 METHODS = {
     "none": "no permutation",
-    "weight": "weight matching",
-    "activation": "activation matching",
+    "weight": "weights",
+    "activation": "activations",
     "straight_through": "straight-through",
     "universe": "universe",
 }
-MENDINGS = {"plain": "plain", "batchnorm": "BN re-estimated", "repair": "REPAIR"}
+MENDINGS = {"plain": "plain", "batchnorm": "BN", "repair": "REPAIR"}
+LEGEND = {"plain": "plain", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
 COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
 SHADES = dict(zip(MENDINGS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
 
@@ -34,24 +35,25 @@ def barrier_table(found: Mapping[str, Any]) -> Grid:
 
     def cell(method: str, mending: str, key: str) -> str:
         values = [path[key] for path in found["methods"][method]["paths"][mending]]
-        return f"{fmean(values):.3f}\n± {stdev(values):.3f}" if len(values) > 1 else f"{values[0]:.3f}"
+        return f"{fmean(values):.2f}\n±{stdev(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"
 
     rows = [
         [
             METHODS[method],
-            f"{fmean(found['matching']['methods'][method]['transpositions'][1:]):.1f}",
-            f"{fmean(found['matching']['methods'][method]['distances']):.2f}",
+            f"{fmean(found['matching']['methods'][method]['transpositions'][1:]):.0f}",
+            f"{fmean(found['matching']['methods'][method]['distances']):.1f}",
             *(cell(method, mending, key) for key in ("barrier", "tuned_barrier") for mending in MENDINGS),
         ]
         for method in found["methods"]
     ]
-    header = ["", "NoT", "distance"]
-    header += [f"{prefix}\n{name}" for prefix in ("barrier", "barrier, tuned T") for name in MENDINGS.values()]
+    header = ["", "NoT", "L2"]
+    header += [f"{prefix}\n{name}" for prefix in ("T = 1", "tuned") for name in MENDINGS.values()]
     largest = found["matching"]["largest_transpositions"]
     caption = (
-        f"barriers: test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; tuned T: "
-        "softmax temperature tuned at each point on held-out images; NoT: relative to the first network, mean over "
-        f"the others, {largest} at most; distance: L2, mean over pairs"
+        f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
+        "softmax temperature, 1 or tuned at each point on held-out images; BN: BatchNorm statistics re-estimated "
+        "(where all hidden layers are normalized, REPAIR is just that); NoT: relative to the first network, mean over "
+        f"the others, {largest} at most; L2: distance, mean over pairs"
     )
     return Grid(f"{found['title']}: barriers", header, rows, caption)
 
@@ -71,7 +73,7 @@ def accuracy_table(found: Mapping[str, Any]) -> Grid:
                 *(f"{100 * scores['accuracy']:.1f}\n{scores['loss']:.3f}" for scores in mean),
             ]
         )
-    header = ["", *(f"{prefix}\n{name}" for prefix in ("middle", "mean net") for name in MENDINGS.values())]
+    header = ["", *(f"{prefix}\n{name}" for prefix in ("middle", "mean") for name in MENDINGS.values())]
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
         f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"
@@ -87,11 +89,11 @@ def draw_barriers(path: Path, networks: Sequence[Mapping[str, Any]]) -> None:
     """
     with plots.figure(path, len(networks), width=4.2, height=3.2) as axes:
         for ax, found in zip(axes, networks, strict=True):
-            for m, (mending, name) in enumerate(MENDINGS.items()):
+            for m, mending in enumerate(MENDINGS):
                 for k, method in enumerate(found["methods"]):
                     paths = found["methods"][method]["paths"][mending]
                     values, x = [p["barrier"] for p in paths], k + 0.26 * (m - 1)
-                    label = name if k == 0 else "_"  # the legend leaves out what begins with an underscore
+                    label = LEGEND[mending] if k == 0 else "_"  # the legend leaves out what begins with an underscore
                     ax.bar(x, fmean(values), 0.24, color=SHADES[mending], alpha=0.75, label=label)
                     for (i, _), value in zip(found["pairs"], values, strict=True):
                         ax.plot(x, value, "o", color="black", markersize=2.5, fillstyle="none" if i else "full")
@@ -101,15 +103,16 @@ def draw_barriers(path: Path, networks: Sequence[Mapping[str, Any]]) -> None:
             ticks = [METHODS[method].replace(" ", "\n").replace("-", "-\n") for method in found["methods"]]
             ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
             ax.set(title=found["title"], ylabel="barrier of the test loss (nats)")
-            ax.set_ylim(0, ax.get_ylim()[1] * 1.3)
             ax.grid(axis="x", visible=False)
-        axes[0].legend(loc="upper right", ncols=2)
+            ax.sharey(axes[0])
+        axes[0].set_ylim(0, axes[0].get_ylim()[1] * 1.35)
+        axes[0].legend(loc="upper right")
 
 
 def draw_paths(path: Path, found: Mapping[str, Any]) -> None:
     """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each mending."""
     with plots.figure(path, len(MENDINGS), width=3.4) as axes:
-        for ax, (mending, name) in zip(axes, MENDINGS.items(), strict=True):
+        for ax, (mending, name) in zip(axes, LEGEND.items(), strict=True):
             for method, measured in found["methods"].items():
                 losses = [p["loss"] for p in measured["paths"][mending]]
                 plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
@@ -123,7 +126,7 @@ def report(context: StageContext, options: ReportOptions) -> Results:
     """Write ``report.md`` with tables and figures; the inputs are the barriers of up to four kinds of networks."""
     networks = [source.results for source in context.inputs.values()]
     draw_barriers(context.folder / "barriers.png", networks)
-    parts = [f"# {context.table.title}", f"Reproduces: {context.table.source}.", context.table.note]
+    parts = [f"# {context.table.title}", f"To compare with: {context.table.source}.", context.table.note]
     parts.append("![barriers](barriers.png)")
     grids = []
     for role, found in zip(context.inputs, networks, strict=True):
