@@ -350,10 +350,12 @@ def test_absolute_steps_of_adam_do_not_change_without_eps() -> None:
     ("make", "powers"),
     [
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"lr": 2}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), {"lr": 2, "weight_decay": -2}),
         (lambda p: torch.optim.Adam(p, lr=0.02, eps=1e-3), {"lr": 1, "eps": -1}),
+        (lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1), {"lr": 1, "eps": -1, "weight_decay": -2}),
         (lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-3, weight_decay=0.1), {"lr": 1, "eps": -1, "weight_decay": -1}),
     ],
-    ids=["sgd", "adam", "adamw"],
+    ids=["sgd", "sgd with decay", "adam", "adam with decay", "adamw"],
 )
 def test_hyperparameters_that_would_undo_the_change(make: Any, powers: dict[str, int]) -> None:
     """With one factor for each tensor the docstring's hyperparameters give the old trajectory, over many steps."""

@@ -61,13 +61,10 @@ class ScaleCanonicalization(ScheduledCallback):
       same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change; a
       factor for each unit has no learning rate of its own in torch, so the callback does not try.
     * Adam and AMSGrad: the step is that of ``lr / c`` and ``eps * c``, so the *absolute* step in the new coordinates is
-      what it was, up to ``eps``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c`` and AdamW's ``weight_decay`` by
-      ``1 / c`` would undo the change.
-    * With L2 regularization (``weight_decay`` of SGD and Adam) the buffers hold the penalty's gradients too. Those
-      scale by ``c``, so dividing the buffers by ``c`` is exact for the loss's part only.
-
-    Clipping by the gradient's norm sees another norm. A network without learning steps in between (the end of the
-    fit) is changed in its weights only.
+      what it was, up to ``eps``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c`` and ``weight_decay`` by ``1 / c**2``
+      (with AdamW, whose decay is decoupled, by ``1 / c``) would undo the change.
+    * Without those changes ``weight_decay`` penalizes the new weights, which is another objective: that is the point of
+      least mass. Clipping by the gradient's norm sees another norm.
 
     Under data parallelism rank 0 canonicalizes and all ranks apply its factors.
 
