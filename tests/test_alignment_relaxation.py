@@ -189,12 +189,13 @@ def test_relaxation_of_a_pair_is_the_one_on_tensors(name: str) -> None:
 
 
 def test_priced_assignment_is_the_optimum() -> None:
-    """Against SciPy's solver on the plain matrix: of full rank, of low rank, and with nothing to choose."""
+    """Against SciPy's solver on the plain matrix: full rank, low rank, one clear answer, and nothing to choose."""
     generator = torch.Generator().manual_seed(11)
     size = 300
     full = torch.randn(size, size, generator=generator, dtype=torch.float64)
     low = full[:, :3] @ full[:3]
-    for similarities in (full, low, torch.zeros_like(full)):
+    planted = full + 20 * torch.eye(size, dtype=torch.float64)[torch.randperm(size, generator=generator)]
+    for similarities in (full, low, planted, torch.zeros_like(full)):
         found = assign(similarities.numpy())
         assert sorted(found) == list(range(size))
         rows, columns = linear_sum_assignment(similarities.numpy(), maximize=True)

@@ -96,10 +96,12 @@ def _assign_pairs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def assign(similarities: np.ndarray) -> np.ndarray:
     """The columns of the assignment with the largest sum of similarities.
 
-    Taking a price off each row and each column does not change which assignment is the best. With prices near the dual
-    solution most rows find a free column at once: SciPy's solver then takes about half the time on Gram matrices, and
-    a fifth to a third on matrices of low rank (as at a barycenter), which are its hard case. The prices come from two
-    Sinkhorn passes at falling temperature.
+    Where the rows' largest entries lie in different columns, they are it (the rule once a planted permutation shows).
+    Otherwise SciPy's solver decides, on large matrices with prices: taking a price off each row and each column does
+    not change which assignment is the best, and with prices near the dual solution most rows find a free column at
+    once. The solver then takes about half the time on Gram matrices of independent networks, and a third to a sixth on
+    matrices of low rank (as at a barycenter), which are its hard case. The prices come from two Sinkhorn passes at
+    falling temperature.
 
     Args:
         similarities: ``[n, n]``, float64.
@@ -107,6 +109,9 @@ def assign(similarities: np.ndarray) -> np.ndarray:
     Returns:
         int64 ``[n]``.
     """
+    largest = similarities.argmax(1)
+    if np.bincount(largest).max() == 1:
+        return largest
     if len(similarities) >= _PRICED:
         scores = torch.from_numpy(similarities).float()
         columns = scores.mean(0)
