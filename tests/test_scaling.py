@@ -92,6 +92,18 @@ def test_unit_forms_keep_the_function_and_are_constant_on_orbits(case: Case, met
     assert_equal_states(form.state, tus.canonicalize(graph, moved, method).state)
 
 
+def filters_of(graph: tus.SymmetryGraph, group: tus.NormalizationGroup) -> float:
+    """Filters that each factor of a group multiplies, or entries where it multiplies vectors alone."""
+    filters, entries = 0, 0
+    for member in group.members:
+        shape = graph.shapes[member.parameter]
+        if len(shape) > 1:
+            filters += shape[0] if member.index is None else member.index.shape[1]
+        elif not member.buffer:
+            entries += math.prod(shape) if member.index is None else member.index.shape[1]
+    return float(filters or entries)
+
+
 NORMALIZED = [c for c in CASES if c.normalizations]
 
 
@@ -122,7 +134,7 @@ def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case,
             elif member.index is not None and member.within_axis is None:
                 total += square.movedim(member.axis, 0)[member.index].flatten(1).sum(1)
         if method == "min_mass" or all(m.axis == 0 for m in group.members):
-            torch.testing.assert_close(total, torch.ones_like(total))
+            torch.testing.assert_close(total, torch.full_like(total, filters_of(graph, group)))
 
 
 def test_epsilon_is_folded_exactly() -> None:
@@ -252,6 +264,17 @@ def test_unit_forms_by_hand(name: str, first: str) -> None:
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)).double())
     rows = tus.canonicalize(graph, state, "unit_variance").state[first].flatten(1)
     torch.testing.assert_close(rows.square().mean(1), torch.ones(len(rows)).double())
+
+
+def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average() -> None:
+    _, graph, state = named("layernorm_mlp")
+    assert [filters_of(graph, g) for g in graph.normalizations] == [6.0, 7.0]
+    least = tus.canonicalize(graph, state, normalizations="unit_norm").state
+    assert float(least["0.weight"].square().sum() + least["0.bias"].square().sum()) == pytest.approx(6.0)
+    unit = tus.canonicalize(graph, state, "unit_norm", normalizations="unit_norm").state
+    assert float(unit["3.weight"].square().sum()) == pytest.approx(7.0)
+    mean = tus.canonicalize(graph, state, "unit_variance", normalizations="unit_norm").state
+    assert float(mean["3.weight"].square().mean()) == pytest.approx(1.0)
 
 
 def test_negative_gains_stay_negative() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.scaling.epsilon import scale_with_epsilon
-from tu_symmetry.scaling.masses import MassTables, Parameters
+from tu_symmetry.scaling.masses import MassTables, Parameters, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
 from tu_symmetry.symmetry.elements import LogScale
@@ -82,11 +82,13 @@ def canonicalize(
     variance about a filter's own mean would be zero for filters of one weight.) A negative gain keeps its sign:
     factors are positive.
 
-    *Normalizations.* Weights before a normalization could shrink without end. ``normalizations="leave"`` holds them;
-    ``"unit_norm"`` gives the counted weights of each factor (a channel's filter before batch normalization, a whole
-    layer before layer normalization) unit norm (``unit_variance``: a mean square of one), and running statistics move
-    along. Under ``min_mass`` this is one convex problem: minimize the mass minus twice the sum of the normalizations'
-    log-factors. The form is then constant on the normalization groups' orbits too, though the mass may grow by it.
+    *Normalizations.* Weights before a normalization could shrink without end. ``normalizations="leave"`` holds them.
+    ``"unit_norm"`` gives the counted weights of each factor unit norm (a channel's filter before batch normalization)
+    or, where it multiplies several filters (a whole layer before layer normalization), a norm of one on average over
+    them, by their mean square (``unit_variance``: a mean square of one of the weights). Running statistics move along.
+    Under ``min_mass`` this is one convex problem: minimize the mass minus twice the sum of the normalizations'
+    log-factors, each times its number of filters. The form is then constant on the normalization groups' orbits too,
+    though the mass may grow by it.
 
     *Degenerate factors* (``min_mass``) are held at one (``"leave"``), or the side that has mass is given unit norm
     (``"unit_norm"``), which makes the form constant on their orbits too, though the mass may grow by it. Factors
@@ -126,7 +128,8 @@ def canonicalize(
     start = torch.zeros(tables.count, dtype=torch.float64)
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
-        found, lost = _least(tables, first, degenerate, tolerance, max_iterations)
+        filters = filter_counts(graph, counted_parameters(graph, parameters), tables.count)
+        found, lost = _least(tables, filters, first, degenerate, tolerance, max_iterations)
     elif method in ("unit_norm", "unit_variance"):
         groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
         s, lost = unit_scales(graph, state, groups, mean_square=method == "unit_variance")
@@ -172,13 +175,13 @@ def representation_cost(
 
 
 def _least(
-    tables: MassTables, first: int, degenerate: Convention, tolerance: float, max_iterations: int
+    tables: MassTables, filters: Tensor, first: int, degenerate: Convention, tolerance: float, max_iterations: int
 ) -> tuple[Minimum, Tensor]:
     """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
     grows, shrinks = tables.at(torch.zeros(tables.count, dtype=torch.float64)).sides()
     normalized = torch.arange(tables.count) >= first
     two_sided = (grows > 0) & (shrinks > 0)
-    targets = torch.where(normalized & (grows > 0), 1.0, 0.0).double()
+    targets = torch.where(normalized & (grows > 0), filters, 0.0)
     if degenerate == "unit_norm":
         targets = targets + torch.where(~normalized & ~two_sided, (grows > 0).double() - (shrinks > 0).double(), 0.0)
     active = torch.where(normalized, grows > 0, two_sided | (targets != 0))

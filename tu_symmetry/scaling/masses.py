@@ -9,6 +9,7 @@ with the Hessian are matrix-vector products.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -258,6 +259,25 @@ class MassPoint:
         for point in self._points:
             point.diagonal(out)
         return out[:-1]
+
+
+def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Tensor:
+    """How many filters grow with each of the first ``count`` factors, float64 ``[count]``.
+
+    A filter is what makes one unit: a row of a matrix, a convolution's filter; where a factor multiplies vectors alone
+    (gains and biases), each entry.
+    """
+    filters, entries = (torch.zeros(count + 1, dtype=torch.float64) for _ in range(2))
+    for name in names:
+        shape = graph.shapes[name]
+        matrix = max(shape, default=1) < math.prod(shape)
+        for term in graph.scale_terms.get(name, ()):
+            if term.exponent <= 0:
+                continue
+            index = torch.where((term.index < 0) | (term.index >= count), count, term.index).reshape(-1)
+            copies = (shape[0] if matrix else math.prod(shape)) if len(index) == 1 else 1
+            (filters if matrix else entries).index_add_(0, index, torch.full((len(index),), float(copies)).double())
+    return torch.where(filters > 0, filters, entries)[:-1]
 
 
 def sum_to(tensor: Tensor, shape: torch.Size) -> Tensor:

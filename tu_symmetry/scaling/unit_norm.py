@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import MassTables
+from tu_symmetry.scaling.masses import MassTables, filter_counts
 from tu_symmetry.symmetry.graph import ScaleGroup, SymmetryGraph
 
 
@@ -16,6 +16,8 @@ def unit_scales(
     graph: SymmetryGraph, state: Mapping[str, Tensor], groups: Sequence[ScaleGroup], *, mean_square: bool
 ) -> tuple[Tensor, Tensor]:
     """Log-factors that give every unit's maker unit norm (or a mean square of one).
+
+    What a normalization group multiplies gets a norm of one on average over its filters.
 
     A unit's makers are the matrices that grow with its factor or, where there are none (the affine parameters of a
     normalization), the first tensor that does, which is the gain. A maker's entries also depend on the factors of the
@@ -40,14 +42,15 @@ def unit_scales(
     ]
     waiting = list(range(len(groups)))
     while waiting:
-        ready = [
-            (k, name) for k in waiting for name, feeding in candidates[k] if not feeding.intersection(waiting) - {k}
-        ]
-        k, name = ready[0] if ready else (waiting[0], candidates[waiting[0]][0][0])
+        open_ = set(waiting)
+        ready = ((k, name) for k in waiting for name, feeding in candidates[k] if not feeding & open_)
+        k, name = next(ready, (waiting[0], candidates[waiting[0]][0][0]))
         waiting.remove(k)
         units = owner == k
         mass = MassTables(graph, state, [name], normalizations=whole).at(s).sides()[0][units]
         size = torch.ones_like(mass)
+        if k >= len(graph.scales):
+            size = filter_counts(graph, [name], count)[units]
         if mean_square:
             ones = {name: torch.ones(graph.shapes[name])}
             size = MassTables(graph, ones, [name], normalizations=whole).at(torch.zeros_like(s)).sides()[0][units]
