@@ -21,6 +21,7 @@ from laplace_oracles import (
 )
 from torch import Tensor, nn
 
+from tu_symmetry.laplace import curvature as curvature_module
 from tu_symmetry.laplace.layers import UnsupportedLayerError
 from tu_symmetry.laplace.model import LinearizedLaplace
 
@@ -397,6 +398,16 @@ def test_ekfac_has_the_exact_diagonal_in_the_kronecker_basis(name: str) -> None:
         assert not torch.allclose(block.eigenvalues(), other.eigenvalues())
         checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("curvature", ["ekfac", "diag", "full"])
+@pytest.mark.parametrize("name", ["cnn", "tokens"])
+def test_working_in_small_pieces_changes_nothing(name: str, curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build, inputs = NETWORKS[name]
+    model, x, y = build(), inputs(), data(1, outputs=3)[1]
+    whole = dense_curvature(fitted(model, x, y, curvature=curvature))
+    monkeypatch.setattr(curvature_module, "_ELEMENTS", 1 << 15)
+    torch.testing.assert_close(dense_curvature(fitted(model, x, y, curvature=curvature)), whole, rtol=1e-9, atol=1e-12)
 
 
 # ---------------------------------------------------------------------- Monte-Carlo Fisher

@@ -388,6 +388,22 @@ def test_binned_eigenvalues_are_as_good_as_all_of_them() -> None:
         assert float(spectrum.gamma(point, 0.3)) == pytest.approx(float(exact), rel=1e-5)
 
 
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_rounding_errors_of_single_precision_are_no_directions(curvature: str) -> None:
+    """Far more features than samples: all but 12 eigenvalues are zero, whatever the prior precision."""
+    x, y = data(200, outputs=2, samples=12)
+    ratios = []
+    for dtype in (torch.float32, torch.float64):
+        model = randomize(nn.Linear(200, 2, bias=False)).to(dtype)
+        la = LinearizedLaplace(model, prior="single", mode="map", curvature=curvature)  # type: ignore[arg-type]
+        la.fit([(x.to(dtype), y)])
+        la.set_precision(1e-9)
+        (row,) = la.report()
+        assert row.gamma == pytest.approx(12, rel=1e-3)
+        ratios.append(la._determinants.log_det_ratio(la.log_precision, 0.0))
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-4)
+
+
 @pytest.mark.parametrize("noise", [None, Noise(40, 3.0)])
 @pytest.mark.parametrize("hyperprior", [FLAT, Hyperprior()])
 def test_coupled_and_separate_determinants_agree_where_both_apply(hyperprior: Hyperprior, noise: Noise | None) -> None:

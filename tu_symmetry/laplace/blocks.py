@@ -294,6 +294,17 @@ class Posterior:
         return torch.cat(pieces, dim=-1)
 
 
+def decompose(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of positive semidefinite matrices ``[..., size, size]``.
+
+    Eigenvalues within rounding error of zero (8 machine epsilons times the largest) are zero: a Kronecker product
+    multiplies them by the millions, and over a small prior precision they would count as determined directions.
+    """
+    values, vectors = torch.linalg.eigh(matrices)
+    limit = 8 * torch.finfo(values.dtype).eps * values[..., -1:]
+    return torch.where(values > limit, values, 0), vectors
+
+
 def within_groups(matrix: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Eigendecomposition of a symmetric matrix, of its blocks within prior groups where there are several.
 
@@ -305,15 +316,13 @@ def within_groups(matrix: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
         Eigenvalues ``[size]``, never negative, and eigenvectors; row ``i``'s group is that of eigenvalue ``i``.
     """
     if groups.ndim == 0 or bool((groups == groups[0]).all()):
-        values, vectors = torch.linalg.eigh(matrix)
-        return values.clamp(min=0), vectors
+        return decompose(matrix)
     numbers = groups.unique()
     if len(numbers) == len(groups):
         return matrix.diagonal().clamp(min=0), torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     values, vectors = torch.zeros_like(matrix[0]), torch.zeros_like(matrix)
     for number in numbers:
         rows = (groups == number).nonzero().squeeze(-1).to(matrix.device)
-        own, basis = torch.linalg.eigh(matrix[rows][:, rows])
-        values[rows] = own.clamp(min=0)
+        values[rows], basis = decompose(matrix[rows][:, rows])
         vectors[rows.unsqueeze(-1), rows] = basis
     return values, vectors

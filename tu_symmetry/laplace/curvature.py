@@ -23,6 +23,7 @@ from tu_symmetry.laplace.blocks import (
     DenseBlock,
     DiagonalBlock,
     KroneckerBlock,
+    decompose,
     rotate,
     within_groups,
 )
@@ -187,8 +188,8 @@ def _full(
     number = groups.spread(torch.arange(len(groups)))
     if len(groups) > 1:
         return [CoupledBlock("all", 0, number, matrix)], summary
-    values, vectors = torch.linalg.eigh(matrix)
-    return [DenseBlock("all", 0, torch.tensor(0), vectors, values.clamp(min=0))], summary
+    values, vectors = decompose(matrix)
+    return [DenseBlock("all", 0, torch.tensor(0), vectors, values)], summary
 
 
 def _diagonal(
@@ -315,7 +316,7 @@ class _Factors:
 
     def _kronecker(self, layer: MatrixLayer, part: Part, start: int, number: Tensor, positions: float) -> Block:
         inputs = self.sums["inputs"] / positions
-        values, vectors = torch.linalg.eigh(inputs)
+        values, vectors = decompose(inputs)
         split = number.reshape(layer.groups, -1, 1) if number.ndim else number
         pairs = [
             within_groups(g, split[i].squeeze(-1) if number.ndim else number)
@@ -326,7 +327,7 @@ class _Factors:
             start,
             split,
             vectors,
-            values.clamp(min=0),
+            values,
             torch.stack([basis for _, basis in pairs]),
             torch.stack([own for own, _ in pairs]),
         )
@@ -413,9 +414,13 @@ def _correct(
     with watching(tangent.model, layers, watch) as forward:
 
         def step(inputs: Any, targets: Tensor) -> Tensor:
-            outputs = check_outputs(forward(inputs, batch_size(inputs)))
-            watch.backward(outputs, _columns(likelihood, outputs, targets, options, generator), add)
-            return outputs.detach()
+            forward(rows_of(inputs, slice(0, 1)), 1)  # how much of the rotated inputs one sample needs
+            found = []
+            for part in _chunks(batch_size(inputs), sum(r.numel() for r in rows.values())):
+                outputs = check_outputs(forward(rows_of(inputs, part), batch_size(rows_of(inputs, part))))
+                watch.backward(outputs, _columns(likelihood, outputs, targets[part], options, generator), add)
+                found.append(outputs.detach())
+            return torch.cat(found)
 
         one_pass.run(step)
     all_reduce(*(b.corrected for b in own.values() if b.corrected is not None))

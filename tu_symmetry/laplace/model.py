@@ -21,7 +21,7 @@ from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import Block, Posterior
 from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, Options, Summary, WeightSharing, fit_curvature
-from tu_symmetry.laplace.data import batches
+from tu_symmetry.laplace.data import batches, together
 from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers, prior_groups
 from tu_symmetry.laplace.layers import Layer, find_layers
@@ -42,6 +42,7 @@ from tu_symmetry.laplace.tangent import (
     last_linear,
     ordinary,
     require_independent_samples,
+    rows_of,
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -183,7 +184,8 @@ class LinearizedLaplace:
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_independent_samples(self.model)
-        groups = self._group(train_loader)
+        with together(self.tangent.point().device):
+            groups = self._group(train_loader)
         blocks, summary = fit_curvature(
             self.tangent,
             self.likelihood,
@@ -237,7 +239,7 @@ class LinearizedLaplace:
             training = [m for m in self.model.modules() if m.training]
             self.model.eval()
             try:
-                self.graph = discover_symmetries(self.model, inputs)
+                self.graph = discover_symmetries(self.model, rows_of(inputs, slice(0, 2)))
             finally:
                 for module in training:
                     module.training = True
