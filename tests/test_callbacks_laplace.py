@@ -257,6 +257,24 @@ def test_which_network() -> None:
         trainer(FitLaplace()).fit(other, Data())
 
 
+def test_what_would_fail_at_the_end_fails_at_the_start() -> None:
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, CLASSES))
+    tied[2].weight = tied[0].weight
+    for model, options, message in (
+        (tied, {}, "one tied tensor"),
+        (net(), {"parameters": ["head"]}, "matches no parameter"),
+    ):
+        routine = Routine(model)
+        before = routine.model[3].weight.clone()
+        with pytest.raises(ValueError, match=message):
+            trainer(FitLaplace(**options)).fit(routine, Data())
+        assert torch.equal(routine.model[3].weight, before)
+    binary = Routine()
+    binary.num_classes = 1
+    with pytest.raises(ValueError, match="single logit"):
+        trainer(FitLaplace()).fit(binary, Data())
+
+
 # ---------------------------------------------------------------------- which data
 
 

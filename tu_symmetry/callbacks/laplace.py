@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from tu_symmetry.callbacks.members import ModuleSource, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.layers import find_layers
 from tu_symmetry.laplace.model import EvidenceResult, GroupReport, LinearizedLaplace
 
 _SHOWN = 12  # groups that the printed summary names
@@ -126,13 +127,21 @@ class FitLaplace(Callback):
     # ------------------------------------------------------------------ hooks
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take back older approximations: the weights are about to change.
+        """Take back older approximations, for the weights are about to change, and check what would fail at the end.
 
         Raises:
-            ValueError: no network, or an ensemble or averaging wrapper where one network is meant.
+            ValueError: no network, an ensemble or averaging wrapper where one network is meant, or a single logit.
+            UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
-        self._find_network(pl_module)
+        laplace = LinearizedLaplace(self._find_network(pl_module), **self.options)
+        if laplace.options.curvature in ("kfac", "ekfac"):
+            find_layers(laplace.model, laplace.tangent.names)
+        if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
+            raise ValueError(
+                "num_classes=1 is a single logit, and the Laplace approximation takes a logit for each class: train "
+                "with num_classes=2 and nn.CrossEntropyLoss()"
+            )
         self.forget()
         _attach(pl_module, None)
 
@@ -232,7 +241,8 @@ class FitLaplace(Callback):
                 f"{type(model).__name__} holds several networks or averages of one ({', '.join(inner)}); say which one "
                 f"predicts, for example network='model.{inner[-1]}'"
             )
-        return resolve_modules(lambda _: model, pl_module, argument="network")[0]
+        network: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+        return network
 
     def _loader(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
         return plain_training_loader(
