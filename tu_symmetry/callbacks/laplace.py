@@ -233,16 +233,15 @@ class FitLaplace(Callback):
                 f"{type(pl_module).__name__} has no submodule 'model'; say where the network is, for example "
                 "network='backbone' or network=lambda module: module"
             )
-        if isinstance(model, LaplaceUser):
-            model = getattr(model, "core_model", model)
-        inner = [name for name in ("core_model", "core_models", "ema_model", "swa_model") if hasattr(model, name)]
+        network: Any = getattr(model, "core_model", model) if isinstance(model, LaplaceUser) else model
+        inner = [name for name in ("core_model", "core_models", "ema_model", "swa_model") if hasattr(network, name)]
         if inner:
             raise ValueError(
-                f"{type(model).__name__} holds several networks or averages of one ({', '.join(inner)}); say which one "
+                f"{type(network).__name__} holds several networks or averages of one ({', '.join(inner)}); say which one "
                 f"predicts, for example network='model.{inner[-1]}'"
             )
-        network: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
-        return network
+        uncompiled: nn.Module = getattr(network, "_orig_mod", network)
+        return uncompiled
 
     def _loader(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
         return plain_training_loader(
