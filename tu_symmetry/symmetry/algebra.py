@@ -236,6 +236,14 @@ class Ledger:
             self.pin_label(label, reason)
         self.pin_scale(value.scale)
 
+    def forget(self, value: Value, axis: int, reason: str) -> None:
+        """Fix units that nothing else will read: those that have met no other units yet."""
+        met = [u.reshape(-1) for tie in self.ties for u in tie] + [u.reshape(-1) for u, _ in self.bindings]
+        for component in value.labels[axis]:
+            units = component[component >= 0]
+            if units.size and not (met and np.isin(units, np.concatenate(met)).any()):
+                self.pins.append((units, reason))
+
     def unify(
         self,
         a: Label,

@@ -328,6 +328,11 @@ class _Interpreter:
         now = self.order[node]
         stale = [n for n in others if any(self.order[u] > now for u in n.users)]
         reason = "written to in place through a view"
+        if stale == [root] and written is not root and written.args[0] is root:
+            whole = self._overwritten(root, written, self.env[node])
+            if whole is not None:
+                self.env[root], self.env[written] = whole, self.env[node]
+                return
         for other in stale:
             value = self._value(self.env[other])
             if isinstance(value, Value):
@@ -336,6 +341,25 @@ class _Interpreter:
         if stale:
             self.ledger.pin(self.env[node], reason)
         self.env[written] = self.env[node]
+
+
+    def _overwritten(self, base: torch.fx.Node, view: torch.fx.Node, new: Value) -> Value | None:
+        """A tensor of which a run of positions along one axis was written to; None if the view is another one."""
+        assert isinstance(view.target, torch._ops.OpOverload)
+        old = self._value(self.env[base])
+        given = self._bind(view, view.target)
+        if view.target._schema.name not in ("aten::slice", "aten::narrow") or given.get("step", 1) != 1:
+            return None
+        axis, start = given.get("dim", 0), given.get("start") or 0
+        if not isinstance(old, Value) or not isinstance(axis, int) or not isinstance(start, int):
+            return None
+        axis %= old.ndim
+        first = start + old.shape[axis] if start < 0 else start
+        last = first + new.shape[axis]
+        self.ledger.forget(self.ledger.take(old, axis, np.arange(first, last)), axis, "overwritten")
+        around = [self.ledger.take(old, axis, k) for k in (np.arange(first), np.arange(last, old.shape[axis])) if len(k)]
+        around.insert(int(first > 0), new)
+        return self.ledger.concatenate(around, axis)
 
 
 def _flatten(nested: Any) -> list[Any]:

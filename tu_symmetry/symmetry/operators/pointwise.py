@@ -372,7 +372,10 @@ def _fill(call: Call) -> Value:
     filler = call.get("value")
     if isinstance(filler, Value):
         call.ledger.pin(filler, "fills a tensor")
-    return call.ledger.uniform(call.shape)
+    zero = call.operator == "aten.zero" or filler == 0
+    written = call.get("self")
+    scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
+    return replace(call.ledger.uniform(call.shape), scale=scale)
 
 
 @register_rule("copy")
