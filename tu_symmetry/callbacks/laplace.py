@@ -237,8 +237,8 @@ class FitLaplace(Callback):
         inner = [name for name in ("core_model", "core_models", "ema_model", "swa_model") if hasattr(network, name)]
         if inner:
             raise ValueError(
-                f"{type(network).__name__} holds several networks or averages of one ({', '.join(inner)}); say which one "
-                f"predicts, for example network='model.{inner[-1]}'"
+                f"{type(network).__name__} holds several networks or averages of one ({', '.join(inner)}); say which "
+                f"one predicts, for example network='model.{inner[-1]}'"
             )
         uncompiled: nn.Module = getattr(network, "_orig_mod", network)
         return uncompiled
