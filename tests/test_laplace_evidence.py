@@ -116,7 +116,7 @@ def test_precisions_and_noise_maximize_the_evidence(prior: str, hyperprior: Hype
 
     start = [*la.center.log().tolist(), 0.0]
     exact = minimize(negative, start, method="Nelder-Mead", options={"xatol": 1e-7, "fatol": 1e-11, "maxiter": 5000})
-    found = la.optimize_evidence(hyperprior=hyperprior)
+    found = la.optimize_evidence(hyperprior=hyperprior, tolerance=1e-5)
     assert found.converged
     assert [*la.log_precision.tolist(), math.log(la.noise_variance)] == pytest.approx(exact.x.tolist(), abs=2e-4)
     own = hyperprior.energy(la.log_precision, la.center.log()) if hyperprior else 0.0
@@ -273,7 +273,7 @@ def test_a_loader_that_shuffles_between_passes_gives_the_same() -> None:
     found = []
     for loader in (shuffled, torch.utils.data.DataLoader(dataset, 20)):
         la = LinearizedLaplace(model, prior="single").fit(loader)
-        found.append(la.optimize_evidence().log_marginal_likelihood)
+        found.append(la.log_marginal_likelihood())
     assert found[0] == pytest.approx(found[1], rel=1e-8)
 
 
