@@ -156,6 +156,14 @@ def test_held_out_data_are_never_fitted() -> None:
         processing(torch.randn(2, 4))
 
 
+def test_a_data_module_without_postprocess_dataloader_is_named() -> None:
+    """TorchUncertainty's routine would fail with "'NoneType' object has no attribute 'postprocess_dataloader'"."""
+    routine = classify(net(), post_processing=LaplacePostProcessing())
+    data = DataModule()
+    with pytest.raises(ValueError, match="asks the data module for postprocess_dataloader"):
+        trainer(FitLaplace(data.train_set, mode="map")).test(routine, data.test_dataloader(), verbose=False)
+
+
 def test_a_copy_of_the_network_is_refused() -> None:
     """TorchUncertainty's LaplaceApprox copies the network when the routine is built, and predicts with that copy."""
     data, copy = DataModule(), net()
