@@ -15,9 +15,10 @@ from benchmarks._measure import both, figure, interleave, times
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.tables.grid import Grid
 
-MLP_WIDTHS = (8, 16, 32, 64, 96)
-CONVNET_WIDTHS = (8, 16, 32, 64)
+MLP_WIDTHS = (16, 32, 64, 128, 256)
+CONVNET_WIDTHS = (16, 32, 64, 128, 256)
 GROWING_WIDTHS = (64, 128, 256, 512, 1024, 2048)
+SPREAD = 0.2  # of the log-factors; at 1 the convex solver fails on numerical grounds from width 64 on
 ACCURACY = 1e-6
 _REPEATS = 3
 Problem = tuple[tus.SymmetryGraph, dict[str, Tensor]]
@@ -38,11 +39,12 @@ def run(settings: Settings) -> Section:
     text = (
         "Minimize the squared L2 norm over all positive factors of all hidden units (arXiv 2310.08287, section 6). The "
         "MLPs have three hidden layers, the ConvNets three convolutions of 3 × 3 and a linear layer, all with ReLU and "
-        "biases; the weights are random, with factors drawn for each unit (standard deviation 1 in log-scale). cvxpy "
+        "biases; the weights are random, with factors drawn for each unit (standard deviation 0.2 in log-scale; at 1 "
+        "the solver that cvxpy chooses failed from width 64 on). cvxpy "
         "chooses its solver itself; it is given the same compressed problem, with the positions of a kernel summed up "
         "already, as a sum of exponentials of affine functions in vectorized form, and its time includes compiling the "
         "problem, as every call needs it. Medians of three calls of this library, one call of cvxpy. The relative "
-        "difference is that of the two masses, the gap this library's certified bound of its distance to the minimum. "
+        "difference is cvxpy's mass minus ours (which it itself may call inaccurate), the gap this library's certified bound of its distance to the minimum. "
         "Larger networks run alone: the time includes the squares of all weights, the solution, and the rescaled copy. "
         "Ratios and goals are taken from CPU time."
     )
@@ -110,10 +112,10 @@ def convnet(width: int) -> nn.Sequential:
     )
 
 
-def _problem(model: nn.Module, shape: tuple[int, ...], spread: float = 1.0) -> Problem:
+def _problem(model: nn.Module, shape: tuple[int, ...]) -> Problem:
     graph = tus.discover_symmetries(model.eval(), torch.randn(shape, generator=torch.Generator().manual_seed(0)))
     graph.require_verified()
-    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(1), std=spread)
+    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(1), std=SPREAD)
     scales = {g.name: draw[g.name] for g in graph.scales}
     return graph, tus.apply_scale(graph, scales, model.state_dict())
 
@@ -127,7 +129,7 @@ def _against_cvxpy(settings: Settings, kind: str, build: Callable[[int], nn.Modu
     ours = interleave(candidates, repeats)["ours"]
     peer = interleave({"cvxpy": lambda: _compiled(graph, state)}, 1)["cvxpy"]
     form: tus.CanonicalForm = ours.value
-    difference = None if peer.error else abs(peer.value - form.mass_after) / form.mass_after
+    difference = None if peer.error else (peer.value - form.mass_after) / form.mass_after
     record = {
         "network": f"{kind} {width}",
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -157,7 +159,7 @@ def _compiled(graph: tus.SymmetryGraph, state: dict[str, Tensor]) -> Callable[[]
         s = cvxpy.Variable(powers.shape[1])
         problem = cvxpy.Problem(cvxpy.Minimize(masses @ cvxpy.exp(csr_matrix(powers) @ s) + fixed))
         problem.solve()
-        if problem.status != "optimal":
+        if problem.status not in ("optimal", "optimal_inaccurate"):
             raise RuntimeError(f"cvxpy ended with status {problem.status}")
         return float(problem.value)
 
@@ -226,10 +228,9 @@ def _goals(against: list[Record], vision: list[Record]) -> list[Goal]:
     solved = [r for r in against if r["cvxpy_cpu"] is not None]
     over_one = [r for r in solved if 1 < r["cvxpy_cpu"] <= 10]
     over_ten = [r for r in solved if r["cvxpy_cpu"] > 10]
-    worst = max((r["difference"] for r in solved), default=None)
-    goals = [
-        Goal(f"same minimum as cvxpy up to {ACCURACY:.0e}", worst is not None and worst < ACCURACY, figure(worst, 2))
-    ]
+    worst = min((r["difference"] for r in solved), default=None)
+    promise = f"mass at most {ACCURACY:.0e} above that of cvxpy"
+    goals = [Goal(promise, worst is not None and worst > -ACCURACY, f"at worst {figure(worst, 2)} relative to ours")]
     for promise, least, records in (
         ("at least 100 times faster where cvxpy takes 1 to 10 s", 100, over_one),
         ("at least 1000 times faster where cvxpy takes over 10 s", 1000, over_ten),

@@ -60,7 +60,7 @@ def minimize_mass(
     for iteration in range(max_iterations + 1):
         gradient = torch.where(active, point.gradient() - 2 * targets, 0.0)
         relative = float(gradient.norm()) / max(point.value, _TINY)
-        step = _newton_step(point, gradient, active, forcing=min(0.1, relative))
+        step = _newton_step(point, gradient, active, forcing=min(0.1, max(relative**0.5, 1e-4)))
         decrement = -float(gradient @ step)
         if relative <= tolerance:
             return Minimum(s, relative, decrement / max(point.value, _TINY), iteration)
