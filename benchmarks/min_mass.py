@@ -44,7 +44,8 @@ def run(settings: Settings) -> Section:
         "chooses its solver itself; it is given the same compressed problem, with the positions of a kernel summed up "
         "already, as a sum of exponentials of affine functions in vectorized form, and its time includes compiling the "
         "problem, as every call needs it. Medians of three calls of this library, one call of cvxpy. The relative "
-        "difference is cvxpy's mass minus ours (which it itself may call inaccurate), the gap this library's certified bound of its distance to the minimum. "
+        "difference is cvxpy's mass minus ours (cvxpy itself calls some of its solutions inaccurate), the gap this "
+        "library's certified bound of its distance to the minimum. "
         "Larger networks run alone: the time includes the squares of all weights, the solution, and the rescaled copy. "
         "Ratios and goals are taken from CPU time."
     )
