@@ -46,10 +46,17 @@ def verify_symmetries(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     generator = torch.Generator().manual_seed(seed)
 
-    # the change to training mode and back empties what some modules keep of their weights for evaluation
-    twin = copy.deepcopy(model).to(device="cpu", dtype=torch.float64).train().eval()
+    state = random_state(model, generator)
+    # a copy without weights of its own (they come with each run); the change to training mode and back empties what
+    # some modules keep of their weights for evaluation
+    zero = torch.zeros((), dtype=torch.float64)
+    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if t.is_floating_point()}
+    hollow = {
+        k: nn.Parameter(zero.expand(t.shape)) if isinstance(t, nn.Parameter) else zero.expand(t.shape)
+        for k, t in held.items()
+    }
+    twin = copy.deepcopy(model, hollow).to(device="cpu", dtype=torch.float64).train().eval()
     args, kwargs = _double((args, dict(example_kwargs or {})), generator)
-    state = random_state(twin, generator)
     check = _Check(twin, args, kwargs, tolerance)
 
     permutation = _cycles(graph, generator)
@@ -60,14 +67,13 @@ def verify_symmetries(
         (exact if group.exact else inexact)[group.name] = draw
 
     check.baseline(state)
-    if check.differs(scale_tensors(graph, exact, permute_tensors(graph, permutation, state))):
+    if check.differs(permute_tensors(graph, permutation, state)) or check.differs(scale_tensors(graph, exact, state)):
         for name, p in permutation.items():
             check.demand(name, "permutation", permute_tensors(graph, {name: p}, state))
         for name, s in exact.items():
             check.demand(name, "scale", scale_tensors(graph, {name: s}, state))
-        check.demand(
-            "all groups together", "combined", scale_tensors(graph, exact, permute_tensors(graph, permutation, state))
-        )
+        check.demand("all permutations together", "combined", permute_tensors(graph, permutation, state))
+        check.demand("all scales together", "combined", scale_tensors(graph, exact, state))
     if inexact:
         _drop_epsilons(twin)
         check.baseline(state)
@@ -155,7 +161,7 @@ def _has_double(args: tuple[Any, ...]) -> bool:
 
 
 def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random weights of moderate size for every floating-point tensor of a float64 module.
+    """Random float64 weights of moderate size for every floating-point tensor of a module, on the CPU.
 
     Matrices are scaled by their fan-in; vectors (biases, affine parameters) vary about one or zero; running variances
     are positive. Integer tensors stay as they are. Tied names share one tensor.
@@ -171,8 +177,8 @@ def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tens
 
 def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not tensor.is_floating_point():
-        return tensor.clone()
-    noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        return tensor.cpu().clone()
+    noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     last = name.rpartition(".")[2]
     if "var" in last:
         return 0.5 + noise.abs()

@@ -57,7 +57,7 @@ class _LineTracker:
             return
         self._last = now
         rate = (done - self._first) / (now - self._started)
-        left = f", {(self._total - done) / rate:.0f} s left" if rate > 0 else ""
+        left = f", {rate:.2g}/s, {(self._total - done) / rate:.0f} s left" if rate > 0 else ""
         self._console.print(f"    {self._description}: {done}/{self._total}{left}  {_figures(info)}", highlight=False)
 
 
