@@ -97,7 +97,7 @@ class ScaleSystem:
         for terms in by_axes.values():
             signed = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*_distinct([a for _, a in terms]))])
             roots = signed // 4
-            weights = np.array([[c] for c, _ in terms]) * (signed % 4 - 1)
+            weights: Floats = np.array([[c] for c, _ in terms]) * (signed % 4 - 1.0)
             for i in range(len(terms)):
                 for j in range(i + 1, len(terms)):
                     like = (roots[i] == roots[j]) & (weights[j] != 0)

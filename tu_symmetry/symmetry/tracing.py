@@ -104,8 +104,8 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
         if spec.kind.name in ("PARAMETER", "BUFFER"):
             held = program.state_dict.get(spec.target, program.constants.get(spec.target))
             name = first_name.get(spec.target)
-            known = name is not None and held is not None and held.is_floating_point()
-            inputs.append(Parameter(name, tuple(held.shape)) if known else held)
+            floating = held is not None and held.is_floating_point()
+            inputs.append(held if name is None or not floating else Parameter(name, tuple(held.shape)))
         elif spec.kind.name in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
             inputs.append(program.constants[spec.target])
         else:
@@ -258,7 +258,7 @@ class _Interpreter:
 
     def _opaque(self, node: torch.fx.Node) -> Any:
         """A higher-order operator or a Python function: inlined or evaluated where possible, else pinned and named."""
-        held = list(torch.fx.node.map_arg(node.args, lambda n: self.env[n]))
+        held: list[Any] = list(torch.fx.node.map_arg(node.args, lambda n: self.env[n]))
         output = node.meta.get("val")
         name = getattr(node.target, "__name__", str(node.target))
         bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
@@ -282,7 +282,9 @@ class _Interpreter:
         results = []
         for a, b, shape in zip(*ways, _shapes(node.meta.get("val")), strict=True):
             call = Call(self.ledger, "aten.where", {"condition": condition, "self": a, "other": b}, [shape], node.name)
-            results.append(RULES["aten.where"](call))
+            result = RULES["aten.where"](call)
+            assert isinstance(result, Value)
+            results.append(result)
         return results
 
     def _evaluate(self, node: torch.fx.Node) -> Any:
@@ -342,7 +344,6 @@ class _Interpreter:
             self.ledger.pin(self.env[node], reason)
         self.env[written] = self.env[node]
 
-
     def _overwritten(self, base: torch.fx.Node, view: torch.fx.Node, new: Value) -> Value | None:
         """A tensor of which a run of positions along one axis was written to; None if the view is another one."""
         assert isinstance(view.target, torch._ops.OpOverload)
@@ -357,7 +358,8 @@ class _Interpreter:
         first = start + old.shape[axis] if start < 0 else start
         last = first + new.shape[axis]
         self.ledger.forget(self.ledger.take(old, axis, np.arange(first, last)), axis, "overwritten")
-        around = [self.ledger.take(old, axis, k) for k in (np.arange(first), np.arange(last, old.shape[axis])) if len(k)]
+        kept = (np.arange(first), np.arange(last, old.shape[axis]))
+        around = [self.ledger.take(old, axis, positions) for positions in kept if len(positions)]
         around.insert(int(first > 0), new)
         return self.ledger.concatenate(around, axis)
 
