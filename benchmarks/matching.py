@@ -103,7 +103,8 @@ def _build(name: str) -> nn.Module:
 
 def _pair(graph: tus.SymmetryGraph, model: nn.Module, kind: str) -> Pair:
     generator = torch.Generator().manual_seed(0)
-    reference, other = ({n: t.clone() for n, t in random_state(model, generator).items()} for _ in range(2))
+    kinds = {n: t.dtype for n, t in model.state_dict().items()}
+    reference, other = ({n: t.to(kinds[n]) for n, t in random_state(model, generator).items()} for _ in range(2))
     if kind == "independent":
         return Pair(reference, other)
     noisy = {

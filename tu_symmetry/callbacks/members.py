@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -174,3 +175,32 @@ def _name_within(root: Any, module: nn.Module) -> str | None:
     if not isinstance(root, nn.Module):
         return None
     return next((name for name, m in root.named_modules() if _uncompiled(m) is module), None)
+
+
+def example_from(batch: Any) -> tuple[Any, ...]:
+    """Two samples of a batch (the first of its tensors), as the positional arguments of a member."""
+    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(inputs, Tensor) or inputs.ndim == 0:
+        raise TypeError(
+            f"cannot tell the input of a member from a batch of type {type(batch).__name__}; give "
+            "the callback its example_input, or set example_input_array in the LightningModule"
+        )
+    inputs = inputs[:2].detach().cpu().clone()
+    return (inputs if len(inputs) == 2 else inputs.repeat(2, *(1 for _ in inputs.shape[1:])),)
+
+
+def as_input(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor on the CPU, in the given precision if it is floating; everything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None)
+
+
+def twin_of(member: nn.Module) -> nn.Module:
+    """A copy for evaluation, which nothing trains."""
+    return copy.deepcopy(member).eval().requires_grad_(False)
+
+
+def detached_state(module: nn.Module) -> dict[str, Tensor]:
+    """The state dict itself (no copy), without gradients."""
+    return {name: t.detach() for name, t in module.state_dict().items()}

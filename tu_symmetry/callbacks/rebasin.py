@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +18,16 @@ from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.callbacks.in_place import permute_in_place
 from tu_symmetry.callbacks.members import (
     ModuleSource,
+    as_input,
     check_same_architecture,
+    detached_state,
+    example_from,
     find_members,
     mirrored_modules,
     require_whole_weights,
     resolve_modules,
     swag_statistics,
+    twin_of,
 )
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.symmetry.action import apply_permutation
@@ -193,7 +196,7 @@ class Rebasin(ScheduledCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Discover the symmetries with the first batch, if no input was given."""
         if self.graph is None:
-            self._seen_input = _example_from(batch)
+            self._seen_input = example_from(batch)
             self._discover(pl_module)
 
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
@@ -201,7 +204,7 @@ class Rebasin(ScheduledCallback):
         members = find_members(pl_module, self.members, single=self.follows_one_network)
         graph = self._discover(pl_module)
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
-            states = [_detached_state(m) for m in members]
+            states = [detached_state(m) for m in members]
             if self.follows_one_network:
                 if self._snapshot is None:
                     self._snapshot = _on_cpu(states[0])
@@ -229,7 +232,7 @@ class Rebasin(ScheduledCallback):
                         optimizers=trainer.optimizers,
                     )
             if self.reference == "previous":
-                self._snapshot = _on_cpu(_detached_state(members[0]))
+                self._snapshot = _on_cpu(detached_state(members[0]))
         self.history.append(record)
         self._log(trainer, pl_module, record, moving, hook)
 
@@ -254,12 +257,12 @@ class Rebasin(ScheduledCallback):
                 "Rebasin(example_input=...), or set example_input_array in the LightningModule"
             )
         member = find_members(pl_module, self.members, single=self.follows_one_network)[0]
-        twin = _twin(member).to(device="cpu")
+        twin = twin_of(member).to(device="cpu")
         if any(t.dtype in (torch.float16, torch.bfloat16) for t in twin.state_dict().values()):
             twin = twin.to(torch.float32)
         dtype = next((p.dtype for p in twin.parameters()), torch.float32)
         with isolate_rng(include_cuda=False):
-            graph = discover_symmetries(twin, tuple(_as_input(x, dtype) for x in example))
+            graph = discover_symmetries(twin, tuple(as_input(x, dtype) for x in example))
             graph.require_verified()
         if not graph.permutations:
             pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in graph.pinned[:3])
@@ -304,7 +307,7 @@ class Rebasin(ScheduledCallback):
     ) -> _Found:
         model = loader = None
         if self.method == "activation":
-            model, loader = _twin(member), self._batches(trainer, self.dataloader, argument="dataloader")
+            model, loader = twin_of(member), self._batches(trainer, self.dataloader, argument="dataloader")
         moving = [_as_float(s) for s in states]
         alignment = align(
             graph, moving, reference=_as_float(reference), method=self.method, model=model, dataloader=loader
@@ -323,7 +326,7 @@ class Rebasin(ScheduledCallback):
         batches = self._batches(trainer, self.barrier_loader, argument="barrier_loader")
         if batches is None:
             return {}
-        twin, loss = _twin(member), self._loss(pl_module)
+        twin, loss = twin_of(member), self._loss(pl_module)
         curves = []
         for i, permutation in self.permutations.items():
             for state in (states[i], apply_permutation(graph, permutation, states[i])):
@@ -442,31 +445,6 @@ def _validation_batches(trainer: Trainer, *, argument: str) -> _Batches | None:
         )
     limit = trainer.num_val_batches[0] if trainer.num_val_batches else None
     return _Batches(loader, trainer, int(limit) if limit is not None and limit != float("inf") else None)
-
-
-def _example_from(batch: Any) -> tuple[Any, ...]:
-    inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
-    if not isinstance(inputs, Tensor) or inputs.ndim == 0:
-        raise TypeError(
-            f"cannot tell the input of a member from a batch of type {type(batch).__name__}; give "
-            "Rebasin(example_input=...), or set example_input_array in the LightningModule"
-        )
-    inputs = inputs[:2].detach().cpu().clone()
-    return (inputs if len(inputs) == 2 else inputs.repeat(2, *(1 for _ in inputs.shape[1:])),)
-
-
-def _as_input(value: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None)
-
-
-def _twin(member: nn.Module) -> nn.Module:
-    return copy.deepcopy(member).eval().requires_grad_(False)
-
-
-def _detached_state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach() for name, t in module.state_dict().items()}
 
 
 def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

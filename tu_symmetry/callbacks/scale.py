@@ -13,25 +13,25 @@ from torch import Tensor, nn
 
 from tu_symmetry.callbacks.members import (
     ModuleSource,
+    as_input,
     check_same_architecture,
+    detached_state,
+    example_from,
     find_members,
     mirrored_modules,
     require_whole_weights,
     resolve_modules,
     swag_statistics,
+    twin_of,
 )
-from tu_symmetry.callbacks.rebasin import _as_input, _detached_state, _example_from, _twin
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
-from tu_symmetry.symmetry.action import apply_scale, move_optimizer_state, scale_tensors
+from tu_symmetry.symmetry.action import apply_scale, check_scalable_state, move_optimizer_state, scale_tensors
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
-
-_LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
-_LIKE_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
 class ScaleCanonicalization(ScheduledCallback):
@@ -179,7 +179,7 @@ class ScaleCanonicalization(ScheduledCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Discover the symmetries with the first batch, if no input was given."""
         if self.graph is None:
-            self._seen_input = _example_from(batch)
+            self._seen_input = example_from(batch)
             self._discover(pl_module)
 
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
@@ -187,7 +187,7 @@ class ScaleCanonicalization(ScheduledCallback):
         members = find_members(pl_module, self.members)
         graph = self._discover(pl_module)
         optimizers = list(trainer.optimizers)
-        found = self._find_on_rank_zero(trainer, graph, [_detached_state(m) for m in members])
+        found = self._find_on_rank_zero(trainer, graph, [detached_state(m) for m in members])
         self.log_scales = [log_scale for log_scale, _ in found]
         if self.in_place:
             for i, log_scale in enumerate(self.log_scales):
@@ -273,12 +273,12 @@ class ScaleCanonicalization(ScheduledCallback):
                 "ScaleCanonicalization(example_input=...), or set example_input_array in the LightningModule"
             )
         network = find_members(pl_module, self.members)[0]
-        twin = _twin(network).to(device="cpu")
+        twin = twin_of(network).to(device="cpu")
         if any(t.dtype in (torch.float16, torch.bfloat16) for t in twin.state_dict().values()):
             twin = twin.to(torch.float32)
         dtype = next((p.dtype for p in twin.parameters()), torch.float32)
         with isolate_rng(include_cuda=False):
-            graph = discover_symmetries(twin, tuple(_as_input(x, dtype) for x in example))
+            graph = discover_symmetries(twin, tuple(as_input(x, dtype) for x in example))
             graph.require_verified()
         if not graph.scales:
             raise SymmetryError(
@@ -352,9 +352,9 @@ def scale_in_place(
     optimizers = list(optimizers)
     names = {id(p): name for name, p in network.named_parameters()}
     for optimizer in optimizers:
-        _check_followable(optimizer, names)
+        check_scalable_state(optimizer, names)
     for module in (network, *mirrors):
-        state = _detached_state(module)
+        state = detached_state(module)
         _replace(state, apply_scale(graph, log_scale, state))
         grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         _replace(grads, scale_tensors(graph, log_scale, grads, power=-1.0))
@@ -368,28 +368,6 @@ def _replace(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     for name, tensor in new.items():
         if tensor is not old[name]:
             old[name].copy_(tensor)
-
-
-def _check_followable(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse optimizers with state of which it is not known how it scales, before anything has been changed."""
-    for parameter, state in optimizer.state.items():
-        if id(parameter) not in names:
-            continue
-        for key, value in state.items():
-            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-            if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
-                continue
-            known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not _is_preconditioned(key, state))
-            if listed or not known or value.shape != parameter.shape:
-                raise SymmetryError(
-                    f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
-                    "rescaling is not known; use in_place=False, or SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
-                )
-
-
-def _is_preconditioned(key: str, state: Mapping[str, Any]) -> bool:
-    """RMSprop's momentum is of steps that were divided by their root mean square: it does not scale as gradients do."""
-    return key == "momentum_buffer" and "square_avg" in state
 
 
 def _scale_swag(graph: SymmetryGraph, log_scale: LogScale, stats: dict[str, Tensor], prefix: str) -> None:

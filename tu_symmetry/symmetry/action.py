@@ -8,7 +8,6 @@ Laws (tests/test_symmetry_laws.py, float64): the function of the network is unch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,9 +177,9 @@ def move_optimizer_state(
 
     After a permutation the next training step is exactly the permuted step, for every optimizer whose state is
     elementwise (SGD with momentum, Adam and its kin). After a rescaling by factors ``c`` gradients and momenta scale
-    by ``1 / c``; second moments (state entries named ``*_sq``, ``*_avg_sq``, ``square_avg``, ``sum``) by ``1 / c**2``.
-    Plain SGD and Adam are *not* equivariant under rescaling (their step would have to scale by ``c``), so only the
-    stored statistics agree with the new coordinates, not the trajectory.
+    by ``1 / c``, second moments by ``1 / c**2`` (see :func:`check_scalable_state`). Plain SGD and Adam are *not*
+    equivariant under rescaling (their step would have to scale by ``c``), so only the stored statistics agree with the
+    new coordinates, not the trajectory.
 
     Args:
         graph: the symmetry graph.
@@ -191,8 +190,11 @@ def move_optimizer_state(
 
     Raises:
         SymmetryError: a state tensor of a known parameter that is neither a scalar nor of the parameter's shape
-            (factored statistics, as in Adafactor, cannot be moved).
+            (factored statistics, as in Adafactor, cannot be moved); with ``log_scale``, state of which it is not known
+            how it scales.
     """
+    if log_scale is not None:
+        check_scalable_state(optimizer, names)
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:
@@ -209,9 +211,39 @@ def move_optimizer_state(
             if permutation is not None:
                 moved = permute_tensors(graph, permutation, moved)
             if log_scale is not None:
-                moved = scale_tensors(graph, log_scale, moved, power=-2.0 if _is_second_moment(key) else -1.0)
+                moved = scale_tensors(graph, log_scale, moved, power=-2.0 if key in _LIKE_SQUARES else -1.0)
             value.copy_(moved[name])
 
 
-def _is_second_moment(key: Any) -> bool:
-    return isinstance(key, str) and (key.endswith("_sq") or key in {"square_avg", "sum", "max_exp_avg_sq"})
+_LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
+_LIKE_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+
+
+def check_scalable_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Refuse state of which it is not known how it follows a rescaling: what is neither like gradients nor squares.
+
+    RMSprop's momentum is of steps that were divided by their root mean square, so that it does not scale as gradients
+    do; it is refused like Adadelta's, Rprop's, ASGD's and LBFGS's own state.
+
+    Args:
+        optimizer: the optimizer.
+        names: ``id(parameter)`` to the parameter's name; other parameters are not looked at.
+
+    Raises:
+        SymmetryError: naming the optimizer, the entry and the parameter.
+    """
+    for parameter, state in optimizer.state.items():
+        if id(parameter) not in names:
+            continue
+        for key, value in state.items():
+            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+            if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
+                continue
+            preconditioned = key == "momentum_buffer" and "square_avg" in state
+            known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
+            if listed or not known or value.shape != parameter.shape:
+                raise SymmetryError(
+                    f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
+                    "rescaling is not known; leave the weights' scale as it is (in_place=False in a callback), or "
+                    "train with SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
+                )
