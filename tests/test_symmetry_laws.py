@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry import action
+from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.operators.pointwise import elementwise
 from tu_symmetry.symmetry.rules import Call
 from tu_symmetry.symmetry.verification import random_state
@@ -110,6 +111,36 @@ def test_each_scale_group_keeps_the_function_and_changes_weights(case: Case) -> 
         assert any(not torch.equal(scaled[n], state[n]) for n in state)
         error = relative(before, outputs(model, scaled, case.inputs()))
         assert error < (1e-9 if group.exact else 1e-3), group.name
+
+
+@every_case
+@pytest.mark.parametrize("piece", [1, 2**22])
+def test_in_place_is_the_same_whatever_the_pieces(case: Case, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(action, "_PIECE", piece)
+    model, graph = discovered(case)
+    generator = torch.Generator().manual_seed(5)
+    state, moved = (random_state(model, torch.Generator().manual_seed(6)) for _ in range(2))
+    permutation = tus.random_permutation(graph, generator=generator)
+    log_scale = {
+        g.name: torch.randn(g.size, generator=generator, dtype=torch.float64)
+        for g in (*graph.scales, *graph.normalizations)
+    }
+    held = dict(moved)
+    permute_tensors_(graph, permutation, moved)
+    scale_tensors_(graph, log_scale, moved)
+    monkeypatch.undo()
+    expected = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, state))
+    assert all(moved[n] is held[n] for n in held)
+    assert all(torch.equal(moved[n], expected[n]) for n in expected)
+
+
+def test_scaling_can_be_differentiated() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 3, dtype=torch.float64))
+    log_scale = {graph.scales[0].name: torch.full((4,), 0.5, dtype=torch.float64)}
+    scaled = tus.apply_scale(graph, log_scale, dict(model.named_parameters()))
+    (gradient,) = torch.autograd.grad(scaled["2.weight"].sum(), model[2].weight)
+    torch.testing.assert_close(gradient, torch.full((2, 4), math.exp(-0.5), dtype=torch.float64))
 
 
 @every_case

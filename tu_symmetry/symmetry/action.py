@@ -7,7 +7,7 @@ Laws (tests/test_symmetry_laws.py, float64): the function of the network is unch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,29 @@ def permute_tensors(
 
     This is what moves gradients, momenta, second moments and averages of weights along with the weights.
     """
+    moved = dict(tensors)
+    for member, p in _steps(graph, permutation):
+        for name in graph.aliases[member.parameter]:
+            if name in moved:
+                moved[name] = permute_axis(moved[name], member, p, len(graph.shapes[member.parameter]))
+    return moved
+
+
+def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """As :func:`permute_tensors`, in place and piece by piece, without a second copy of the weights.
+
+    Names that hold the same tensor object are moved once.
+    """
+    for member, p in _steps(graph, permutation):
+        ndim = len(graph.shapes[member.parameter])
+        for tensor in _distinct(graph, member.parameter, tensors):
+            held = {tensor.ndim - ndim + k for k in (member.axis, member.within_axis) if k is not None}
+            for piece in _pieces(tensor, min(set(range(tensor.ndim)) - held, default=None)):
+                piece.copy_(permute_axis(piece, member, p, ndim))
+
+
+def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[tuple[PermutationMember, Tensor]]:
+    """Which axes have to be permuted, in order, and how."""
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
         if name not in known:
@@ -51,7 +74,6 @@ def permute_tensors(
         if tuple(p.shape) != known[name].shape:
             raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
     check_permutation(permutation)
-    moved = dict(tensors)
     # Nested groups first: an element names the units of a block by the block's old content, then blocks move whole.
     for group in reversed(graph.permutations):
         if group.name not in permutation:
@@ -59,11 +81,25 @@ def permute_tensors(
         p = permutation[group.name]
         if group.parent is not None and group.parent in permutation:
             p = _by_old_block(p, group.name, permutation)
-        for member in group.members:
-            for alias in graph.aliases[member.parameter]:
-                if alias in moved:
-                    moved[alias] = permute_axis(moved[alias], member, p, len(graph.shapes[member.parameter]))
-    return moved
+        yield from ((member, p) for member in group.members)
+
+
+def _distinct(graph: SymmetryGraph, parameter: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors that the names of a parameter hold, each once."""
+    held = (tensors[name] for name in graph.aliases[parameter] if name in tensors)
+    return list({id(tensor): tensor for tensor in held}.values())
+
+
+_PIECE = 2**22  # entries
+
+
+def _pieces(tensor: Tensor, axis: int | None) -> tuple[Tensor, ...]:
+    """Views of a tensor, cut along an axis, of few enough entries that working on one takes little memory."""
+    if axis is None or tensor.numel() <= _PIECE:
+        return (tensor,)
+    length = tensor.shape[axis]
+    step = max(1, _PIECE * length // tensor.numel())
+    return tuple(tensor.narrow(axis, start, min(step, length - start)) for start in range(0, length, step))
 
 
 def _by_old_block(p: Tensor, name: str, permutation: Mapping[str, Tensor]) -> Tensor:
@@ -146,23 +182,43 @@ def scale_tensors(
 
     ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
     """
-    flat = flat_log_scale(graph, log_scale)
     scaled = dict(tensors)
-    for parameter, terms in graph.scale_terms.items():
-        total: Tensor | None = None
-        for term in terms:
-            part = term.exponent * flat[term.index]
-            total = part if total is None else total + part
-        if total is None or not total.any():
-            continue
-        factor = torch.exp(power * total)
-        for alias in graph.aliases[parameter]:
-            if alias in scaled:
-                tensor = scaled[alias]
-                scaled[alias] = (
-                    tensor * factor.to(tensor.device, torch.promote_types(tensor.dtype, torch.float32))
-                ).to(tensor.dtype)
+    for parameter, logs in _log_factors(graph, log_scale, power):
+        for name in graph.aliases[parameter]:
+            if name in scaled:
+                scaled[name] = scaled[name].clone()
+                _multiply_(scaled[name], logs)
     return scaled
+
+
+def scale_tensors_(
+    graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
+) -> None:
+    """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once."""
+    for parameter, logs in _log_factors(graph, log_scale, power):
+        for tensor in _distinct(graph, parameter, tensors):
+            _multiply_(tensor, logs)
+
+
+def _log_factors(graph: SymmetryGraph, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
+    """The parameters that change, and float64 terms of the logarithms of their factors, which broadcast."""
+    flat = flat_log_scale(graph, log_scale)
+    for parameter, terms in graph.scale_terms.items():
+        logs = [power * term.exponent * flat[term.index] for term in terms]
+        if any(log.any() for log in logs):
+            yield parameter, logs
+
+
+def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
+    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece."""
+    ndim = max(log.ndim for log in logs)
+    precision = torch.promote_types(tensor.dtype, torch.float32)
+    start = 0
+    for piece in _pieces(tensor, tensor.ndim - ndim if ndim else None):
+        rows = slice(start, start := start + (piece.shape[-ndim] if ndim else 0))
+        own = (log[rows] if log.ndim == ndim and log.shape[0] > 1 else log for log in logs)
+        factor = torch.exp(sum(own, torch.zeros((), dtype=torch.float64)))
+        piece.copy_(piece * factor.to(piece.device, precision))
 
 
 def move_optimizer_state(

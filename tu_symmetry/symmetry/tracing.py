@@ -65,7 +65,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
-    model = copy.deepcopy(model).eval()
+    model = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()  # export reads no values of weights
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -119,6 +119,7 @@ def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
 
 
 def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str | None) -> Trace:
+    model = copy.deepcopy(model)
     state = model.state_dict(keep_vars=True)
     tensors = {first: state[first].detach() for first in tied_names(model)}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
+from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.elements import Permutation, random_permutation
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
@@ -66,8 +66,16 @@ def verify_symmetries(
         draw = 0.3 * torch.randn(group.size, generator=generator, dtype=torch.float64)
         (exact if group.exact else inexact)[group.name] = draw
 
+    # one set of weights, which the elements move one after the other: what it was before need not be kept
     check.baseline(state)
-    if check.differs(permute_tensors(graph, permutation, state)) or check.differs(scale_tensors(graph, exact, state)):
+    permute_tensors_(graph, permutation, state)
+    held_so_far = not check.differs(state)
+    if held_so_far:
+        scale_tensors_(graph, exact, state)
+        held_so_far = not check.differs(state)
+    if not held_so_far:
+        state = random_state(model, generator)
+        check.baseline(state)
         for name, p in permutation.items():
             check.demand(name, "permutation", permute_tensors(graph, {name: p}, state))
         for name, s in exact.items():
@@ -77,7 +85,10 @@ def verify_symmetries(
     if inexact:
         _drop_epsilons(twin)
         check.baseline(state)
-        if check.differs(scale_tensors(graph, inexact, state)):
+        scale_tensors_(graph, inexact, state)
+        if check.differs(state):
+            state = random_state(model, generator)
+            check.baseline(state)
             for name, s in inexact.items():
                 check.demand(name, "normalization", scale_tensors(graph, {name: s}, state))
             check.demand("all normalizations together", "combined", scale_tensors(graph, inexact, state))
@@ -184,7 +195,7 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
         return 0.5 + noise.abs()
     if tensor.ndim >= 2:
         fan_in = tensor[0].numel()
-        return noise * (1.5 / max(fan_in, 1)) ** 0.5
+        return noise.mul_((1.5 / max(fan_in, 1)) ** 0.5)
     if "mean" in last or "bias" in last:
         return 0.3 * noise
     return 1.0 + 0.3 * noise
