@@ -8,6 +8,7 @@ Blocks form a forest: a head holds its query-key and its value units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,25 @@ def _combine(*parts: Array | Hash | int) -> Hash:
         for part in parts:
             total = _mix(total * np.uint64(3) + np.asarray(part).astype(np.uint64))
     return total
+
+
+def _unique_rows(rows: Array) -> Array:
+    """``np.unique(rows, axis=0)``, by way of one number for each row, which sorts faster."""
+    if not len(rows):
+        return rows
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    spans = [int(b) - int(a) + 1 for a, b in zip(low, high, strict=True)]
+    if math.prod(spans) >= 2**63:
+        return np.unique(rows, axis=0)
+    keys = np.zeros(len(rows), dtype=np.int64)
+    for k, span in enumerate(spans):
+        keys = keys * span + (rows[:, k] - low[k])
+    keys = np.unique(keys)
+    columns: list[Array] = []
+    for span in reversed(spans):
+        columns.insert(0, keys % span)
+        keys //= span
+    return np.stack(columns, axis=1) + low
 
 
 @dataclass
@@ -242,7 +262,7 @@ class Extraction:
             with np.errstate(over="ignore"):
                 np.add.at(color, self.classes.of[units], _combine(-1 - len(self.ledger.marks) - number, tag))
         if edges:
-            self.edges = np.unique(np.concatenate(edges), axis=0)
+            self.edges = _unique_rows(np.concatenate(edges))
         return self._refine(color)
 
     def _mark(self, color: Hash, component: Array, tag: Hash, reason: str) -> None:
@@ -270,7 +290,7 @@ class Extraction:
             x, y = np.broadcast_arrays(component, o)
             both = (x >= 0) & (y >= 0) & (x != y)
             if both.any():
-                pairs = np.unique(np.stack([x[both], y[both]], axis=1), axis=0)
+                pairs = _unique_rows(np.stack([x[both], y[both]], axis=1))
                 tag = np.full((len(pairs), 1), relation * 8 + part, dtype=np.int64)
                 found.append(np.concatenate([pairs, tag], axis=1))
             stuck = (x < 0) & (y >= 0)  # a block that holds fixed units is told apart by them
@@ -328,7 +348,7 @@ class Extraction:
             by_color[color] = np.sort(units)
         edges: dict[int, dict[int, Array]] = {}
         if len(self.edges):
-            pairs = np.unique(self.edges[:, :2], axis=0)
+            pairs = _unique_rows(self.edges[:, :2])
             kinds = np.stack([self.colors[pairs[:, 0]], self.colors[pairs[:, 1]]], axis=1)
             order = np.lexsort((kinds[:, 1], kinds[:, 0]))
             pairs, kinds = pairs[order], kinds[order]
@@ -372,7 +392,7 @@ class Extraction:
                 if node is None:
                     self._pin_color(color, "nested in a pinned block")
                     return None
-                pairs = np.unique(pairs, axis=0)
+                pairs = _unique_rows(pairs)
                 counts = np.bincount(np.searchsorted(units, pairs[:, 0]), minlength=len(units))
                 if node.units.size == 1:  # a block that is alone of its kind moves nowhere
                     break
@@ -411,7 +431,7 @@ class Extraction:
         if direct:
             owners = [owner[units] for owner in direct.values()]
             for other in owners[1:]:
-                pairs = np.unique(np.stack([owners[0], other], axis=1), axis=0)
+                pairs = _unique_rows(np.stack([owners[0], other], axis=1))
                 if len(pairs) == len(np.unique(owners[0])) == len(np.unique(other)):
                     self.twins.append((pairs[:, 0], pairs[:, 1]))
             self._pin_color(color, "nested in two groups at once")
@@ -421,7 +441,7 @@ class Extraction:
     def _split(self, pairs: Array, count: int) -> None:
         """Tell apart blocks that hold the same units by the order in which they stand, if it is the same for all."""
         outer, kind = pairs[:, 1], np.tile(np.arange(count), len(pairs) // count)
-        seen = np.unique(np.stack([outer, kind], axis=1), axis=0)
+        seen = _unique_rows(np.stack([outer, kind], axis=1))
         if len(np.unique(outer)) == len(seen):
             self.splits.append((seen[:, 0], seen[:, 1]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -273,28 +274,31 @@ def scale_groups(
     met_epsilon = {f"epsilon {k}": system.expand(((1.0, v),), v.ndim) for k, v in enumerate(ledger.inexact)}
     expanded |= met_epsilon
     buffers |= met_epsilon.keys()
-    signature, first_seen = _signatures(expanded)
-    for v in _redundant(expanded, signature):
+    alike = _alike(expanded)
+    redundant = _redundant(expanded, alike)
+    if redundant:
         for name, terms in expanded.items():
-            expanded[name] = [(c, np.where(a == v, ZERO, a)) for c, a in terms]
-        del signature[v]
-    if _expose_normalizations(expanded, signature, buffers):
-        signature, first_seen = _signatures(expanded)
-    inexact = {v for name in met_epsilon for _, array in expanded.pop(name) for v in np.unique(array).tolist()}
-    by_signature: dict[tuple, list[int]] = defaultdict(list)
-    for v in sorted(signature, key=lambda v: first_seen[v]):
-        parts = sorted({part for part in signature[v] if part[0] not in met_epsilon})
-        by_signature[(tuple(parts), v not in inexact)].append(v)
-    kinds: tuple[list[tuple[list[int], bool]], list[tuple[list[int], bool]]] = ([], [])
-    for (parts, exact), variables in by_signature.items():
+            expanded[name] = [(c, np.where(np.isin(a, redundant), ZERO, a)) for c, a in terms]
+        alike = _alike(expanded)
+    if _expose_normalizations(expanded, alike, buffers):
+        alike = _alike(expanded)
+    inexact = [np.unique(array) for name in met_epsilon for _, array in expanded.pop(name)]
+    kinds: tuple[list[tuple[Array, bool]], list[tuple[Array, bool]]] = ([], [])
+    flipped = []
+    for variables, parts, exact in _families(
+        alike, set(met_epsilon), np.concatenate([np.empty(0, np.int64), *inexact])
+    ):
         trainable = [c for name, _, c in parts if name not in buffers]
         if not trainable:
             continue
         if all(c < 0 for c in trainable):  # orient factors so that parameters grow with them
-            for name, terms in expanded.items():
-                expanded[name] = [t for c, v in terms for t in _flipped(c, v, variables)]
+            flipped.append(variables)
             trainable = [-c for c in trainable]
         kinds[int(all(c > 0 for c in trainable))].append((variables, exact))
+    if flipped:
+        flip = np.concatenate(flipped)
+        for name, terms in expanded.items():
+            expanded[name] = [t for c, v in terms for t in _flipped(c, v, flip)]
     number = np.full(system.count, -1, dtype=np.int64)
     start = 0
     for variables, _ in (*kinds[0], *kinds[1]):
@@ -324,38 +328,80 @@ def scale_groups(
 
 
 Expanded = dict[str, list[tuple[float, Array]]]
-Signature = dict[int, list[tuple[str, tuple[int, ...], float]]]
+Part = tuple[str, tuple[int, ...], float]
+"""What a factor multiplies: a tensor, the axes along which the factors differ there, and the exponent."""
 
 
-def _signatures(expanded: Expanded) -> tuple[Signature, dict[int, tuple[int, int]]]:
-    """For each free variable what it multiplies, and where it is met first."""
-    signature: Signature = defaultdict(list)
-    first_seen: dict[int, tuple[int, int]] = {}
-    for rank, (name, terms) in enumerate(expanded.items()):
+class _Alike(NamedTuple):
+    """Free variables that multiply the same parts, in the order in which they are met, and the places of that."""
+
+    parts: tuple[Part, ...]
+    variables: Array
+    met: Array
+
+
+def _alike(expanded: Expanded) -> list[_Alike]:
+    """The free variables, those that multiply the same parts together."""
+    parts: list[Part] = []
+    held, owner, met = [], [], []
+    start = 0
+    for name, terms in expanded.items():
         for coefficient, variable in terms:
             uniques, where = np.unique(variable.reshape(-1), return_index=True)
-            axes = varies(variable)
-            for v, position in zip(uniques.tolist(), where.tolist(), strict=True):
-                if v != ZERO:
-                    signature[v].append((name, axes, coefficient))
-                    first_seen.setdefault(v, (rank, position))
-    return signature, first_seen
+            free = uniques != ZERO
+            held.append(uniques[free])
+            owner.append(np.full(int(free.sum()), len(parts)))
+            met.append(start + where[free])
+            parts.append((name, varies(variable), coefficient))
+            start += variable.size
+    if not held:
+        return []
+    numbers = {part: k for k, part in enumerate(dict.fromkeys(parts))}
+    number = np.array([numbers[part] for part in parts])
+    fingerprints = np.random.default_rng(0).integers(2**63, size=len(numbers), dtype=np.uint64)
+    variables, owners, places = np.concatenate(held), np.concatenate(owner), np.concatenate(met)
+    free, first, index = np.unique(variables, return_index=True, return_inverse=True)  # first: places grow
+    signature = np.zeros(len(free), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        np.add.at(signature, index, fingerprints[number[owners]])
+    _, kind = np.unique(signature, return_inverse=True)
+    order = np.lexsort((places[first], kind))
+    found = []
+    for own in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1) if len(order) else []:
+        multiplied = tuple(parts[k] for k in owners[index == own[0]].tolist())
+        found.append(_Alike(multiplied, free[own], places[first[own]]))
+    return sorted(found, key=lambda alike: int(alike.met[0]))
 
 
-def _expose_normalizations(expanded: Expanded, signature: Signature, buffers: frozenset[str]) -> bool:
+def _families(alike: list[_Alike], apart: set[str], inexact: Array) -> Iterator[tuple[Array, tuple[Part, ...], bool]]:
+    """Variables of one group: the same parts (those of the names ``apart`` do not count), and all exact or none."""
+    families: dict[tuple[tuple[Part, ...], bool], list[tuple[Array, Array]]] = defaultdict(list)
+    for parts, variables, met in alike:
+        key = tuple(sorted({part for part in parts if part[0] not in apart}))
+        rough = np.isin(variables, inexact)
+        for exact, own in ((True, ~rough), (False, rough)):
+            if own.any():
+                families[key, exact].append((variables[own], met[own]))
+    ordered = []
+    for (parts, exact), pieces in families.items():
+        variables, met = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
+        order = np.argsort(met)
+        ordered.append((int(met[order[0]]), variables[order], parts, exact))
+    for _, variables, parts, exact in sorted(ordered, key=lambda family: family[0]):
+        yield variables, parts, exact
+
+
+def _expose_normalizations(expanded: Expanded, alike: list[_Alike], buffers: frozenset[str]) -> bool:
     """Change the basis so that a factor under which nothing shrinks is a factor of its own.
 
     A single factor may trade off against others, while a combination of them only ever grows weights: a residual stream
     that a normalization reads, with biases on the branch. Such combinations are found by linear programming over the
     groups (each moving as one); the single factor is then redefined as the combination.
     """
-    if not any(all(axes == () for _, axes, _ in parts) for parts in signature.values()):
+    if not any(all(axes == () for _, axes, _ in kind.parts) for kind in alike):
         return False  # no factor multiplies whole tensors
-    groups: dict[tuple, list[int]] = defaultdict(list)
-    for v, parts in signature.items():
-        groups[tuple(sorted(set(parts)))].append(v)
-    members = list(groups.values())
-    number = np.full(max(signature, default=0) + 1, -1, dtype=np.int64)
+    members = list(_by_parts(alike).values())
+    number = np.full(max(int(v.max()) for v in members) + 1, -1, dtype=np.int64)
     for k, variables in enumerate(members):
         number[variables] = k
     rows = np.unique(
@@ -411,22 +457,27 @@ def _exponent_rows(
         yield from total
 
 
-def _redundant(
-    expanded: Expanded,
-    signature: Signature,
-) -> list[int]:
+def _by_parts(alike: list[_Alike]) -> dict[tuple[Part, ...], Array]:
+    """Variables by the set of parts that they multiply, a part that is multiplied twice counting once."""
+    found: dict[tuple[Part, ...], list[Array]] = defaultdict(list)
+    for kind in alike:
+        found[tuple(sorted(set(kind.parts)))].append(kind.variables)
+    return {parts: np.concatenate(variables) for parts, variables in found.items()}
+
+
+def _redundant(expanded: Expanded, alike: list[_Alike]) -> list[int]:
     """Factors that multiply whole tensors, and change nothing or just what the factors of one axis change together."""
     whole: dict[int, dict[str, float]] = {}
-    by_parts: dict[tuple, list[int]] = defaultdict(list)
-    for v, parts in signature.items():
-        if all(axes == () for _, axes, _ in parts):
+    for kind in alike:
+        if not all(axes == () for _, axes, _ in kind.parts):
+            continue
+        for v in kind.variables.tolist():
             net: dict[str, float] = defaultdict(float)
-            for name, _, c in parts:
+            for name, _, c in kind.parts:
                 full = all((a == v).all() for _, a in expanded[name] if (a == v).any())
                 net[name] += c if full else np.nan
             whole[v] = {name: c for name, c in net.items() if c != 0}
-        else:
-            by_parts[tuple(sorted(set(parts)))].append(v)
+    by_parts = _by_parts([kind for kind in alike if any(axes != () for _, axes, _ in kind.parts)])
     gone = []
     for v, net in whole.items():
         if not net:
@@ -444,7 +495,7 @@ def _redundant(
     return gone
 
 
-def _flipped(coefficient: float, variable: Array, flip: list[int]) -> list[tuple[float, Array]]:
+def _flipped(coefficient: float, variable: Array, flip: Array) -> list[tuple[float, Array]]:
     hit = np.isin(variable, flip)
     if not hit.any():
         return [(coefficient, variable)]
@@ -472,14 +523,21 @@ def _members(
             continue
         rows_axis, axis = axes[0], axes[-1]
         grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
-        rows = np.stack([(grid == k).any(axis=1) for k in range(size)])
-        columns = np.stack([(grid == k).any(axis=0) for k in range(size)])
-        if len({int(r.sum()) for r in rows}) == 1 and len({int(c.sum()) for c in columns}) == 1:
-            within = torch.from_numpy(np.stack([np.flatnonzero(r) for r in rows]))
-            index2 = torch.from_numpy(np.stack([np.flatnonzero(c) for c in columns]))
-            yield ScaleMember(name, axis, exponent, index2, rows_axis, within, buffer)
-        else:  # irregular: the scale terms hold the truth, the member names the axis
-            yield ScaleMember(name, axis, exponent, None, rows_axis, None, buffer)
+        held = np.nonzero(grid >= 0)
+        within, index = (_lines(grid[held], lines, size) for lines in held)
+        if within is None or index is None:  # irregular: the scale terms hold the truth, the member names the axis
+            within = index = None
+        yield ScaleMember(name, axis, exponent, index, rows_axis, within, buffer)
+
+
+def _lines(factors: Array, lines: Array, size: int) -> torch.Tensor | None:
+    """``[size, lines of each factor]``, ascending; None where factors have more or fewer of them than others."""
+    length = int(lines.max(initial=0)) + 1
+    pairs = np.unique(factors * length + lines)
+    counts = np.bincount(pairs // length, minlength=size)
+    if (counts != counts[0]).any():
+        return None
+    return torch.from_numpy((pairs % length).reshape(size, -1))
 
 
 def _positions(flat: Array, size: int) -> torch.Tensor | None:
