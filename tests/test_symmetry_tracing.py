@@ -265,3 +265,48 @@ def test_graphs_are_copied_and_pickled_without_the_model() -> None:
     for twin in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
         assert twin.verified and str(twin) == str(graph)
         tus.apply_permutation(twin, tus.random_permutation(twin), model.state_dict())
+
+
+@torch.library.custom_op("tu_symmetry_tests::only_single", mutates_args=())
+def only_single(x: Tensor) -> Tensor:
+    """Stands for a fused kernel that knows no float64."""
+    if x.dtype == torch.float64:
+        raise RuntimeError("expected Float32, got Double")
+    return x * 2
+
+
+@only_single.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_network_that_cannot_run_in_double_precision_is_named_by_verification() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return only_single(self.second(torch.relu(self.first(x))))
+
+    graph = tus.discover_symmetries(Net(), torch.randn(2, 3))
+    assert [g.size for g in graph.permutations] == [4]
+    with pytest.raises(tus.SymmetryError, match=r"does not run in float64.*expected Float32"):
+        graph.require_verified()
+    assert not graph.verified
+
+
+def test_masks_may_be_joined() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            return self.second(torch.where((hidden > 0) & (hidden < 1) | (hidden > 2), hidden, 0.0))
+
+    graph = tus.discover_symmetries(Net(), torch.randn(2, 3))
+    graph.require_verified()
+    assert not graph.unknown_operators
+    assert [g.size for g in graph.permutations] == [4]

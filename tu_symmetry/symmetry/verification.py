@@ -109,7 +109,14 @@ class _Check:
         model = copy.deepcopy(self.model, shared)
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Exactly():
             torch.manual_seed(0)
-            output = torch.func.functional_call(model, dict(state), self.args, self.kwargs, tie_weights=False)
+            try:
+                output = torch.func.functional_call(model, dict(state), self.args, self.kwargs, tie_weights=False)
+            except Exception as error:
+                raise SymmetryError(
+                    f"the network does not run in float64 on the CPU, where symmetries are verified: {error}\nLikely "
+                    "cause: an operator that knows only lower precisions or another device (a fused kernel). Choose "
+                    "the model's plain implementation of that operator."
+                ) from error
         return [t.clone() for t in _tensors(output)]
 
     def baseline(self, state: Mapping[str, Tensor]) -> None:
