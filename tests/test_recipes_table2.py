@@ -41,7 +41,7 @@ TINY = [
     "images.train_size=40", "images.test_size=20", "images.out_of_distribution_size=6",
     "networks.arguments={width: 2, blocks: [1, 1], stem_stride: 4}", "networks.members=2", "networks.epochs=4",
     "networks.batch_size=10", "evidence.max_iterations=3", "evidence.samples=20", "evidence.batch_size=16",
-    "evidence.refreshes=1",
+    "evidence.refreshes=1", "evidence.mode_tolerance=5.0",
 ]  # fmt: skip
 
 
@@ -215,14 +215,6 @@ def test_a_stored_jacobian_gives_the_same_products() -> None:
         )
 
 
-def test_both_kinds_of_products_give_one_table(table: tuple[Path, dict[str, Any]], root: Path, tmp_path: Path) -> None:
-    overrides = ("evidence.stored_jacobian=false", "networks.members=2", "evidence.choices=[linear/single]")
-    other = run(root, tmp_path, *overrides)["evidence"]["rows"]["linear/single"]
-    for a, b in zip(table[1]["evidence"]["rows"]["linear/single"], other, strict=True):
-        assert a["groups"]["all"]["precision"] == pytest.approx(b["groups"]["all"]["precision"], rel=2e-2)
-        assert a["nll"] == pytest.approx(b["nll"], rel=1e-2)
-
-
 def test_scores_of_known_probabilities() -> None:
     p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.2, 0.8], [0.9, 0.1]], dtype=torch.float64)
     y = torch.tensor([0, 0, 1, 1])
@@ -258,18 +250,18 @@ def test_an_interrupted_table_goes_on(
 
     def interrupted(self: Any, choice: Choice, done: int) -> Any:
         calls.append(choice.key)
-        if len(calls) == 8:
+        if len(calls) == 4:
             raise KeyboardInterrupt
         return optimize(self, choice, done)
 
     monkeypatch.setattr(laplace_residual._Work, "optimize", interrupted)
+    some = "evidence.choices=[linear/multiple, full/multiple]"
     with pytest.raises(KeyboardInterrupt):
-        run(root, tmp_path)
-    assert calls[-1] == "full/multiple"
-    resumed = run(root, tmp_path)
-    assert len(calls) == 2 * len(CHOICES) + 1
-    for key, found in whole["evidence"]["rows"].items():
-        for a, b in zip(found, resumed["evidence"]["rows"][key], strict=True):
+        run(root, tmp_path, some)
+    resumed = run(root, tmp_path, some)
+    assert calls == ["linear/multiple", "full/multiple"] * 2 + ["full/multiple"]
+    for key, found in resumed["evidence"]["rows"].items():
+        for a, b in zip(whole["evidence"]["rows"][key], found, strict=True):
             assert a["nll"] == pytest.approx(b["nll"], rel=1e-4), key
             assert a["gamma"] == pytest.approx(b["gamma"], rel=1e-3), key
     assert json.loads((tmp_path / "results.json").read_text())["stages"]["evidence"]["resumed"]

@@ -131,13 +131,13 @@ def _draw(path: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Test NLL of every row, and the precision of every group relative to its center."""
     several = _several({key: runs for key, runs in rows.items() if key != NETWORK})
     with figure(path, 2 if several else 1, width=5.4, height=3.6) as axes:
-        for place, (key, runs) in enumerate(reversed(rows.items())):
+        for place, (key, runs) in enumerate(reversed(list(rows.items()))):
             mean, error = mean_and_error([run["nll"] for run in runs])
             color = GRAY if key == NETWORK else COLORS[Choice.parse(key).where]
             filled = key == NETWORK or not Choice.parse(key).flat
             face = color if filled else "white"
             axes[0].errorbar(mean, place, xerr=error, fmt="o", color=color, markerfacecolor=face, capsize=2)
-        axes[0].set_yticks(range(len(rows)), [name_of(key) for key in reversed(rows)])
+        axes[0].set_yticks(range(len(rows)), [name_of(key) for key in reversed(list(rows))])
         axes[0].set(title="Test NLL", xlabel="nats, mean ± standard error over networks")
         if several:
             names = list(next(iter(several.values()))[0]["groups"])
