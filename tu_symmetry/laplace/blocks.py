@@ -305,6 +305,20 @@ def decompose(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(values > limit, values, 0), vectors
 
 
+def decompose_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for ``rows^T rows`` of few rows ``[..., number, size]``, by way of ``rows rows^T``.
+
+    Eigenvectors of small eigenvalues come out of it oblique; a QR decomposition, from the largest on, makes them
+    orthogonal again, and completes the basis with the directions that no row has.
+    """
+    number, size = rows.shape[-2:]
+    values, small = decompose(rows @ rows.mT)
+    values, small = values.flip(-1), small.flip(-1)
+    vectors = rows.mT @ (small * torch.where(values > 0, values, torch.inf).rsqrt().unsqueeze(-2))
+    basis, _ = torch.linalg.qr(vectors, mode="complete")
+    return torch.cat([values, values.new_zeros(*values.shape[:-1], size - number)], dim=-1), basis
+
+
 def within_groups(matrix: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Eigendecomposition of a symmetric matrix, of its blocks within prior groups where there are several.
 

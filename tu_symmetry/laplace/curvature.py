@@ -31,7 +31,7 @@ from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, find_layers, watching
 from tu_symmetry.laplace.likelihood import Fisher, Likelihood, check_outputs
-from tu_symmetry.laplace.patches import add_patch_gram
+from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
 
 Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
@@ -237,8 +237,10 @@ class _Factors:
     def __init__(self, layer: Layer, options: Options) -> None:
         self.layer, self.options = layer, options
         self.rows: Tensor | None = None
-        self.positions = 0.0
         self.sums: dict[str, Tensor] = {}
+        self.inputs: InputMoments | None = None
+        if isinstance(layer, MatrixLayer) and layer.weight is not None:
+            self.inputs = InputMoments(layer, reduce=options.weight_sharing == "reduce")
 
     def _add(self, key: str, vectors: Tensor, ndim: int = 2) -> None:
         """Add ``vectors^T vectors`` (or the sum of squares, for long vectors) to a sum."""
@@ -248,23 +250,10 @@ class _Factors:
 
     def observe(self, inputs: Tensor) -> None:
         """The layer's input in a forward pass."""
-        layer = self.layer
-        self.rows = None
-        if layer.weight is None:
-            return
-        if not isinstance(layer, MatrixLayer):
-            self.rows = layer.rows(inputs)
-            return
-        reduce = self.options.weight_sharing == "reduce"
-        if layer.convolution is not None:
-            gram, positions = add_patch_gram(self.sums.get("inputs"), inputs, layer.convolution, reduce=reduce)
-            self.sums["inputs"] = gram
-            self.positions += positions
-            return
-        rows = layer.rows(inputs)
-        rows = rows.mean(2) if reduce else rows.squeeze(1).flatten(0, 1).unsqueeze(1)
-        self._add("inputs", rows.transpose(0, 1), ndim=3)
-        self.positions += len(rows)
+        if self.inputs is not None:
+            self.inputs.add(inputs)
+        else:
+            self.rows = None if self.layer.weight is None else self.layer.rows(inputs)
 
     def gradient(self, gradient: Tensor) -> None:
         """A gradient with respect to the layer's output."""
@@ -272,9 +261,7 @@ class _Factors:
         if isinstance(layer, MatrixLayer):
             shared = layer.bias is not None and options.bias == "shared"
             if layer.weight is not None or shared:
-                rows = layer.gradient_rows(gradient)
-                rows = rows.sum(2).transpose(0, 1) if options.weight_sharing == "reduce" else _joined(rows)
-                self._add("outputs", rows, ndim=3)
+                self._add("outputs", layer.joined_rows(gradient, reduce=options.weight_sharing == "reduce"), ndim=3)
             if layer.bias is not None and not shared:
                 self._add("bias", layer.bias_gradient(gradient))
             return
@@ -294,16 +281,13 @@ class _Factors:
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
         """Sum over processes, decompose."""
-        positions = torch.tensor(self.positions, dtype=torch.float64)
-        if self.sums:
-            positions = positions.to(next(iter(self.sums.values())).device)
-        all_reduce(positions, *(self.sums[key] for key in sorted(self.sums)))
+        all_reduce(*(self.sums[key] for key in sorted(self.sums)))
         layer, found = self.layer, []
         if layer.weight is not None:
             start = tangent.slots[layer.weight.parameter].start + layer.weight.offset
             number = _rows_of_group(groups, layer.weight)
             if isinstance(layer, MatrixLayer):
-                found.append(self._kronecker(layer, layer.weight, start, number, float(positions)))
+                found.append(self._kronecker(layer, layer.weight, start, number))
             else:
                 own = self.sums["weight"].reshape(-1) if isinstance(layer, EmbeddingLayer) else self.sums["weight"]
                 found.append(_vector_block(layer.weight.parameter, start, number, own))
@@ -311,12 +295,12 @@ class _Factors:
             start = tangent.slots[layer.bias.parameter].start + layer.bias.offset
             matrix = self.sums["bias"] if "bias" in self.sums else torch.block_diag(*self.sums["outputs"])
             found.append(_vector_block(layer.bias.parameter, start, _rows_of_group(groups, layer.bias), matrix))
-        self.sums = {}
+        self.sums, self.inputs = {}, None
         return found
 
-    def _kronecker(self, layer: MatrixLayer, part: Part, start: int, number: Tensor, positions: float) -> Block:
-        inputs = self.sums["inputs"] / positions
-        values, vectors = decompose(inputs)
+    def _kronecker(self, layer: MatrixLayer, part: Part, start: int, number: Tensor) -> Block:
+        assert self.inputs is not None
+        values, vectors = self.inputs.decompose()
         split = number.reshape(layer.groups, -1, 1) if number.ndim else number
         pairs = [
             within_groups(g, split[i].squeeze(-1) if number.ndim else number)
@@ -331,11 +315,6 @@ class _Factors:
             torch.stack([basis for _, basis in pairs]),
             torch.stack([own for own, _ in pairs]),
         )
-
-
-def _joined(rows: Tensor) -> Tensor:
-    """``[batch, groups, positions, n]`` to ``[groups, batch * positions, n]``."""
-    return rows.transpose(0, 1).flatten(1, 2)
 
 
 def _vector_block(name: str, start: int, number: Tensor, matrix: Tensor) -> Block:

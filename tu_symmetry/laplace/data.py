@@ -44,9 +44,14 @@ def _to(inputs: Any, device: torch.device) -> Any:
     return tuple(_to(i, device) for i in inputs)
 
 
+def processes() -> int:
+    """Number of processes that share the work; 1 without an initialized process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def all_reduce(*tensors: Tensor) -> None:
     """Sum tensors over all processes, in place; nothing happens without an initialized process group."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if processes() > 1:
         for tensor in tensors:
             dist.all_reduce(tensor)
 

@@ -1,0 +1,122 @@
+"""Second moments of layer inputs: every way of adding them up gives the sum over the rows, written out here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.blocks import decompose, decompose_rows
+from tu_symmetry.laplace.layers import MatrixLayer
+from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.moments import InputMoments
+from tu_symmetry.laplace.patches import ShiftedGrams, patches_of, positions_of
+
+GEOMETRIES = [
+    (nn.Conv2d(4, 3, 3, padding=1), (5, 6), True),
+    (nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=2), (7, 6), True),
+    (nn.Conv2d(2, 4, (3, 2)), (7, 6), False),
+    (nn.Conv2d(2, 4, 3), (30, 20), True),
+    (nn.Conv1d(2, 4, 5, padding=4), (9,), True),
+    (nn.Conv1d(2, 4, 3, padding=1), (1,), False),
+    (nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), (9, 8), True),
+    (nn.Conv3d(2, 2, (3, 1, 2), padding=(1, 0, 1)), (4, 5, 3), True),
+    (nn.Conv2d(2, 2, 4, padding="same"), (5, 6), True),
+    (nn.Conv2d(2, 2, 2, padding=3), (2, 2), True),
+    (nn.Conv2d(2, 2, 5, padding=2), (2, 3), False),
+    (nn.Conv2d(2, 2, 3, stride=2), (9, 9), False),
+    (nn.Conv2d(2, 2, 1), (9, 9), False),
+]  # fmt: skip
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def patches(x: Tensor, conv: nn.Module) -> Tensor:
+    """Patches by their definition, ``[groups, features, batch * positions]``: convolutions that pick one entry each."""
+    assert isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    one_hot = torch.eye(conv.weight[0].numel(), dtype=x.dtype).view(-1, *conv.weight.shape[1:])
+    picker = type(conv)(
+        conv.in_channels, conv.groups * len(one_hot), conv.kernel_size, conv.stride, conv.padding, conv.dilation,
+        conv.groups, bias=False, padding_mode=conv.padding_mode,
+    )  # fmt: skip
+    picked = torch.func.functional_call(picker, {"weight": torch.cat([one_hot] * conv.groups)}, (x,))
+    return picked.unflatten(1, (conv.groups, -1)).permute(1, 2, 0, *range(3, x.ndim + 1)).flatten(2).detach()
+
+
+@pytest.mark.parametrize(
+    ("conv", "size", "cheaper"), GEOMETRIES, ids=lambda v: str(v) if isinstance(v, nn.Module) else ""
+)
+def test_products_of_shifts_are_the_sum_over_patches(conv: nn.Module, size: tuple[int, ...], cheaper: bool) -> None:
+    x = numbers(3, conv.in_channels, *size)  # type: ignore[arg-type]
+    rows = patches(x, conv)
+    assert positions_of(x, conv) * len(x) == rows.shape[-1]
+    torch.testing.assert_close(patches_of(x, conv).permute(1, 3, 0, 2).flatten(2), rows)
+    shifted = ShiftedGrams(conv)
+    assert shifted.is_cheaper(x) is cheaper and shifted.total() is None
+    if max(conv.stride) == 1:  # type: ignore[type-var,arg-type]
+        shifted.add(x[:1])
+        shifted.add(x[1:])
+        total = shifted.total()
+        assert total is not None
+        torch.testing.assert_close(total, rows @ rows.mT, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("samples", [2, 12])
+@pytest.mark.parametrize("conv", [None, *(conv for conv, _, _ in GEOMETRIES[:2])])
+def test_the_decomposition_is_that_of_the_mean(conv: nn.Module | None, samples: int, reduce: bool) -> None:
+    """Few rows or many, in batches whose sizes differ."""
+    if conv is None:
+        x, shape = numbers(samples, 3, 40), (2, 40)
+        rows = x.permute(2, 0, 1).unsqueeze(0)
+    else:
+        x, shape = numbers(samples, 4, 6, 5), tuple(conv.weight.shape)  # type: ignore[arg-type]
+        rows = patches(x, conv).unflatten(2, (samples, -1))
+    rows = rows.mean(3) if reduce else rows.flatten(2)
+    moments = InputMoments(MatrixLayer("layer", conv, shape, None, None), reduce=reduce)
+    for batch in (x[:1], x[1:]):
+        moments.add(batch)
+    few = 2 * rows.shape[-1] <= rows.shape[1]
+    values, basis = moments.decompose()
+    eye = torch.eye(rows.shape[1], dtype=torch.float64).expand(len(rows), -1, -1)
+    torch.testing.assert_close(basis.mT @ basis, eye, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        (basis * values.unsqueeze(-2)) @ basis.mT, rows @ rows.mT / rows.shape[-1], rtol=1e-12, atol=1e-12
+    )
+    if conv is None:
+        assert few == (samples == 2 or reduce)
+    if few:
+        assert int((values > 0).sum()) == len(rows) * rows.shape[-1]
+
+
+def test_few_rows_in_single_precision() -> None:
+    """Eigenvalues over twelve orders of magnitude: an orthogonal basis, and the matrix to rounding error."""
+    spread = torch.logspace(0, -6, 20, dtype=torch.float64)
+    left, right = (torch.linalg.qr(numbers(n, 20)).Q for n in (20, 64))
+    rows = ((left * spread) @ right.T).float().unsqueeze(0)
+    values, basis = decompose_rows(rows)
+    exact = (rows.double().mT @ rows.double())[0]
+    torch.testing.assert_close(basis[0].T @ basis[0], torch.eye(64), rtol=0, atol=2e-6)
+    assert float(((basis[0] * values[0]) @ basis[0].T - exact).norm()) < 2e-6
+    direct, _ = decompose((rows.mT @ rows)[0])
+    torch.testing.assert_close(values[0].sort().values[-8:], direct[-8:], rtol=1e-3, atol=0)
+
+
+def test_kept_rows_do_not_change_with_a_network_that_works_in_place() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(40, 40), nn.Linear(40, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            x += self.inner(x).tanh()
+            return self.head(x)
+
+    model, x = InPlace().double().eval(), numbers(4, 40)
+    la = LinearizedLaplace(model, prior="single", mode="map").fit([(x, torch.tensor([0, 1, 2, 0]))])
+    block = la.posterior.blocks[0]
+    moment = (block.inputs * block.input_values.unsqueeze(-2)) @ block.inputs.mT  # type: ignore[attr-defined]
+    torch.testing.assert_close(moment[0], x.T @ x / 4, rtol=1e-10, atol=1e-10)
