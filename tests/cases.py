@@ -659,3 +659,51 @@ class FoldedWindows(nn.Module):
 
 
 case((2, 3, 6, 6), permutations=[5], scales=5)(FoldedWindows)
+
+
+class CellLoop(nn.Module):
+    """An LSTM cell and a GRU cell that are called at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.lstm, self.gru = nn.Linear(5, 4), nn.LSTMCell(4, 6), nn.GRUCell(6, 7)
+        self.head = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, c, g = x.new_zeros(len(x), 6), x.new_zeros(len(x), 6), x.new_zeros(len(x), 7)
+        for t in range(x.shape[1]):
+            h, c = self.lstm(torch.relu(self.read(x[:, t])), (h, c))
+            g = self.gru(h, g)
+        return self.head(g)
+
+
+case((2, 3, 5), permutations=[4, 6, 7], scales=4)(CellLoop)
+
+
+class BagOfWords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(9, 5), nn.Linear(5, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.relu(self.table(words)))
+
+
+case(torch.tensor([[1, 4, 2], [8, 0, 4]]), permutations=[5], scales=5)(BagOfWords)
+
+
+class GlobalFilter(nn.Module):
+    """A filter in the Fourier domain of an image, with complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.weight = nn.Parameter(torch.randn(4, 3, 5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.fft.rfft2(self.a(x), dim=(1, 2)) * torch.view_as_complex(self.weight)
+        return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
+
+
+# scales: before the filter against it, and the filter against the head
+case((2, 4, 4, 3), permutations=[5], scales=10)(GlobalFilter)

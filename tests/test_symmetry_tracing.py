@@ -310,3 +310,35 @@ def test_masks_may_be_joined() -> None:
     graph.require_verified()
     assert not graph.unknown_operators
     assert [g.size for g in graph.permutations] == [4]
+
+
+class OwnConstants(nn.Module):
+    """Makes tensors of the default precision, and holds one that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(3, 4), nn.Linear(4, 2)
+        self.held = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 4)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        kept = torch.zeros(len(x), 4)
+        kept[:, :] = state * self.held
+        return self.head(kept) * torch.tensor([0.1, 0.1])
+
+
+def test_constants_of_single_precision_do_not_round_what_is_verified() -> None:
+    graph = tus.discover_symmetries(OwnConstants(), torch.randn(2, 3, 3))
+    graph.require_verified()
+    assert [g.size for g in graph.permutations] == [4]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_spectral_normalization_is_followed() -> None:
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 5))
+    graph = tus.discover_symmetries(nn.Sequential(first, nn.ReLU(), nn.Linear(5, 2)), torch.randn(2, 3))
+    graph.require_verified()
+    assert [g.size for g in graph.permutations] == [5]
+    assert not graph.unknown_operators

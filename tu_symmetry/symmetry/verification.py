@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.elements import Permutation, random_permutation
@@ -151,7 +152,8 @@ class _Exactly(TorchDispatchMode):
     """Computes in double precision throughout, with constants for noise.
 
     A symmetry of a stochastic layer holds in law: its noise has to move with the units, and constants do so by
-    themselves. Casts to a lower precision inside the network would round what is to be compared.
+    themselves. Lower precisions inside the network (casts, new tensors, constants that are no buffers) would round what
+    is to be compared, or not fit the weights.
     """
 
     supports_higher_order_operators = True
@@ -160,10 +162,17 @@ class _Exactly(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") in (torch.float32, torch.float16, torch.bfloat16) and _has_double(args):
+        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        mixed = any(a.dtype == torch.float64 for a in held)
+        if mixed and kwargs.get("dtype") in _LOWER:
             kwargs["dtype"] = torch.float64
+        schema = getattr(func, "_schema", None)
+        if mixed and schema is not None and not schema.is_mutable and any(a.dtype in _LOWER for a in held):
+            args, kwargs = tree_map_only(Tensor, _raised, (args, kwargs))
         result = func(*args, **kwargs)
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
+        if isinstance(result, Tensor) and (not held or name in ("lift_fresh", "lift", "zeros_like", "ones_like")):
+            result = _raised(result)
         if name == "bernoulli":
             result.fill_(1)
         elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
@@ -174,8 +183,11 @@ class _Exactly(TorchDispatchMode):
         return result
 
 
-def _has_double(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+_LOWER = frozenset((torch.float32, torch.float16, torch.bfloat16))
+
+
+def _raised(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype in _LOWER else tensor
 
 
 def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Label, Value
+from tu_symmetry.symmetry.algebra import Label, Value, pinned_value
 from tu_symmetry.symmetry.operators.movement import pin_tensor, repeat
 from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, nest_axis, replace_arguments
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -118,7 +118,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
 
 
-@register_rule("matmul", "mm", "bmm", "mv", "dot", "inner")
+@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner")
 def _matmul(call: Call) -> Value:
     a, b = call.tensors[:2]
     if call.operator == "aten.inner":
@@ -204,12 +204,16 @@ def _bilinear(call: Call) -> Value:
     return add_bias(call, result, call.get("bias"), result.ndim - 1)
 
 
-@register_rule("embedding")
-def _embedding(call: Call) -> Value:
+@register_rule("embedding", "embedding_bag")
+def _embedding(call: Call) -> list[Value]:
+    """Rows of a table, or sums, means and maxima of rows (then the other outputs count the rows)."""
     weight: Value = call["weight"]
     pin_tensor(call, call["indices"], "an index")
+    for name in ("offsets", "per_sample_weights"):
+        pin_tensor(call, call.get(name), name)
     table = call.ledger.mix(weight, 0, "rows are looked up")
     row = call.ledger.take(table, 0, 0)
-    lead = len(call.shape) - row.ndim
+    lead = len(call.outputs[0]) - row.ndim
     laid = call.ledger.pad_left(row, row.ndim + lead)
-    return replace(laid, shape=call.shape, reasons=("looked up",) * lead + row.reasons)
+    found = replace(laid, shape=call.outputs[0], reasons=("looked up",) * lead + row.reasons)
+    return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]

@@ -138,6 +138,19 @@ def _split(call: Call) -> list[Value]:
     return split(call, value, axis, [s[axis] for s in call.outputs])
 
 
+@register_rule("view_as_complex")
+def _view_as_complex(call: Call) -> Value:
+    value: Value = call["self"]
+    value = call.ledger.mix(value, value.ndim - 1, "real and imaginary part")
+    return call.ledger.take(value, value.ndim - 1, 0)
+
+
+@register_rule("view_as_real")
+def _view_as_real(call: Call) -> Value:
+    value = call.ledger.reshape(call["self"], (*call.shape[:-1], 1))
+    return replace(value, shape=call.shape, reasons=(*value.reasons[:-1], "real and imaginary part"))
+
+
 @register_rule("unbind")
 def _unbind(call: Call) -> list[Value]:
     value = call["self"]

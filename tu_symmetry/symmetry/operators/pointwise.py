@@ -121,6 +121,7 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     "hypot",
     "conj",
     "real",
+    "imag",
     "copysign",
     "nan_to_num",
     "float",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Value, along, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Value, along, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -32,25 +32,9 @@ def _recurrent(call: Call) -> list[Value]:
         outs = []
         for direction in range(directions):
             w_ih, w_hh, *others = parameters[(layer * directions + direction) * each :][:each]
-            biases = [b for b in others if b.ndim == 1]
             projection = next((b for b in others if b.ndim == 2), None)
-            hidden = w_hh.shape[0] // gates
-            units = ledger.fresh_units(hidden)
-            slots = np.tile(units, gates), np.repeat(-1 - np.arange(gates), hidden)
-            for w in (w_ih, w_hh, *biases):
-                gate = tuple(along(s, 0, w.ndim) for s in slots) if gates > 1 else (along(units, 0, w.ndim),)
-                ledger.pin_scale(w.scale if w is not w_ih else tuple(t for t in w.scale if t[1].shape[0] > 1))
-                ledger.relabel(w, 0, gate)
-            ledger.unify(
-                w_ih.labels[1],
-                (source.labels[0][0].reshape(1, -1),)
-                if len(source.labels[0]) == 1
-                else tuple(c.reshape(1, -1) for c in source.labels[0]),
-                "",
-                source.reasons[0],
-            )
-            incoming = tuple((c, v.reshape(1, -1)) for c, v in source.scale)
-            ledger.pin_scale((*(t for t in w_ih.scale if t[1].shape[1] > 1), *incoming))
+            units = _gates(call, gates, source, w_ih, w_hh, [b for b in others if b.ndim == 1])
+            hidden = len(units)
             out = units
             if projection is not None:
                 ledger.pin_scale(projection.scale)
@@ -75,6 +59,46 @@ def _recurrent(call: Call) -> list[Value]:
     laid = ledger.reshape(source, frame)
     sequence = replace(laid, shape=call.outputs[0], reasons=("time step",) * (len(frame) - 1) + laid.reasons[-1:])
     return [sequence, *(_final_state(call, k, cells, finals) for k in range(1, len(call.outputs)))]
+
+
+def _gates(call: Call, gates: int, source: Value, w_ih: Value, w_hh: Value, biases: list[Value]) -> Array:
+    """Fresh hidden units, which index the rows of every gate and do not scale; the input's units index the columns."""
+    ledger = call.ledger
+    hidden = w_hh.shape[0] // gates
+    units = ledger.fresh_units(hidden)
+    slots = np.tile(units, gates), np.repeat(-1 - np.arange(gates), hidden)
+    for w in (w_ih, w_hh, *biases):
+        gate = tuple(along(s, 0, w.ndim) for s in slots) if gates > 1 else (along(units, 0, w.ndim),)
+        ledger.pin_scale(w.scale if w is not w_ih else tuple(t for t in w.scale if t[1].shape[0] > 1))
+        ledger.relabel(w, 0, gate)
+    incoming = tuple(c.reshape(1, -1) for c in source.labels[0])
+    ledger.unify(w_ih.labels[1], incoming, "", source.reasons[0])
+    terms = tuple((c, v.reshape(1, -1)) for c, v in source.scale)
+    ledger.pin_scale((*(t for t in w_ih.scale if t[1].shape[1] > 1), *terms))
+    return units
+
+
+@register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def _cell(call: Call) -> Value | list[Value]:
+    """One step: the new states are indexed by the hidden units, as the old ones are."""
+    ledger = call.ledger
+    gates = {"aten.lstm_cell": 4, "aten.gru_cell": 3}.get(call.operator, 1)
+    value: Value = call["input"]
+    label, terms = ledger.channel(value, value.ndim - 1)
+    source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
+    biases = [b for b in (call.get("b_ih"), call.get("b_hh")) if b is not None]
+    units = _gates(call, gates, source, call["w_ih"], call["w_hh"], biases)
+    ledger.unify(call["w_hh"].labels[1], (units.reshape(1, -1),))
+    for state in call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]:
+        ledger.pin_scale(state.scale)
+        for axis in range(state.ndim - 1):
+            state = ledger.unnest(state, axis)
+        ledger.unify(state.labels[-1], (along(units, state.ndim - 1, state.ndim),), state.reasons[-1], "")
+    cell = Value((len(units),), ((units,),), ("",))
+    ledger.observe(cell)
+    batch = [1] * (value.ndim - 1)
+    states = [replace(ledger.reshape(cell, [*batch, len(units)]), shape=shape) for shape in call.outputs]
+    return states if len(states) > 1 else states[0]
 
 
 def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value]) -> Value:

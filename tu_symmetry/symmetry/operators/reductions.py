@@ -78,6 +78,19 @@ def _cumulative(call: Call) -> Value:
     return replace(value, shape=call.shape)
 
 
+@register_rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
+@register_rule("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn")
+def _fourier(call: Call) -> Value:
+    """Linear along the transformed axes, whose positions are mixed."""
+    value: Value = call["self"]
+    axes = call.get("dim", (-2, -1) if call.operator.endswith("2") else None)
+    if axes is None:
+        axes = range(value.ndim) if call.operator.endswith("n") else -1
+    for axis in [axes] if isinstance(axes, int) else axes:
+        value = call.ledger.mix(value, axis % value.ndim, "Fourier transform along the axis")
+    return replace(value, shape=call.shape)
+
+
 @register_rule("argmax", "argmin", "argsort", "sort", "topk")
 def _positions(call: Call) -> Sequence[Value]:
     call.ledger.pin(call["self"], "positions are returned")
