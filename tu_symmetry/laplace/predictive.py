@@ -21,6 +21,7 @@ from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, ro
 Link = Literal["mc", "probit", "bridge", "mean"]
 
 _ELEMENTS = 1 << 26
+_PASSES = 64  # multiplications in the time of one pass over an entry in memory
 
 
 class GaussianPredictive(NamedTuple):
@@ -149,14 +150,45 @@ def _add_matrix(
         white = (g * weight).flatten(2).transpose(0, 1)
         covariance += white @ white.mT
         return
+    width, positions = len(g), a.shape[2]
+    if (
+        positions * (positions + 1) / 2 < width * (positions + width + _PASSES)
+        and positions**2 * layer.outputs < _ELEMENTS
+    ):
+        for sample in range(len(a)):
+            covariance[sample] += _over_pairs(g[:, sample], a[sample], variance)
+        return
     deviation = variance.sqrt()
-    width = len(g)
     step = max(1, _ELEMENTS // (width * layer.groups * layer.features))
     for sample in range(len(a)):
         for i in range(0, layer.outputs, step):
             own = g[:, sample, :, :, i : i + step].mT @ a[sample]  # [outputs of the net, groups, step, features]
-            white = (own * deviation[:, i : i + step]).flatten(1)
+            white = own.mul_(deviation[:, i : i + step]).flatten(1)
             covariance[sample] += white @ white.T
+
+
+def _over_pairs(g: Tensor, a: Tensor, variance: Tensor) -> Tensor:
+    """One sample's covariance, from products of its inputs at pairs of positions: no gradient of the weight appears.
+
+    With ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]`` it is ``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]``.
+
+    Args:
+        g: output gradients in the basis ``[outputs of the net, groups, positions, outputs]``.
+        a: inputs in the basis ``[groups, positions, features]``.
+        variance: posterior variances ``[groups, outputs, features]``.
+    """
+    groups, positions, features = a.shape
+    first, second = torch.triu_indices(positions, positions, device=a.device)
+    weights = a.new_empty(groups, variance.shape[1], positions, positions)
+    step = max(1, _ELEMENTS // (groups * features))
+    for t, u in zip(first.split(step), second.split(step), strict=True):
+        found = variance @ (a[:, t] * a[:, u]).mT
+        weights[..., t, u] = found
+        weights[..., u, t] = found
+    rows = g.permute(1, 3, 0, 2)  # [groups, outputs, outputs of the net, positions]
+    left, right = (x.movedim(2, 0).flatten(1) for x in (rows @ weights, rows))
+    found = left @ right.T
+    return (found + found.T) / 2
 
 
 def _add_embedding(
