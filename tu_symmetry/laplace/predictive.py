@@ -250,16 +250,19 @@ def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any)
 
 
 def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
-    """Samples ``[count, batch, outputs]`` of zero-mean Gaussians with the given covariances.
+    """Samples ``[count, batch, outputs]`` of zero-mean Gaussians with the given covariances, for means over them.
 
-    The same noise serves every input, and the symmetric root is unique: results do not depend on how inputs are
-    split into batches.
+    The noise is a scrambled Sobol sequence: each sample is normal, and together they cover the space more evenly than
+    independent ones, so that means have a smaller error. It is the same for every input, and the symmetric root is
+    unique: results do not depend on how inputs are split into batches.
     """
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(count, covariance.shape[-1], generator=generator, dtype=covariance.dtype)
-    return torch.einsum("bcd,sd->sbc", root, noise.to(covariance.device))
+    points = torch.quasirandom.SobolEngine(covariance.shape[-1], scramble=True, seed=seed).draw(
+        count, dtype=torch.float64
+    )
+    noise = torch.special.ndtri(points.clamp(1e-12, 1 - 1e-12)).to(covariance)
+    return torch.einsum("bcd,sd->sbc", root, noise)
 
 
 def link_probabilities(link: Link, mean: Tensor, variance: Tensor, with_sum: Tensor) -> Tensor:
