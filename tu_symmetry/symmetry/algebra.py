@@ -80,6 +80,39 @@ def varies(array: Array) -> tuple[int, ...]:
     return tuple(axis for axis, size in enumerate(array.shape) if size > 1)
 
 
+def distinct(values: Array) -> Array:
+    """The distinct values in ascending order; by sorting, which NumPy's hash tables do not come near here."""
+    values = np.sort(values, axis=None)
+    return values[np.append(True, values[1:] != values[:-1])] if len(values) else values
+
+
+def distinct_rows(rows: Array) -> Array:
+    """The distinct rows of integers, in lexicographic order; by way of one number for each, where these fit."""
+    if not len(rows):
+        return rows
+    low, high = rows.min(axis=0), rows.max(axis=0)
+    spans = [int(b) - int(a) + 1 for a, b in zip(low, high, strict=True)]
+    if math.prod(spans) >= 2**63:
+        return np.unique(rows, axis=0)
+    keys = np.zeros(len(rows), dtype=np.int64)
+    for k, span in enumerate(spans):
+        keys = keys * span + (rows[:, k] - low[k])
+    keys = distinct(keys)
+    columns: list[Array] = []
+    for span in reversed(spans):
+        columns.insert(0, keys % span)
+        keys //= span
+    return np.stack(columns, axis=1) + low
+
+
+def among(array: Array, values: Array) -> NDArray[np.bool_]:
+    """For each entry whether it is one of the values."""
+    if not values.size:
+        return np.zeros(array.shape, dtype=bool)
+    known = np.sort(values, axis=None)
+    return known[np.minimum(np.searchsorted(known, array), len(known) - 1)] == array
+
+
 def pinned_value(shape: Sequence[int], reason: str) -> Value:
     """A tensor on which nothing moves."""
     shape = tuple(shape)
@@ -241,7 +274,7 @@ class Ledger:
         met = [u.reshape(-1) for tie in self.ties for u in tie] + [u.reshape(-1) for u, _ in self.bindings]
         for component in value.labels[axis]:
             units = component[component >= 0]
-            if units.size and not (met and np.isin(units, np.concatenate(met)).any()):
+            if units.size and not (met and among(units, np.concatenate(met)).any()):
                 self.pins.append((units, reason))
 
     def unify(
@@ -312,13 +345,13 @@ class Ledger:
         if not outer or any(not others[k] for k in outer):
             return ()
         x, y, *blocks = np.broadcast_arrays(own[0], common[0], *(c for k in outer for c in others[k]))
-        if (x < 0).any() or (y < 0).any() or len(np.unique(y)) == len(np.unique(x)):
+        if (x < 0).any() or (y < 0).any() or len(distinct(y)) == len(distinct(x)):
             return ()
         parts = (y.reshape(-1), *(z.reshape(-1) for z in blocks))
         flat = x.reshape(-1)
         _, first = np.unique(flat, return_index=True)
-        pairs = np.unique(np.stack(parts, axis=1), axis=0)
-        if len(pairs) != len(first) or len(np.unique(np.stack((flat, *parts), axis=1), axis=0)) != len(first):
+        pairs = distinct_rows(np.stack(parts, axis=1))
+        if len(pairs) != len(first) or len(distinct_rows(np.stack((flat, *parts), axis=1))) != len(first):
             return ()
         self.bindings.append((flat[first], tuple(z[first] for z in parts)))
         return common

@@ -8,7 +8,6 @@ Blocks form a forest: a head holds its query-key and its value units.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tu_symmetry.symmetry.algebra import Array, Label, Ledger, code, tighten
+from tu_symmetry.symmetry.algebra import Array, Label, Ledger, among, code, distinct, distinct_rows, tighten
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, Pin
 
 Hash = NDArray[np.uint64]
@@ -41,25 +40,6 @@ def _combine(*parts: Array | Hash | int) -> Hash:
         for part in parts:
             total = _mix(total * np.uint64(3) + np.asarray(part).astype(np.uint64))
     return total
-
-
-def _unique_rows(rows: Array) -> Array:
-    """``np.unique(rows, axis=0)``, by way of one number for each row, which sorts faster."""
-    if not len(rows):
-        return rows
-    low, high = rows.min(axis=0), rows.max(axis=0)
-    spans = [int(b) - int(a) + 1 for a, b in zip(low, high, strict=True)]
-    if math.prod(spans) >= 2**63:
-        return np.unique(rows, axis=0)
-    keys = np.zeros(len(rows), dtype=np.int64)
-    for k, span in enumerate(spans):
-        keys = keys * span + (rows[:, k] - low[k])
-    keys = np.unique(keys)
-    columns: list[Array] = []
-    for span in reversed(spans):
-        columns.insert(0, keys % span)
-        keys //= span
-    return np.stack(columns, axis=1) + low
 
 
 @dataclass
@@ -126,7 +106,7 @@ def resolve_classes(ledger: Ledger) -> _Classes:
         count, of = _components(max(ledger.units, 1), ties)
         pinned: dict[int, str] = {}
         for units, reason in pins:
-            for c in np.unique(of[units]).tolist():
+            for c in distinct(of[units]).tolist():
                 pinned.setdefault(c, reason)
         bound = np.full(count, -1, dtype=np.int64)
         if not len(keys):
@@ -147,12 +127,12 @@ def resolve_classes(ledger: Ledger) -> _Classes:
             clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
             for side in (first[clash], second[clash]):
                 changed |= _pin_rows(side, rows, of, pinned, pins, "factored in two ways")
-        stuck = np.isin(classes, np.fromiter(pinned, dtype=np.int64)) if pinned else np.zeros(len(classes), dtype=bool)
+        stuck = among(classes, np.fromiter(pinned, dtype=np.int64)) if pinned else np.zeros(len(classes), dtype=bool)
         for reason in {pinned[c] for c in classes[stuck].tolist()}:
             which = np.flatnonzero(stuck)[[pinned[c] == reason for c in classes[stuck].tolist()]]
             changed |= _pin_rows(which, rows, of, pinned, pins, reason)
         # a class that is bound and stands in a tuple itself would need substitution within substitution
-        cyclic = np.isin(resolved, classes) & (resolved >= 0)
+        cyclic = among(resolved, classes) & (resolved >= 0)
         changed |= _pin_rows(np.flatnonzero(cyclic.any(axis=1)), rows, of, pinned, pins, "factored twice over")
         if not changed:
             bound[classes] = np.arange(len(classes))
@@ -262,7 +242,7 @@ class Extraction:
             with np.errstate(over="ignore"):
                 np.add.at(color, self.classes.of[units], _combine(-1 - len(self.ledger.marks) - number, tag))
         if edges:
-            self.edges = _unique_rows(np.concatenate(edges))
+            self.edges = distinct_rows(np.concatenate(edges))
         return self._refine(color)
 
     def _mark(self, color: Hash, component: Array, tag: Hash, reason: str) -> None:
@@ -272,7 +252,7 @@ class Extraction:
             moving = spread >= 0
             with np.errstate(over="ignore"):
                 np.add.at(color, spread[moving], tags[moving])
-            for unit in np.unique(spread[moving]).tolist():
+            for unit in distinct(spread[moving]).tolist():
                 self.reasons.setdefault(unit, reason)
 
     def _relation(
@@ -290,7 +270,7 @@ class Extraction:
             x, y = np.broadcast_arrays(component, o)
             both = (x >= 0) & (y >= 0) & (x != y)
             if both.any():
-                pairs = _unique_rows(np.stack([x[both], y[both]], axis=1))
+                pairs = distinct_rows(np.stack([x[both], y[both]], axis=1))
                 tag = np.full((len(pairs), 1), relation * 8 + part, dtype=np.int64)
                 found.append(np.concatenate([pairs, tag], axis=1))
             stuck = (x < 0) & (y >= 0)  # a block that holds fixed units is told apart by them
@@ -327,7 +307,7 @@ class Extraction:
         units = np.flatnonzero(held)
         if len(self.edges):  # and the blocks that hold such units
             while True:
-                more = np.union1d(units, self.edges[np.isin(self.edges[:, 0], units), 1])
+                more = distinct(np.append(units, self.edges[among(self.edges[:, 0], units), 1]))
                 if len(more) == len(units):
                     break
                 units = more
@@ -348,7 +328,7 @@ class Extraction:
             by_color[color] = np.sort(units)
         edges: dict[int, dict[int, Array]] = {}
         if len(self.edges):
-            pairs = _unique_rows(self.edges[:, :2])
+            pairs = distinct_rows(self.edges[:, :2])
             kinds = np.stack([self.colors[pairs[:, 0]], self.colors[pairs[:, 1]]], axis=1)
             order = np.lexsort((kinds[:, 1], kinds[:, 0]))
             pairs, kinds = pairs[order], kinds[order]
@@ -392,7 +372,7 @@ class Extraction:
                 if node is None:
                     self._pin_color(color, "nested in a pinned block")
                     return None
-                pairs = _unique_rows(pairs)
+                pairs = distinct_rows(pairs)
                 counts = np.bincount(np.searchsorted(units, pairs[:, 0]), minlength=len(units))
                 if node.units.size == 1:  # a block that is alone of its kind moves nowhere
                     break
@@ -431,8 +411,8 @@ class Extraction:
         if direct:
             owners = [owner[units] for owner in direct.values()]
             for other in owners[1:]:
-                pairs = _unique_rows(np.stack([owners[0], other], axis=1))
-                if len(pairs) == len(np.unique(owners[0])) == len(np.unique(other)):
+                pairs = distinct_rows(np.stack([owners[0], other], axis=1))
+                if len(pairs) == len(distinct(owners[0])) == len(distinct(other)):
                     self.twins.append((pairs[:, 0], pairs[:, 1]))
             self._pin_color(color, "nested in two groups at once")
             return None
@@ -441,8 +421,8 @@ class Extraction:
     def _split(self, pairs: Array, count: int) -> None:
         """Tell apart blocks that hold the same units by the order in which they stand, if it is the same for all."""
         outer, kind = pairs[:, 1], np.tile(np.arange(count), len(pairs) // count)
-        seen = _unique_rows(np.stack([outer, kind], axis=1))
-        if len(np.unique(outer)) == len(seen):
+        seen = distinct_rows(np.stack([outer, kind], axis=1))
+        if len(distinct(outer)) == len(seen):
             self.splits.append((seen[:, 0], seen[:, 1]))
 
     @staticmethod
@@ -525,8 +505,8 @@ class Extraction:
         shape = label[0].shape
         nested = [k for k in range(len(shape)) if k != axis and shape[k] > 1]
         table = self._table
-        held = np.unique(np.concatenate([c[c >= 0].reshape(-1) for c in label]))
-        for node in self._groups_over(np.unique(self.colors[held]).tolist()):
+        held = distinct(np.concatenate([c[c >= 0].reshape(-1) for c in label]))
+        for node in self._groups_over(distinct(self.colors[held]).tolist()):
             # which unit of this group (or of a block in it) each position belongs to
             owner = np.full(shape, -1, dtype=np.int64)
             slot = np.zeros(shape, dtype=np.int64)
@@ -615,13 +595,13 @@ class Extraction:
         index: Array | None = None
         rows: list[Array | None] = [None] * blocks
         for k, row in enumerate(first.tolist()):
-            here = np.unique(flat[0][row][flat[0][row] >= 0]) // units_per_block
+            here = distinct(flat[0][row][flat[0][row] >= 0]) // units_per_block
             if not len(here):
                 continue
-            block_ids = np.unique(here).tolist()
+            block_ids = distinct(here).tolist()
             if len(block_ids) > 1 or rows[block_ids[0]] is not None:
                 raise _Contradiction(node, "rows of a parameter mix several blocks")
-            if len(np.unique(flat[0][row][flat[0][row] >= 0])) != units_per_block:
+            if len(distinct(flat[0][row][flat[0][row] >= 0])) != units_per_block:
                 self._still(node, np.asarray(flat[0], np.int64), np.asarray(flat[1], np.int64))
                 return None
             positions = self._positions(
@@ -651,7 +631,7 @@ class Extraction:
         present = np.flatnonzero(held.any(axis=1))
         block = owner[present].max(axis=1)
         if (np.where(held[present], owner[present], block[:, None]) == block[:, None]).all():
-            layouts = [np.where(held[rows], slot[rows], -1) for b in np.unique(block) for rows in [present[block == b]]]
+            layouts = [np.where(held[rows], slot[rows], -1) for b in distinct(block) for rows in [present[block == b]]]
         else:  # a row holds units of several blocks
             layouts = [np.where(held[row], slot[row], -1) for row in present]
         if any(not np.array_equal(layout, layouts[0]) for layout in layouts[1:]):
@@ -690,7 +670,7 @@ class Extraction:
                     lines = np.moveaxis(component, axis, -1).reshape(-1, component.shape[axis])
                     hit = np.where(lines >= 0, free[np.where(lines >= 0, lines, 0)], False).any(axis=0)
                     moving |= np.broadcast_to(hit, moving.shape)
-                    for entry in np.unique(lines[(lines < 0) & (lines <= -1 - FAR)])[:1].tolist():
+                    for entry in distinct(lines[(lines < 0) & (lines <= -1 - FAR)])[:1].tolist():
                         reason = reason or self.reasons.get(-1 - entry - FAR, "")
                     for entry in lines[(lines >= 0)][:1].tolist():
                         reason = reason or self.reasons.get(entry, "")

@@ -19,7 +19,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tu_symmetry.symmetry.algebra import ZERO, Array, Ledger, Term, tighten, varies
+from tu_symmetry.symmetry.algebra import ZERO, Array, Ledger, Term, among, distinct, distinct_rows, tighten, varies
 from tu_symmetry.symmetry.graph import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
 
 Floats = NDArray[np.float64]
@@ -203,12 +203,12 @@ class ScaleSystem:
             roots = np.where(self.sign[variable] == 0, ZERO, self.root[variable])
             weight = coefficient * self.sign[variable]
             is_derived = self._is_derived[roots]
-            for value in np.unique(weight[(roots != ZERO) & ~is_derived]).tolist():
+            for value in distinct(weight[(roots != ZERO) & ~is_derived]).tolist():
                 result.append((value, np.where((weight == value) & ~is_derived, roots, ZERO)))
             if is_derived.any():
                 for part, factor in zip(self._part[:, roots], self._factor[:, roots], strict=True):
                     total = np.where(is_derived, factor * weight, 0.0)
-                    for value in np.unique(total[total != 0]).tolist():
+                    for value in distinct(total[total != 0]).tolist():
                         result.append((value, np.where(total == value, part, ZERO)))
         return _tidy([(c, v.reshape((1,) * (ndim - v.ndim) + v.shape)) for c, v in result])
 
@@ -278,11 +278,11 @@ def scale_groups(
     redundant = _redundant(expanded, alike)
     if redundant:
         for name, terms in expanded.items():
-            expanded[name] = [(c, np.where(np.isin(a, redundant), ZERO, a)) for c, a in terms]
+            expanded[name] = [(c, np.where(among(a, np.array(redundant)), ZERO, a)) for c, a in terms]
         alike = _alike(expanded)
     if _expose_normalizations(expanded, alike, buffers):
         alike = _alike(expanded)
-    inexact = [np.unique(array) for name in met_epsilon for _, array in expanded.pop(name)]
+    inexact = [distinct(array) for name in met_epsilon for _, array in expanded.pop(name)]
     kinds: tuple[list[tuple[Array, bool]], list[tuple[Array, bool]]] = ([], [])
     flipped = []
     for variables, parts, exact in _families(
@@ -315,7 +315,7 @@ def scale_groups(
     for name, scale_terms in terms_of.items():
         for term in scale_terms:
             factors = term.index.numpy()
-            for k in np.unique(np.searchsorted(starts, factors[factors >= 0], side="right") - 1).tolist():
+            for k in distinct(np.searchsorted(starts, factors[factors >= 0], side="right") - 1).tolist():
                 touched[k].append((name, term))
     taken: set[str] = set()
     groups: tuple[list[ScaleGroup], list[NormalizationGroup]] = ([], [])
@@ -378,7 +378,7 @@ def _families(alike: list[_Alike], apart: set[str], inexact: Array) -> Iterator[
     families: dict[tuple[tuple[Part, ...], bool], list[tuple[Array, Array]]] = defaultdict(list)
     for parts, variables, met in alike:
         key = tuple(sorted({part for part in parts if part[0] not in apart}))
-        rough = np.isin(variables, inexact)
+        rough = among(variables, inexact)
         for exact, own in ((True, ~rough), (False, rough)):
             if own.any():
                 families[key, exact].append((variables[own], met[own]))
@@ -425,7 +425,7 @@ def _expose_normalizations(expanded: Expanded, alike: list[_Alike], buffers: fro
             for coefficient, array in terms:
                 for other in np.flatnonzero(direction).tolist():
                     if other != k:
-                        hit = np.isin(array, members[other])
+                        hit = among(array, members[other])
                         if hit.any():
                             added.append((coefficient * direction[other], np.where(hit, variables[0], ZERO)))
             expanded[name] = _tidy([*terms, *added])
@@ -445,7 +445,7 @@ def _exponent_rows(
         for axes in dict.fromkeys(varies(v) for _, v in terms):
             own = [(c, v) for c, v in terms if varies(v) == axes]
             held = np.stack([np.where(v == ZERO, -1, number[v]).reshape(-1) for _, v in own], axis=1)
-            held = np.unique(held, axis=0)
+            held = distinct_rows(held)
             table = np.zeros((len(held), count))
             for column, (c, _) in enumerate(own):
                 here = np.flatnonzero(held[:, column] >= 0)
@@ -488,7 +488,7 @@ def _redundant(expanded: Expanded, alike: list[_Alike]) -> list[int]:
             if set(names) != set(net) or len(names) != len(net):
                 continue
             ratios = {c / net[name] for name, _, c in shared}
-            covers = all(any(np.isin(a, variables).all() for c, a in expanded[name]) for name in names)
+            covers = all(any(among(a, variables).all() for c, a in expanded[name]) for name in names)
             if len(ratios) == 1 and covers:
                 gone.append(v)
                 break
@@ -496,7 +496,7 @@ def _redundant(expanded: Expanded, alike: list[_Alike]) -> list[int]:
 
 
 def _flipped(coefficient: float, variable: Array, flip: Array) -> list[tuple[float, Array]]:
-    hit = np.isin(variable, flip)
+    hit = among(variable, flip)
     if not hit.any():
         return [(coefficient, variable)]
     parts = [(-coefficient, np.where(hit, variable, ZERO))]
@@ -533,7 +533,7 @@ def _members(
 def _lines(factors: Array, lines: Array, size: int) -> torch.Tensor | None:
     """``[size, lines of each factor]``, ascending; None where factors have more or fewer of them than others."""
     length = int(lines.max(initial=0)) + 1
-    pairs = np.unique(factors * length + lines)
+    pairs = distinct(factors * length + lines)
     counts = np.bincount(pairs // length, minlength=size)
     if (counts != counts[0]).any():
         return None
