@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
@@ -125,9 +125,9 @@ def measure(name: str, kind: str, repeats: int) -> list[dict[str, Any]]:
     graph.require_verified()
     pair = _pair(graph, model, kind)
 
-    def match(method: str) -> tuple[State, float]:
+    def match(method: Literal["frank_wolfe", "descent"]) -> tuple[State, float]:
         with _product_clock() as clock:
-            found = tus.weight_matching(graph, pair.reference, pair.state, method=method)  # type: ignore[arg-type]
+            found = tus.weight_matching(graph, pair.reference, pair.state, method=method)
         return tus.apply_permutation(graph, found.permutation, pair.state), sum(clock)
 
     candidates: dict[str, Callable[[], Callable[[], Any]]] = {
@@ -214,7 +214,7 @@ def _product_clock() -> Iterator[list[float]]:
         return call
 
     with ExitStack() as stack:
-        for module, name in ((products, "_product"), (gram, "member_gram")):
+        for module, name in ((products, "_add_product"), (gram, "member_gram")):
             stack.enter_context(patch.object(module, name, timed(getattr(module, name))))
         yield seconds
 
@@ -260,14 +260,15 @@ def _goals(data: list[dict[str, Any]]) -> list[Goal]:
             Goal(f"{method}: the permuted network computes the same", worst < 1e-4, f"worst error {worst:.1e}")
         )
     for pair in sorted({d["pair"] for d in data}):
-        text, held = [], True
+        shown: list[str] = []
+        held = True
         for model in dict.fromkeys(d["model"] for d in data):
             after = {d["method"]: d["after"] for d in data if (d["model"], d["pair"]) == (model, pair) and "after" in d}
             if PEER in after:
                 held &= after[DEFAULT] <= after[PEER] * (1 + 1e-6)
-                text.append(f"{model} {figure(after[DEFAULT], 5)} against {figure(after[PEER], 5)}")
+                shown.append(f"{model} {figure(after[DEFAULT], 5)} against {figure(after[PEER], 5)}")
         goals.append(
-            Goal(f"{pair}: the default ends no farther away than rebasin", held and bool(text), "; ".join(text))
+            Goal(f"{pair}: the default ends no farther away than rebasin", held and bool(shown), "; ".join(shown))
         )
     return goals
 

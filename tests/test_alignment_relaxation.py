@@ -136,18 +136,18 @@ def test_few_changes_cost_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(8)
     votes = KeptVotes.of(graph, random_state(model, generator), random_state(model, generator))
     rows: list[int] = []
-    original = products._product
+    original = products._add_product
 
-    def counted(left: Tensor, right: Tensor) -> Tensor:
+    def counted(total: Tensor, left: Tensor, right: Tensor) -> None:
         rows.append(len(left))
-        return original(left, right)
+        original(total, left, right)
 
-    monkeypatch.setattr(products, "_product", counted)
+    monkeypatch.setattr(products, "_add_product", counted)
     permutation = identity_permutation(graph)
     second = next(f for f in families(graph) if f.root.size == 30)
     first = next(f for f in families(graph) if f.root.size == 40)
     votes.grams(second, permutation)
-    assert sorted(rows) == [1, 1, 40]
+    assert sorted(rows) == [1, 40]  # the bias and what the next layer reads of it stay: one product for both
     rows.clear()
     votes.grams(second, permutation)
     assert rows == []
@@ -188,19 +188,33 @@ def test_relaxation_of_a_pair_is_the_one_on_tensors(name: str) -> None:
             torch.testing.assert_close(pair.matrices[group], matrix)
 
 
-def test_priced_assignment_is_the_optimum() -> None:
-    """Against SciPy's solver on the plain matrix: full rank, low rank, one clear answer, and nothing to choose."""
+@pytest.mark.parametrize("start", ["none", "good", "random", "far"])
+def test_priced_assignment_is_the_optimum(start: str) -> None:
+    """Against SciPy's solver on the plain matrix, whatever the prices that it starts with.
+
+    Full rank, low rank, one clear answer, nothing to choose, rows and columns of very different sizes, heavy tails.
+    """
     generator = torch.Generator().manual_seed(11)
     size = 300
     full = torch.randn(size, size, generator=generator, dtype=torch.float64)
     low = full[:, :3] @ full[:3]
     planted = full + 20 * torch.eye(size, dtype=torch.float64)[torch.randperm(size, generator=generator)]
-    for similarities in (full, low, planted, torch.zeros_like(full)):
-        found = assign(similarities.numpy())
+    uneven = full + 1e3 * full[0] + 1e3 * full[:, :1]
+    for similarities in (full, low, planted, torch.zeros_like(full), uneven, full**9):
+        matrix = similarities.numpy()
+        prices = {
+            "random": {"g": torch.randn(size, generator=generator)},
+            "far": {"g": 100 * torch.randn(size, generator=generator)},
+        }
+        kept = prices.get(start, {})
+        if start == "good":
+            assign(matrix, kept, "g")
+        found = assign(matrix, None if start == "none" else kept, "g")
         assert sorted(found) == list(range(size))
-        rows, columns = linear_sum_assignment(similarities.numpy(), maximize=True)
-        best = float(similarities.numpy()[rows, columns].sum())
-        assert float(similarities.numpy()[rows, found].sum()) == pytest.approx(best, rel=1e-12)
+        rows, columns = linear_sum_assignment(matrix, maximize=True)
+        best, scale = float(matrix[rows, columns].sum()), float(abs(matrix[rows, columns]).sum())
+        assert float(matrix[rows, found].sum()) == pytest.approx(best, rel=1e-12, abs=1e-12 * scale)
+        assert all(bool(torch.isfinite(p).all()) for p in kept.values())
 
 
 @pytest.mark.parametrize("name", ["mlp_relu", "DenseConcat"])

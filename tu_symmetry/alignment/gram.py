@@ -190,6 +190,7 @@ class WeightVotes:
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Take two sets of parameters as :func:`working` returns them."""
         self.graph, self.reference, self.state = graph, reference, state
+        self.prices: dict[str, Tensor] = {}
 
     @classmethod
     def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Self:

@@ -35,10 +35,16 @@ _ROUNDING = 1e-7  # gains below this part of the summed similarities are not tol
 
 
 class Votes(Protocol):
-    """What speaks for pairing units: similarities between the units of two networks, family by family."""
+    """What speaks for pairing units: similarities between the units of two networks, family by family.
+
+    Attributes:
+        prices: from assignments of these similarities, to begin the next ones with.
+    """
+
+    prices: dict[str, Tensor]
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """For each group of a family ``[blocks * size, blocks * size]``, float64 on the host."""
+        """For each group of a family ``[blocks * size, blocks * size]``, on the host."""
 
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         """What the family contributes to the objective."""
@@ -215,7 +221,7 @@ def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool
     if family.coupled and family.children and isinstance(votes, WeightVotes):
         return _solve_coupled(votes, family, permutation)
     grams = votes.grams(family, permutation)
-    trial = assign_family(family, grams)
+    trial = assign_family(family, grams, votes.prices)
     new, scale = family_value(family, grams, trial)
     now, _ = family_value(family, grams, permutation)
     if new - now <= _ROUNDING * scale:

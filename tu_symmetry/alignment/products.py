@@ -88,8 +88,7 @@ class Part:
         second: whether the tensor has a part along an earlier axis too.
         left: the reference as ``[positions of the other axis, everything else, units]``; made when first needed.
         right: the state in the same layout.
-        order: the order of the other axis at which ``gram`` holds.
-        gram: ``[units, units]``.
+        order: the order of the other axis at which the sum that it is a part of holds.
     """
 
     tensor: str
@@ -101,11 +100,14 @@ class Part:
     left: Tensor | None = None
     right: Tensor | None = None
     order: Tensor | None = None
-    gram: Tensor | None = None
 
 
 class PairProducts:
-    """Gram matrices between a reference and a state, for the tensors that are moved along at most two axes."""
+    """Gram matrices between a reference and a state, for the tensors that are moved along at most two axes.
+
+    Of each group three sums are kept: over tensors that are moved along one axis, which never change, and over those
+    that are moved along two, for the first and for the second of them.
+    """
 
     def __init__(self, plan: MovePlan, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         self.plan, self.reference, self.state = plan, reference, state
@@ -119,6 +121,7 @@ class PairProducts:
                 for group, index in moves[axis]:
                     part = Part(name, axis, other, group, index, second=axis != axes[0])
                     self.parts[group].append(part)
+        self._sums: dict[tuple[str, int], Tensor] = {}
 
     def orders(self, sources: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
         """Orders of positions, for the (tensor, axis) pairs all of whose groups are in ``sources``."""
@@ -129,33 +132,44 @@ class PairProducts:
                     found[name, axis] = self.plan.order(name, axis, self.state[name].shape[axis], sources)
         return found
 
-    def gram(self, part: Part, orders: Mapping[tuple[str, int], Tensor]) -> Tensor:
-        """The Gram matrix of a part with the other axis in its order; not to be changed by the caller."""
-        left, right = self._operands(part)
-        if part.other is None:
-            if part.gram is None:
-                part.gram = _product(left, right)
-            return part.gram
-        order = orders[part.tensor, part.other]
-        if part.gram is not None and part.order is not None:
-            changed = (order != part.order).nonzero().squeeze(1)
-            if len(changed) <= _MOSTLY_NEW * len(order):
-                if len(changed):
-                    new, old = (o[changed].to(right.device) for o in (order, part.order))
-                    difference = right.index_select(0, new) - right.index_select(0, old)
-                    rows = left.index_select(0, changed.to(left.device))
-                    part.gram = part.gram + _product(rows, difference)
-                    part.order = order
-                return part.gram
-        part.gram = _product(left, right.index_select(0, order.to(right.device)))
-        part.order = order
-        return part.gram
+    def sums(self, group: str, orders: Mapping[tuple[str, int], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The three sums of a group with the other axes in their order; not to be changed, and good until called again.
 
-    def barycenter(self, part: Part) -> Tensor:
-        """The Gram matrix with the other axis' groups at their barycenters: every unit is the mean unit."""
+        A sum is brought up to date by the positions whose order has changed since, or computed anew if most have.
+        """
+        for kind in (1, 2):
+            parts = self._of_kind(group, kind)
+            changed = [self._changed(part, orders[part.tensor, part.other]) for part in parts]  # type: ignore[index]
+            new, all_ = sum(map(len, changed)), sum(len(self._operands(part)[0]) for part in parts)
+            if (group, kind) not in self._sums or new > _MOSTLY_NEW * all_:
+                self._sums[group, kind] = self._zeros(group)
+                changed = []
+            total = self._sums[group, kind]
+            for k, part in enumerate(parts):
+                left, right = self._operands(part)
+                order = orders[part.tensor, part.other]  # type: ignore[index]
+                if not changed:
+                    _add_product(total, left, right.index_select(0, order.to(right.device)))
+                elif len(changed[k]):
+                    assert part.order is not None
+                    new_rows, old_rows = (o[changed[k]].to(right.device) for o in (order, part.order))
+                    difference = right.index_select(0, new_rows).sub_(right.index_select(0, old_rows))
+                    _add_product(total, left.index_select(0, changed[k].to(left.device)), difference)
+                part.order = order
+        return self._constant(group), self._sums[group, 1], self._sums[group, 2]
+
+    def barycenter(self, group: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The three sums of a group with the other axes' groups at their barycenters: every unit is the mean unit."""
+        found = [self._zeros(group) for _ in range(2)]
+        for total, kind in zip(found, (1, 2), strict=True):
+            for part in self._of_kind(group, kind):
+                _add_product(total, *self._averaged(part))
+        return self._constant(group), found[0], found[1]
+
+    def _averaged(self, part: Part) -> tuple[Tensor, Tensor]:
+        """The operands with the groups of the other axis summed (left) and averaged (right) to one position each."""
+        assert part.other is not None
         left, right = self._operands(part)
-        if part.other is None:
-            return self.gram(part, {})
         rest = torch.ones(len(left), dtype=torch.bool)
         pieces = []
         for _, index in self.plan.moves[part.tensor][part.other]:
@@ -165,7 +179,29 @@ class PairProducts:
             pieces.append((units.sum(0), mean.mean(0)))
         if rest.any():
             pieces.append((left[rest.to(left.device)], right[rest.to(right.device)]))
-        return _product(*(torch.cat(side) for side in zip(*pieces, strict=True)))
+        lefts, rights = zip(*pieces, strict=True)
+        return torch.cat(lefts), torch.cat(rights)
+
+    def _of_kind(self, group: str, kind: int) -> list[Part]:
+        return [p for p in self.parts[group] if kind == (0 if p.other is None else 2 if p.second else 1)]
+
+    def _constant(self, group: str) -> Tensor:
+        if (group, 0) not in self._sums:
+            total = self._zeros(group)
+            pairs = [self._operands(part) for part in self._of_kind(group, 0)]
+            if pairs:
+                lefts, rights = zip(*pairs, strict=True)
+                _add_product(total, torch.cat(lefts, 1), torch.cat(rights, 1))
+            self._sums[group, 0] = total
+        return self._sums[group, 0]
+
+    def _changed(self, part: Part, order: Tensor) -> Tensor:
+        """Positions along the other axis whose order has changed."""
+        return torch.arange(len(order)) if part.order is None else (order != part.order).nonzero().squeeze(1)
+
+    def _zeros(self, group: str) -> Tensor:
+        units, like = self.plan.sizes[group], next(iter(self.reference.values()))
+        return torch.zeros(units, units, dtype=like.dtype, device=like.device)
 
     def _operands(self, part: Part) -> tuple[Tensor, Tensor]:
         if part.left is None or part.right is None:
@@ -186,8 +222,9 @@ def _layout(tensor: Tensor, part: Part) -> Tensor:
     return units_last.reshape(units_last.shape[0], -1, len(part.index)).contiguous()
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    return left.reshape(-1, left.shape[-1]).T @ right.reshape(-1, right.shape[-1])
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the Gram matrix of ``left`` and ``right``, ``[..., units]`` each."""
+    total.addmm_(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
 
 
 class KeptVotes(WeightVotes):
@@ -204,7 +241,7 @@ class KeptVotes(WeightVotes):
         self.products = PairProducts(self.plan, self.reference, self.state)
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`WeightVotes.grams`."""
+        """As :meth:`WeightVotes.grams`, in the dtype of the state."""
         if any(n not in self.plan.moves or len(self.plan.moves[n]) > 2 for n in family.tensors):
             return super().grams(family, permutation)
         groups = [f for f in self.plan.families if f.tensors & family.tensors]
@@ -216,10 +253,6 @@ class KeptVotes(WeightVotes):
         }
         found = {}
         for group in family.groups:
-            units = self.plan.sizes[group.name]
-            like = next(iter(self.reference.values()))
-            total = torch.zeros(units, units, dtype=like.dtype, device=like.device)
-            for part in self.products.parts[group.name]:
-                total += self.products.gram(part, orders)
-            found[group.name] = total.to("cpu", torch.float64)
+            constant, first, second = self.products.sums(group.name, orders)
+            found[group.name] = (constant + first).add_(second).cpu()
         return found

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign_family, flat_source
 from tu_symmetry.alignment.gram import Family
-from tu_symmetry.alignment.products import Axes, MovePlan, PairProducts, Part, plan_moves
+from tu_symmetry.alignment.products import Axes, MovePlan, PairProducts, plan_moves
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -157,8 +157,7 @@ class _RelaxedPair:
 
     Attributes:
         matrices: group to ``[units, units]``.
-        similarities: group to three Gram matrices: over tensors that are moved along one axis, and over those that are
-            moved along two, for the first and for the second of them.
+        similarities: group to its three sums of Gram matrices (see :class:`PairProducts`).
     """
 
     def __init__(self, products: PairProducts) -> None:
@@ -168,19 +167,13 @@ class _RelaxedPair:
         self.matrices = {
             g: torch.full((n, n), 1.0 / n, dtype=like.dtype, device=like.device) for g, n in self.plan.sizes.items()
         }
-        self.similarities = {g: self._sums(g, products.barycenter) for g in self.plan.sizes}
-
-    def _sums(self, group: str, gram: Callable[[Part], Tensor]) -> list[Tensor]:
-        sums = [torch.zeros_like(self.matrices[group]) for _ in range(3)]
-        for part in self.products.parts[group]:
-            sums[0 if part.other is None else 2 if part.second else 1] += gram(part)
-        return sums
+        self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}
 
     def vertex(self) -> tuple[Permutation, dict[str, Tensor], float, float]:
         """The best vertex for the gradient: as an element, as sources of units, the gain, and its scale."""
-        gradients = {g: sum(s[1:], s[0]) for g, s in self.similarities.items()}
+        gradients = {g: (s[0] + s[1]).add_(s[2]) for g, s in self.similarities.items()}
         inside = sum(float(torch.dot(g.reshape(-1), self.matrices[n].reshape(-1))) for n, g in gradients.items())
-        on_host = {n: g.to("cpu", torch.float64) for n, g in gradients.items()}
+        on_host = {n: g.cpu() for n, g in gradients.items()}
         element: Permutation = {}
         sources: dict[str, Tensor] = {}
         gap, scale = -inside, 0.0
@@ -189,7 +182,7 @@ class _RelaxedPair:
             for group in family.groups:
                 source = flat_source(group, element)
                 sources[group.name] = source
-                best = float(on_host[group.name][torch.arange(len(source)), source].sum())
+                best = float(on_host[group.name][torch.arange(len(source)), source].sum(dtype=torch.float64))
                 gap += best
                 scale += abs(best)
         return element, sources, gap, scale
@@ -201,7 +194,7 @@ class _RelaxedPair:
         one axis' similarities between the ends, taken along the difference of that axis' matrices.
         """
         orders = self.products.orders(sources)
-        ends = {g: self._sums(g, lambda part: self.products.gram(part, orders)) for g in self.plan.sizes}
+        ends = {g: self.products.sums(g, orders) for g in self.plan.sizes}
         curvature = 0.0
         for group, (_, first, _) in self.similarities.items():
             change = ends[group][1] - first
@@ -212,10 +205,7 @@ class _RelaxedPair:
         for group, source in sources.items():
             matrix = self.matrices[group].mul_(1 - ratio)
             matrix[torch.arange(len(source)), source] += ratio
-            if ratio == 1:
-                self.similarities[group] = ends[group]
-                continue
-            for mixed, end in zip(self.similarities[group], ends[group], strict=True):
+            for mixed, end in zip(self.similarities[group][1:], ends[group][1:], strict=True):
                 mixed.lerp_(end, ratio)
         return ratio
 
