@@ -136,6 +136,11 @@ def test_what_is_missing_is_named(root: Path, tmp_path: Path) -> None:
         run(root, tmp_path / "e", "evidence.choices=[theta/single]")
 
 
+class Silent:
+    def update(self, done: int, **info: float | str) -> None:
+        pass
+
+
 def networks(out: Path) -> list[ResNet]:
     made = []
     for state in unstack(load_file(out / "networks" / "members.safetensors")):
@@ -166,9 +171,8 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(table: tuple[Pat
     x, y = images["train_x"].float() / 255, images["train_y"].long()
     model = networks(out)[0]
     graph = discover_symmetries(model, x[:2])
-    work = laplace_residual._Work(
-        model, graph, Batches(x, y, 16), EvidenceOptions(), out / "evidence" / "network-0", lambda *_: None
-    )
+    folder = out / "evidence" / "network-0"
+    work = laplace_residual._Work(model, graph, Batches(x, y, 16), EvidenceOptions(), folder, Silent())
     la = work._start(Choice.parse("full/single"), lambda info: None)
     work._resume(la, Choice.parse("linear/single"))
     theta, point = la.theta, la.tangent.point()

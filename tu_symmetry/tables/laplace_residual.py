@@ -194,7 +194,7 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
                 model.load_state_dict(state)
                 graph = graph or discover_symmetries(model, data.train_x[:2])
                 train = Batches(data.train_x, data.train_y, options.batch_size)
-                work = _Work(model, graph, train, options, folder, _shown(tracker, seed * len(choices)))
+                work = _Work(model, graph, train, options, folder, tracker)
             for number, choice in enumerate(choices):
                 path = folder / f"{choice.file}.json"
                 if not path.exists():
@@ -209,13 +209,6 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
         "sizes": context.inputs["images"].results,
         "headline": f"{total} evidences, {open_ends} of them not converged to the tolerances",
     }
-
-
-def _shown(tracker: Tracker, before: int) -> Callable[[int, str, float], None]:
-    def show(done: int, what: str, value: float) -> None:
-        tracker.update(max(done, before), **{what: value})
-
-    return show
 
 
 def _predict(
@@ -252,10 +245,10 @@ class _Work:
         train: Batches,
         options: EvidenceOptions,
         folder: Path,
-        show: Callable[[int, str, float], None],
+        tracker: Tracker,
     ) -> None:
         self.model, self.graph, self.train, self.options = model, graph, train, options
-        self.folder, self.show = folder, show
+        self.folder, self.tracker = folder, tracker
         self._fitted: dict[str, LinearizedLaplace] = {}
         self._tangent: TangentModel | None = None
 
@@ -264,7 +257,7 @@ class _Work:
 
         def progress(info: Mapping[str, Any]) -> None:
             what = "gradient_norm" if "gradient_norm" in info else "change" if "change" in info else "samples"
-            self.show(done, what, float(info[what]))
+            self.tracker.update(done, **{what: float(info[what])})
 
         la = self._start(choice, progress)
         moved = 0.0
