@@ -14,11 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tu_symmetry.scaling.epsilon import scale_with_epsilon
-from tu_symmetry.scaling.masses import MassTables, Parameters, counted_parameters, filter_counts
+from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
 from tu_symmetry.symmetry.elements import LogScale
@@ -125,11 +126,13 @@ def canonicalize(
             raise ValueError(f"{option} must be 'leave' or 'unit_norm', got {value!r}")
     fixing = normalizations == "unit_norm"
     tables = MassTables(graph, state, parameters, normalizations=fixing)
-    start = torch.zeros(tables.count, dtype=torch.float64)
+    start = tables.at(np.zeros(tables.count))
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
-        filters = filter_counts(graph, counted_parameters(graph, parameters), tables.count)
-        found, lost = _least(tables, filters, first, degenerate, tolerance, max_iterations)
+        filters = torch.zeros(tables.count, dtype=torch.float64)
+        if first < tables.count:
+            filters = filter_counts(graph, counted_parameters(graph, parameters), tables.count)
+        found, lost = _least(tables, start, filters, first, degenerate, tolerance, max_iterations)
     elif method in ("unit_norm", "unit_variance"):
         groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
         s, lost = unit_scales(graph, state, groups, mean_square=method == "unit_variance")
@@ -146,8 +149,8 @@ def canonicalize(
     return CanonicalForm(
         scale_with_epsilon(graph, log_scale, state, epsilons or {}),
         log_scale,
-        tables.at(start).value,
-        tables.at(found.log_scale).value,
+        start.value,
+        tables.at(found.log_scale.numpy()).value,
         found.gradient_norm,
         found.relative_gap,
         found.iterations,
@@ -175,10 +178,16 @@ def representation_cost(
 
 
 def _least(
-    tables: MassTables, filters: Tensor, first: int, degenerate: Convention, tolerance: float, max_iterations: int
+    tables: MassTables,
+    start: MassPoint,
+    filters: Tensor,
+    first: int,
+    degenerate: Convention,
+    tolerance: float,
+    max_iterations: int,
 ) -> tuple[Minimum, Tensor]:
     """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
-    grows, shrinks = tables.at(torch.zeros(tables.count, dtype=torch.float64)).sides()
+    grows, shrinks = torch.from_numpy(start.grows), torch.from_numpy(start.shrinks)
     normalized = torch.arange(tables.count) >= first
     two_sided = (grows > 0) & (shrinks > 0)
     targets = torch.where(normalized & (grows > 0), filters, 0.0)
@@ -186,5 +195,6 @@ def _least(
         targets = targets + torch.where(~normalized & ~two_sided, (grows > 0).double() - (shrinks > 0).double(), 0.0)
     active = torch.where(normalized, grows > 0, two_sided | (targets != 0))
     unbounded = unbounded_factors(tables, active, targets)
-    found = minimize_mass(tables, active & ~unbounded, torch.where(unbounded, 0.0, targets), tolerance, max_iterations)
+    targets = torch.where(unbounded, 0.0, targets)
+    found = minimize_mass(tables, (active & ~unbounded).numpy(), targets.numpy(), tolerance, max_iterations)
     return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded

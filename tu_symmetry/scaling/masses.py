@@ -10,11 +10,14 @@ with the Hessian are matrix-vector products.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,6 +25,8 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]
+Array = npt.NDArray[np.float64]
+PlacedTerms = tuple[tuple[float, "Places"], ...]
 
 
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
@@ -54,68 +59,139 @@ def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = Non
     return frozenset(found)
 
 
+class Places:
+    """Positions in the vector of all factors, read and added to at once where they follow one another.
+
+    Args:
+        index: int64 of any shape.
+    """
+
+    def __init__(self, index: Tensor) -> None:
+        flat = index.reshape(-1).numpy()
+        steps = np.diff(flat)
+        consecutive = flat.size > 0 and bool((steps == 1).all())
+        self._at = slice(int(flat[0]), int(flat[-1]) + 1) if consecutive else flat
+        self._distinct = bool((steps > 0).all())
+        self._shape = tuple(index.shape)
+
+    def read(self, vector: Array) -> Array:
+        """The vector's entries at these positions, in the index's shape."""
+        return vector[self._at].reshape(self._shape)
+
+    def add(self, vector: Array, values: Array) -> None:
+        """Add values of the index's shape to a vector, in place."""
+        if self._distinct:
+            vector[self._at] += values.reshape(-1)
+        else:
+            vector += np.bincount(self._at, values.reshape(-1), minlength=len(vector))
+
+
+class Powers:
+    """``exp(2 c s)`` for the exponents ``c`` that occur, each made once; a one follows the last factor."""
+
+    def __init__(self, log_scale: Array) -> None:
+        self._padded = np.append(log_scale, 0.0)
+        self._powers: dict[float, Array] = {}
+
+    def product(self, terms: PlacedTerms) -> Array:
+        """What some terms multiply the masses by."""
+        total: Array | None = None
+        for exponent, places in terms:
+            if exponent not in self._powers:
+                self._powers[exponent] = np.exp(2 * exponent * self._padded)
+            power = places.read(self._powers[exponent])
+            total = power if total is None else total * power
+        return np.ones(1) if total is None else total
+
+
 class Point(Protocol):
     """One table's masses at one point, ready for products."""
 
     value: float
 
-    def sides(self, grows: Tensor, shrinks: Tensor) -> None:
+    def sides(self, grows: Array, shrinks: Array) -> None:
         """Add up the masses that grow and that shrink with each factor, weighted by the exponents' size."""
 
-    def curvature(self, direction: Tensor, out: Tensor) -> None:
+    def curvature(self, direction: Array, out: Array) -> None:
         """Add the product of the Hessian with a direction."""
 
-    def diagonal(self, out: Tensor) -> None:
+    def diagonal(self, out: Array) -> None:
         """Add the diagonal of the Hessian (or an upper bound)."""
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixTable:
-    """Masses ``[rows, columns]`` whose factors belong to rows or to columns; a term's index is ``[rows]`` or so."""
+    """Masses ``[rows, columns]`` whose factors belong to rows or to columns; a term's index is ``[rows]`` or so.
+
+    There is one column if no factor belongs to columns.
+    """
 
     mass: Tensor
     rows: Terms
     columns: Terms
 
-    def at(self, padded: Tensor) -> _MatrixPoint:
-        """The masses at log-factors ``padded`` (a zero follows the last)."""
-        row, column = (torch.exp(2 * _along(terms, padded)) for terms in (self.rows, self.columns))
-        return _MatrixPoint(self, row.expand(len(self.mass)), column.expand(self.mass.shape[1]))
+    @cached_property
+    def placed(self) -> tuple[PlacedTerms, PlacedTerms]:
+        """The terms of the rows and those of the columns."""
+        return _placed(self.rows), _placed(self.columns)
+
+    def at(self, powers: Powers) -> MatrixPoint:
+        """The masses at one point."""
+        return MatrixPoint(self, powers)
 
     def entries(self) -> tuple[Tensor, Terms]:
         """The masses, and terms that broadcast against them."""
         rows = tuple((c, i.unsqueeze(1)) for c, i in self.rows)
         return self.mass, rows + tuple((c, i.unsqueeze(0)) for c, i in self.columns)
 
+    def times(self, column: Array) -> Array:
+        """Product with a vector over the columns."""
+        return torch.mv(self.mass, torch.from_numpy(column)).numpy()
 
-class _MatrixPoint:
-    def __init__(self, table: MatrixTable, row: Tensor, column: Tensor) -> None:
-        self.table, self.row, self.column = table, row, column
-        self.row_mass = row * (table.mass @ column)
-        self.column_mass = column * (table.mass.T @ row)
+    def transposed_times(self, row: Array) -> Array:
+        """Product of the transpose with a vector over the rows."""
+        return torch.mv(self.mass.T, torch.from_numpy(row)).numpy()
+
+
+class MatrixPoint:
+    """A :class:`MatrixTable` at one point: the sums of its rows and columns are all that is formed."""
+
+    def __init__(self, table: MatrixTable, powers: Powers) -> None:
+        self.table = table
+        rows, columns = table.placed
+        self.row, self.column = powers.product(rows), powers.product(columns)
+        self.row_mass = self.row * table.times(self.column)
+        self.sums = [(rows, self.row_mass)]
+        if columns:
+            self.column_mass = self.column * table.transposed_times(self.row)
+            self.sums.append((columns, self.column_mass))
         self.value = float(self.row_mass.sum())
 
-    def sides(self, grows: Tensor, shrinks: Tensor) -> None:
-        for terms, mass in ((self.table.rows, self.row_mass), (self.table.columns, self.column_mass)):
-            for exponent, index in terms:
-                (grows if exponent > 0 else shrinks).index_add_(0, index, abs(exponent) * mass)
+    def sides(self, grows: Array, shrinks: Array) -> None:
+        """See :class:`Point`."""
+        for terms, mass in self.sums:
+            for exponent, places in terms:
+                places.add(grows if exponent > 0 else shrinks, abs(exponent) * mass)
 
-    def curvature(self, direction: Tensor, out: Tensor) -> None:
-        table = self.table
-        rho, kappa = (_along(terms, direction) for terms in (table.rows, table.columns))
-        by_row, by_column = rho * self.row_mass, kappa * self.column_mass
-        if table.columns:
-            by_row = by_row + self.row * (table.mass @ (self.column * kappa))
-        if table.rows:
-            by_column = by_column + self.column * (table.mass.T @ (self.row * rho))
-        for terms, product in ((table.rows, by_row), (table.columns, by_column)):
-            for exponent, index in terms:
-                out.index_add_(0, index, 4 * exponent * product)
+    def curvature(self, direction: Array, out: Array) -> None:
+        """See :class:`Point`."""
+        rows, columns = self.table.placed
+        rho = _along(rows, direction)
+        by_row = rho * self.row_mass
+        if columns:
+            kappa = _along(columns, direction)
+            by_row += self.row * self.table.times(self.column * kappa)
+            by_column = kappa * self.column_mass + self.column * self.table.transposed_times(self.row * rho)
+            for exponent, places in columns:
+                places.add(out, 4 * exponent * by_column)
+        for exponent, places in rows:
+            places.add(out, 4 * exponent * by_row)
 
-    def diagonal(self, out: Tensor) -> None:
-        for terms, mass in ((self.table.rows, self.row_mass), (self.table.columns, self.column_mass)):
-            for exponent, index in terms:
-                out.index_add_(0, index, 4 * exponent * exponent * mass)
+    def diagonal(self, out: Array) -> None:
+        """See :class:`Point`."""
+        for terms, mass in self.sums:
+            for exponent, places in terms:
+                places.add(out, 4 * exponent * exponent * mass)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,35 +201,47 @@ class GeneralTable:
     mass: Tensor
     terms: Terms
 
-    def at(self, padded: Tensor) -> _GeneralPoint:
-        """The masses at log-factors ``padded`` (a zero follows the last)."""
-        return _GeneralPoint(self, self.mass * torch.exp(2 * _along(self.terms, padded)))
+    @cached_property
+    def placed(self) -> PlacedTerms:
+        """The terms."""
+        return _placed(self.terms)
+
+    def at(self, powers: Powers) -> GeneralPoint:
+        """The masses at one point."""
+        return GeneralPoint(self, self.mass.numpy() * powers.product(self.placed))
 
     def entries(self) -> tuple[Tensor, Terms]:
         """The masses, and terms that broadcast against them."""
         return self.mass, self.terms
 
 
-class _GeneralPoint:
-    def __init__(self, table: GeneralTable, mass: Tensor) -> None:
+class GeneralPoint:
+    """A :class:`GeneralTable` at one point."""
+
+    def __init__(self, table: GeneralTable, mass: Array) -> None:
         self.table, self.mass = table, mass
         self.value = float(mass.sum())
 
-    def _add(self, out: Tensor, index: Tensor, weights: Tensor) -> None:
-        out.index_add_(0, index.reshape(-1), sum_to(weights, index.shape).reshape(-1))
+    def _add(self, weights: Array, term: int, out: Array) -> None:
+        shape = self.table.terms[term][1].shape
+        axes = tuple(a for a, n in enumerate(shape) if n == 1 and weights.shape[a] > 1)
+        self.table.placed[term][1].add(out, weights.sum(axes))
 
-    def sides(self, grows: Tensor, shrinks: Tensor) -> None:
-        for exponent, index in self.table.terms:
-            self._add(grows if exponent > 0 else shrinks, index, abs(exponent) * self.mass)
+    def sides(self, grows: Array, shrinks: Array) -> None:
+        """See :class:`Point`."""
+        for k, (exponent, _) in enumerate(self.table.placed):
+            self._add(abs(exponent) * self.mass, k, grows if exponent > 0 else shrinks)
 
-    def curvature(self, direction: Tensor, out: Tensor) -> None:
-        product = 4 * self.mass * _along(self.table.terms, direction)
-        for exponent, index in self.table.terms:
-            self._add(out, index, exponent * product)
+    def curvature(self, direction: Array, out: Array) -> None:
+        """See :class:`Point`."""
+        product = 4 * self.mass * _along(self.table.placed, direction)
+        for k, (exponent, _) in enumerate(self.table.placed):
+            self._add(exponent * product, k, out)
 
-    def diagonal(self, out: Tensor) -> None:
-        for exponent, index in self.table.terms:
-            self._add(out, index, 4 * exponent * exponent * self.mass)
+    def diagonal(self, out: Array) -> None:
+        """See :class:`Point`."""
+        for k, (exponent, _) in enumerate(self.table.placed):
+            self._add(4 * exponent * exponent * self.mass, k, out)
 
 
 class MassTables:
@@ -203,10 +291,10 @@ class MassTables:
                 self.tables.append(_table(square, terms))
         self.tables = _joined(self.tables)
 
-    def at(self, log_scale: Tensor) -> MassPoint:
+    def at(self, log_scale: Array) -> MassPoint:
         """The mass at log-factors ``[count]``."""
-        padded = torch.cat([log_scale, log_scale.new_zeros(1)])
-        return MassPoint(self, [table.at(padded) for table in self.tables])
+        powers = Powers(log_scale)
+        return MassPoint(self, [table.at(powers) for table in self.tables])
 
     def along(self, direction: Tensor) -> dict[float, float]:
         """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
@@ -214,7 +302,8 @@ class MassTables:
         masses = {0.0: self.fixed} if self.fixed else {}
         for table in self.tables:
             mass, terms = table.entries()
-            exponents, where = torch.unique(_along(terms, padded), return_inverse=True)
+            total = sum((c * padded[index] for c, index in terms), padded.new_zeros(()))
+            exponents, where = torch.unique(total, return_inverse=True)
             sums = torch.zeros(len(exponents), dtype=torch.float64)
             sums.index_add_(0, where.reshape(-1), sum_to(mass, where.shape).reshape(-1))
             for c, total in zip(exponents.tolist(), sums.tolist(), strict=True):
@@ -227,35 +316,33 @@ class MassPoint:
 
     Attributes:
         value: the squared L2 norm.
+        grows: for each factor the mass that grows with it, weighted by the exponent.
+        shrinks: the same for the mass that shrinks.
     """
 
-    def __init__(self, tables: MassTables, points: list[_MatrixPoint | _GeneralPoint]) -> None:
-        self._count, self._points = tables.count, points
+    def __init__(self, tables: MassTables, points: Sequence[Point]) -> None:
+        self._points = points
         self.value = tables.fixed + sum(p.value for p in points)
-
-    def sides(self) -> tuple[Tensor, Tensor]:
-        """For each factor the mass that grows with it and the mass that shrinks, each weighted by the exponent."""
-        grows, shrinks = (torch.zeros(self._count + 1, dtype=torch.float64) for _ in range(2))
-        for point in self._points:
+        grows, shrinks = np.zeros((2, tables.count + 1))
+        for point in points:
             point.sides(grows, shrinks)
-        return grows[:-1], shrinks[:-1]
+        self.grows, self.shrinks = grows[:-1], shrinks[:-1]
 
-    def gradient(self) -> Tensor:
+    def gradient(self) -> Array:
         """Derivative of the mass in each log-factor."""
-        grows, shrinks = self.sides()
-        return 2 * (grows - shrinks)
+        return 2 * (self.grows - self.shrinks)
 
-    def curvature_product(self, direction: Tensor) -> Tensor:
+    def curvature_product(self, direction: Array) -> Array:
         """Product of the Hessian with a direction."""
-        padded = torch.cat([direction, direction.new_zeros(1)])
-        out = torch.zeros(self._count + 1, dtype=torch.float64)
+        padded = np.append(direction, 0.0)
+        out = np.zeros_like(padded)
         for point in self._points:
             point.curvature(padded, out)
         return out[:-1]
 
-    def curvature_diagonal(self) -> Tensor:
+    def curvature_diagonal(self) -> Array:
         """Diagonal of the Hessian (terms of one tensor that share a factor count separately)."""
-        out = torch.zeros(self._count + 1, dtype=torch.float64)
+        out = np.zeros(len(self.grows) + 1)
         for point in self._points:
             point.diagonal(out)
         return out[:-1]
@@ -286,10 +373,14 @@ def sum_to(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.sum(axes, keepdim=True).expand(shape) if axes else tensor.expand(shape)
 
 
-def _along(terms: Terms, padded: Tensor) -> Tensor:
-    total = padded.new_zeros(())
-    for exponent, index in terms:
-        total = total + exponent * padded[index]
+def _placed(terms: Terms) -> PlacedTerms:
+    return tuple((exponent, Places(index)) for exponent, index in terms)
+
+
+def _along(terms: PlacedTerms, padded: Array) -> Array:
+    total = np.zeros(1)
+    for exponent, places in terms:
+        total = total + exponent * places.read(padded)
     return total
 
 

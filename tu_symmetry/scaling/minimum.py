@@ -9,17 +9,22 @@ norm without leaving the convex problem.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import GeneralTable, MassPoint, MassTables, MatrixTable, Terms, sum_to
+from tu_symmetry.scaling.masses import Array, GeneralTable, MassPoint, MassTables, MatrixTable, Terms, sum_to
 
+Mask = npt.NDArray[np.bool_]
 _SWEEPS = 40
+_PAYS = 0.03  # least relative gain of a sweep
+_FORCING = 1e-2  # residual of the last Newton steps, relative to the gradient
 _TINY = 1e-300
 
 
@@ -40,95 +45,114 @@ class Minimum:
     iterations: int
 
 
-def minimize_mass(
-    tables: MassTables, active: Tensor, targets: Tensor, tolerance: float, max_iterations: int
-) -> Minimum:
+@np.errstate(all="ignore")  # trials that are too long overflow, and are refused for it
+def minimize_mass(tables: MassTables, active: Mask, targets: Array, tolerance: float, max_iterations: int) -> Minimum:
     """Minimize ``F(s) - 2 targets . s`` over the active factors; the others stay at one.
 
     Sweeps with the closed-form step of single factors come first, then Newton steps by preconditioned conjugate
     gradients. The certificate: with the Newton step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual
-    problem if they are positive, and then its value is below the objective by ``u . H u`` at most.
+    problem if they are positive, and then its value is below the objective by ``u . H u`` at most. (To second order it
+    is below by half of that, which leaves room for the residual at which the conjugate gradients stop.)
+
+    Args:
+        tables: the masses.
+        active: which factors move, bool ``[count]``.
+        targets: linear terms ``[count]``, zero where factors are not active.
+        tolerance: on the gradient's norm, relative to the mass.
+        max_iterations: Newton steps.
 
     Raises:
         RuntimeError: no convergence; the message says how far it came.
     """
-    s = torch.zeros(tables.count, dtype=torch.float64)
     if not active.any():
-        return Minimum(s, 0.0, 0.0, 0)
-    s, point, value = _sweep(tables, s, active, targets)
+        return Minimum(torch.zeros(tables.count, dtype=torch.float64), 0.0, 0.0, 0)
+    s, point, value = _sweep(tables, active, targets)
     relative = float("inf")
     for iteration in range(max_iterations + 1):
-        gradient = torch.where(active, point.gradient() - 2 * targets, 0.0)
-        relative = float(gradient.norm()) / max(point.value, _TINY)
-        step = _newton_step(point, gradient, active, forcing=min(0.1, max(relative**0.5, 1e-4)))
+        gradient = np.where(active, point.gradient() - 2 * targets, 0.0)
+        relative = _norm(gradient) / max(point.value, _TINY)
+        step = _newton_step(point, gradient, active, forcing=min(0.1, max(relative**0.5, _FORCING)))
         decrement = -float(gradient @ step)
         if relative <= tolerance:
-            return Minimum(s, relative, decrement / max(point.value, _TINY), iteration)
+            return Minimum(torch.from_numpy(s), relative, decrement / max(point.value, _TINY), iteration)
         size = 1.0
         while True:
-            trial = tables.at(s + size * step)
-            trial_value = _objective(trial, targets, s + size * step)
+            moved = s + size * step
+            trial = tables.at(moved)
+            trial_value = _objective(trial, targets, moved)
             if trial_value <= value - 1e-4 * size * decrement:
                 break
             if size * decrement <= 1e-14 * abs(value) + 1e-15 * point.value:
                 break  # no digits are left to see a decrease in: trust the step
             size *= 0.5
-        s, point, value = s + size * step, trial, trial_value
+        s, point, value = moved, trial, trial_value
     raise RuntimeError(
         f"the mass did not reach its minimum in {max_iterations} Newton steps (relative gradient {relative:.1e}, "
         f"wanted {tolerance:.0e}); weights of extreme size make the problem nearly degenerate: pass a larger tolerance"
     )
 
 
-def _objective(point: MassPoint, targets: Tensor, s: Tensor) -> float:
+def _objective(point: MassPoint, targets: Array, s: Array) -> float:
     return point.value - 2 * float(targets @ s)
 
 
-def _sweep(tables: MassTables, s: Tensor, active: Tensor, targets: Tensor) -> tuple[Tensor, MassPoint, float]:
+def _norm(vector: Array) -> float:
+    return math.sqrt(float(vector @ vector))
+
+
+def _sweep(tables: MassTables, active: Mask, targets: Array) -> tuple[Array, MassPoint, float]:
     """Exact steps of every factor between fixed neighbors, or half of them if that is better, while they pay.
 
     Whole steps are the solution where no two factors meet in one tensor, as between normalizations; half steps always
-    descend, since they are the mean of whole steps of one factor at a time (at most two meet in an entry).
+    descend, since they are the mean of whole steps of one factor at a time (at most two meet in an entry). The size
+    that was better first is tried alone afterwards.
     """
+    s = np.zeros(tables.count)
     point = tables.at(s)
     value = _objective(point, targets, s)
+    sizes = [1.0, 0.5]
     for _ in range(_SWEEPS):
-        grows, shrinks = point.sides()
-        root = (targets.square() + 4 * grows * shrinks).sqrt()
-        up = torch.where(targets >= 0, (root + targets) / (2 * grows), 2 * shrinks / (root - targets))
-        step = torch.where(active, 0.5 * up.log(), 0.0)
+        grows, shrinks = point.grows, point.shrinks
+        root = np.sqrt(np.square(targets) + 4 * grows * shrinks)
+        up = np.where(targets >= 0, (root + targets) / (2 * grows), 2 * shrinks / (root - targets))
+        step = np.where(active, 0.5 * np.log(up), 0.0)
         trials = []
-        for moved in (s + step, s + 0.5 * step):
+        for size in sizes:
+            moved = s + size * step
             trial = tables.at(moved)
-            trials.append((_objective(trial, targets, moved), moved, trial))
+            trials.append((_objective(trial, targets, moved), size, moved, trial))
         best = min(trials, key=lambda t: t[0])
         if not best[0] < value:
-            break
+            if sizes == [0.5]:
+                break
+            sizes = [0.5]
+            continue
         gain = value - best[0]
-        value, s, point = best
-        if gain < 0.03 * point.value:
+        value, size, s, point = best
+        sizes = [size]
+        if gain < _PAYS * point.value:
             break
     return s, point, value
 
 
-def _newton_step(point: MassPoint, gradient: Tensor, active: Tensor, forcing: float) -> Tensor:
+def _newton_step(point: MassPoint, gradient: Array, active: Mask, forcing: float) -> Array:
     """Solve Hessian x = -gradient by preconditioned conjugate gradients to a relative residual."""
-    diagonal = torch.where(active, point.curvature_diagonal().clamp_min(_TINY), 1.0)
-    x = torch.zeros_like(gradient)
+    scaling = np.where(active, 1 / np.maximum(point.curvature_diagonal(), _TINY), 1.0)
+    x = np.zeros_like(gradient)
     residual = -gradient
-    z = residual / diagonal
-    direction = z.clone()
+    z = residual * scaling
+    direction = z
     rz = float(residual @ z)
     goal = forcing**2 * rz
     for _ in range(500):
-        product = torch.where(active, point.curvature_product(direction), 0.0)
+        product = np.where(active, point.curvature_product(direction), 0.0)
         curvature = float(direction @ product)
         if curvature <= 0.0:
             break
         alpha = rz / curvature
-        x = x + alpha * direction
+        x += alpha * direction
         residual = residual - alpha * product
-        z = residual / diagonal
+        z = residual * scaling
         new = float(residual @ z)
         if new <= goal:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def mass_profile(
         masses[group.name] = (weights * torch.exp(2 * points.unsqueeze(-1) * exponents)).sum(-1)
         minima[group.name] = _minimum(exponents, weights)
         start += group.size
-    return MassProfile(points, masses, tables.at(torch.zeros(tables.count).double()).value, coefficients, minima)
+    return MassProfile(points, masses, tables.at(np.zeros(tables.count)).value, coefficients, minima)
 
 
 def _minimum(exponents: Tensor, weights: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,13 +48,14 @@ def unit_scales(
         k, name = next(ready, (waiting[0], candidates[waiting[0]][0][0]))
         waiting.remove(k)
         units = owner == k
-        mass = MassTables(graph, state, [name], normalizations=whole).at(s).sides()[0][units]
+        mass = torch.from_numpy(MassTables(graph, state, [name], normalizations=whole).at(s.numpy()).grows)[units]
         size = torch.ones_like(mass)
         if k >= len(graph.scales):
             size = filter_counts(graph, [name], count)[units]
         if mean_square:
             ones = {name: torch.ones(graph.shapes[name])}
-            size = MassTables(graph, ones, [name], normalizations=whole).at(torch.zeros_like(s)).sides()[0][units]
+            entries = MassTables(graph, ones, [name], normalizations=whole).at(np.zeros(count))
+            size = torch.from_numpy(entries.grows)[units]
         s[units] = torch.where(mass > 0, 0.5 * (size / mass).log(), 0.0)
         lost[units] = mass == 0
     return s, lost
