@@ -427,3 +427,59 @@ def test_coupled_and_separate_determinants_agree_where_both_apply(hyperprior: Hy
     expected = spectrum.step(norms, rho, tau, center, hyperprior, noise)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
     assert found[1] == pytest.approx(expected[1], abs=1e-6)
+
+
+# ---------------------------------------------------------------------- solvers that start far away, and stop
+
+
+def saturated() -> LinearizedLaplace:
+    """A network whose probabilities are 0 and 1 almost to rounding error, one of them wrong."""
+    x, _ = data(6, outputs=3, samples=60)
+    model = randomize(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), scale=10.0)
+    y = model(x).argmax(-1)
+    y[0] = (y[0] + 1) % 3
+    return LinearizedLaplace(model, curvature="full", prior="single", prior_precision=0.01).fit([(x, y)])
+
+
+def test_the_mode_is_found_from_saturated_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newton steps are hundreds of times too long there."""
+    la = saturated()
+    found = la.solve_mode()
+    assert found.converged and found.gradient_norm < 1e-6
+    ((x, y),) = la.train_loader  # type: ignore[misc]
+    jac, offset = tangent_problem(la, x)
+    residual = (jac @ found.theta + offset).view(-1, 3).softmax(-1) - nn.functional.one_hot(y, 3)
+    gradient = jac.T @ residual.flatten() + 0.01 * found.theta
+    norm = gradient @ torch.linalg.solve(dense_curvature(la) + 0.01 * torch.eye(len(gradient)), gradient)
+    assert float(norm.sqrt()) < 1e-6
+    monkeypatch.setattr("tu_symmetry.laplace.mode._RETRIES", 1)
+    assert not saturated().solve_mode().converged
+
+
+@pytest.mark.parametrize("hyperprior", [FLAT, Hyperprior()])
+@pytest.mark.parametrize("noise", [None, Noise(400, 3.0)])
+def test_newton_steps_on_a_coupled_matrix_are_few(
+    noise: Noise | None, hyperprior: Hyperprior, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a group is undetermined, and where the objective's rounding error hides the last steps."""
+    generator = torch.Generator().manual_seed(0)
+    rows = 30 * torch.randn(90, 120, generator=generator, dtype=torch.float64) * torch.logspace(0, -8, 120)
+    rows[:, 80:] = 0
+    numbers = torch.arange(3).repeat_interleave(40)
+    own = CoupledDeterminants(CoupledBlock("all", 0, numbers, rows.T @ rows), 3)
+    norms = torch.tensor([3.0, 40.0, 1e-14], dtype=torch.float64)
+    calls: list[int] = []
+    derivatives = own._derivatives
+    monkeypatch.setattr(own, "_derivatives", lambda *a: calls.append(0) or derivatives(*a))
+    center = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64)
+    rho, tau = own.step(norms, center, 0.0, center, hyperprior, noise)
+    assert len(calls) <= 30
+    slope = rho.exp() * norms - own.gamma(rho, tau)
+    if not math.isinf(hyperprior.std):
+        slope += 2 * (rho - center) / hyperprior.std**2
+    free = (rho - center).abs() < math.log(hyperprior.cap) - 1e-6
+    assert free[:2].all()
+    torch.testing.assert_close(slope[free], torch.zeros_like(slope[free]), rtol=0, atol=1e-9)
+    if noise is not None:
+        residual = noise.squares * math.exp(-tau)
+        assert noise.values - residual - float(own.gamma(rho, tau).sum()) == pytest.approx(0, abs=1e-8)

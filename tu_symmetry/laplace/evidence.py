@@ -28,6 +28,9 @@ _EXACT = 4096  # as many eigenvalues of a group are kept as they are
 _ENTRIES = 1 << 22  # bins of all groups together
 _SMALLEST = 1e-18  # eigenvalues below this share of the largest count as zero
 _BISECTIONS = 80
+_NEWTON_STEPS = 100
+_ROUNDING = 1e-12  # relative error of a log determinant
+_SHORT = 1e-6  # of log precisions: the next step of Newton's method would have about its square
 _NOISE_RANGE = 50.0  # largest log ratio of the noise variance to the residuals'
 
 
@@ -250,7 +253,11 @@ class CoupledDeterminants(Determinants):
         hyperprior: Hyperprior,
         noise: Noise | None,
     ) -> tuple[Tensor, float]:
-        """Newton with backtracking and the exact Hessian in ``(rho, tau)``, inside the bounds of the hyperprior."""
+        """Newton with backtracking and the exact Hessian in ``(rho, tau)``, inside the bounds of the hyperprior.
+
+        Where the decrease that a step promises is within rounding error of the objective, the step is taken as it is,
+        and ends the search unless a direction is so flat that it is still long.
+        """
         bound = math.log(hyperprior.cap)
         low, high = torch.cat([log_center - bound, torch.zeros(1)]), torch.cat([log_center + bound, torch.zeros(1)])
         low[-1], high[-1] = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + _NOISE_RANGE)
@@ -263,24 +270,31 @@ class CoupledDeterminants(Determinants):
 
         point = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)]).clamp(low, high)
         value = energy(point)
-        for _ in range(200):
+        unsure = 0.1 * _ROUNDING * (len(self.matrix) + (0 if noise is None else noise.values))  # of a gradient
+        for _ in range(_NEWTON_STEPS):
             gradient, hessian = self._derivatives(point, norms, noise)
             gradient[:-1] += weight * (point[:-1] - log_center)
             hessian.diagonal()[:-1].add_(weight)
             held = ((point <= low) & (gradient >= 0)) | ((point >= high) & (gradient <= 0))
+            held |= gradient.abs() <= unsure
             gradient[held] = 0
             hessian[held] = 0
             hessian[:, held] = 0
             hessian.diagonal()[held] = 1
             hessian.diagonal().add_(1e-12 * float(hessian.diagonal().max()))
             step = -torch.linalg.solve(hessian, gradient)
-            if float(step.abs().max()) < 1e-12:
-                break
-            step *= min(1.0, 5.0 / float(step.abs().max()))
+            rounding = _ROUNDING * (1 + abs(value))
+            longest = float(step.abs().max())
+            if float(-gradient @ step) <= rounding:
+                point = (point + step * min(1.0, 5.0 / max(longest, 1.0))).clamp(low, high)
+                if longest < _SHORT:
+                    break
+                continue
+            step *= min(1.0, 5.0 / longest)
             for _halving in range(40):
                 trial = (point + step).clamp(low, high)
                 found = energy(trial)
-                if found <= value + 1e-14 * abs(value):
+                if found <= value + rounding:
                     break
                 step = step / 2
             else:

@@ -23,6 +23,7 @@ from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import TangentModel
 
 _KEPT = 1 << 26  # entries of the outputs that are kept between passes
+_RETRIES = 4  # of a line search, with shorter steps each
 _STEPS = torch.tensor([2.0**-i for i in range(8)], dtype=torch.float64)
 
 Progress = Callable[[dict[str, Any]], None]
@@ -188,16 +189,18 @@ def solve_mode(
         direction, used = _conjugate_gradients(problem, posterior, gradient, forcing, max_products)
         products += used
         steps += 1
-        size = 1.0
         if likelihood.name == "classification":
-            losses = problem.line(direction) / posterior.noise
-            values = losses + _ridge(theta, direction, precision)
-            best = int(values.argmin())
             before = loss / posterior.noise + 0.5 * _dot(theta * precision, theta)
-            if float(values[best]) >= before:  # at the resolution of the floating-point type
+            for _ in range(_RETRIES):  # far from the mode, where probabilities saturate, steps are far too long
+                values = problem.line(direction) / posterior.noise + _ridge(theta, direction, precision)
+                best = int(values.argmin())
+                if float(values[best]) < before:
+                    break
+                direction = direction * float(_STEPS[-1]) / 2
+            else:  # at the resolution of the floating-point type
                 return Mode(theta, loss, norm, steps, products, False)
-            size = float(_STEPS[best])
-        theta = theta + size * direction
+            direction = direction * float(_STEPS[best])
+        theta = theta + direction
         loss, gradient = problem.gradient(theta)
 
 
