@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tu_symmetry as tus
+from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.rules import Call
 
 
 def sizes(graph: tus.SymmetryGraph) -> dict[str, int]:
@@ -342,3 +346,22 @@ def test_spectral_normalization_is_followed() -> None:
     graph.require_verified()
     assert [g.size for g in graph.permutations] == [5]
     assert not graph.unknown_operators
+
+
+def test_a_rule_that_breaks_down_pins_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: Call) -> Value:
+        raise IndexError("no such axis")
+
+    def short(call: Call) -> Value:
+        value: Value = call["self"]
+        return replace(value, shape=value.shape[:-1])
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    for rule, said in ((broken, "IndexError: no such axis"), (short, "ValueError: a value of shape")):
+        monkeypatch.setitem(RULES, "aten.tanh", rule)
+        graph = tus.discover_symmetries(model, torch.randn(2, 3))
+        graph.require_verified()
+        assert [g.size for g in graph.permutations] == [4]
+        (named,) = graph.unknown_operators
+        assert named.startswith("aten.tanh (its rule failed with ") and said in named
+        assert any(p.parameter == "2.weight" and "aten.tanh" in p.reason for p in graph.pinned)

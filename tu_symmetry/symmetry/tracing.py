@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from tu_symmetry.symmetry.algebra import Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
 from tu_symmetry.symmetry.operators import RULES
-from tu_symmetry.symmetry.rules import Call, unknown
+from tu_symmetry.symmetry.rules import Call, Rule, unknown
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
 INPUT = "input of the network"
@@ -244,8 +244,7 @@ class _Interpreter:
             node.name,
             _read_outputs(node),
         )
-        result = RULES.get(rule_name, unknown)(call)
-        values = [result] if isinstance(result, Value) else list(result)
+        values = _apply(RULES.get(rule_name, unknown), call)
         for value in values:
             self.ledger.observe(value)
         for h in _flatten(held):
@@ -371,6 +370,24 @@ def _flatten(nested: Any) -> list[Any]:
     if isinstance(nested, dict):
         return [leaf for item in nested.values() for leaf in _flatten(item)]
     return [nested]
+
+
+def _apply(rule: Rule, call: Call) -> list[Value]:
+    """What a rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know.
+
+    Demands that it made until then stay: there can only be too many of them, which pins.
+    """
+    try:
+        result = rule(call)
+        values = [result] if isinstance(result, Value) else list(result)
+        for value, shape in zip(values, call.outputs, strict=True):
+            if value.shape != shape:
+                raise ValueError(f"a value of shape {value.shape} for an output of shape {shape}")
+    except Exception as error:
+        broken = f"{call.operator} (its rule failed with {type(error).__name__}: {error})"
+        result = unknown(replace(call, operator=broken))
+        values = [result] if isinstance(result, Value) else list(result)
+    return values
 
 
 def _read_outputs(node: torch.fx.Node) -> frozenset[int]:

@@ -164,7 +164,7 @@ class _Exactly(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         mixed = any(a.dtype == torch.float64 for a in held)
-        if mixed and kwargs.get("dtype") in _LOWER:
+        if kwargs.get("dtype") in _LOWER:
             kwargs["dtype"] = torch.float64
         schema = getattr(func, "_schema", None)
         if mixed and schema is not None and not schema.is_mutable and any(a.dtype in _LOWER for a in held):

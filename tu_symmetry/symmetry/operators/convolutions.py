@@ -10,6 +10,7 @@ import numpy as np
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
 from tu_symmetry.symmetry.operators.pointwise import is_fresh
+from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
@@ -141,6 +142,16 @@ def _pool(call: Call) -> Value | list[Value]:
         value = call.ledger.mix(value, axis, "spatial position")
     result = replace(value, shape=call.shape, parameter=None)
     return [result] * len(call.outputs)
+
+
+@register_rule("grid_sampler")
+def _sample(call: Call) -> Value:
+    """Each channel at positions that are computed."""
+    value: Value = call["input"]
+    pin_tensor(call, call["grid"], "positions in an image")
+    for axis in range(2, value.ndim):
+        value = call.ledger.mix(value, axis, "spatial position")
+    return replace(value, shape=call.shape, parameter=None)
 
 
 @register_rule("col2im")
