@@ -9,8 +9,8 @@ import numpy as np
 
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
-from tu_symmetry.symmetry.operators.pointwise import is_fresh
 from tu_symmetry.symmetry.operators.movement import pin_tensor
+from tu_symmetry.symmetry.operators.pointwise import is_fresh
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
