@@ -72,9 +72,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(root: Path, out: Path, *overrides: str) -> dict[str, Any]:
+def run(root: Path, out: Path, *overrides: str, name: str = "table2") -> dict[str, Any]:
     display = Display(Console(file=io.StringIO(), width=160))
-    return run_table(RECIPES / "table2", out=out, overrides=[*TINY, f"images.root={root}", *overrides], display=display)
+    return run_table(RECIPES / name, out=out, overrides=[*TINY, f"images.root={root}", *overrides], display=display)
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,23 @@ def test_a_stored_jacobian_gives_the_same_products() -> None:
         torch.testing.assert_close(
             stored.vjp(inputs, cotangent[rows]), torch.einsum("bc,bcp->p", cotangent[rows], expected[rows])
         )
+
+
+@pytest.mark.slow
+def test_products_that_keep_no_jacobian_give_the_same_table(
+    table: tuple[Path, dict[str, Any]], root: Path, tmp_path: Path
+) -> None:
+    """The large recipe on the small one's images and networks: only the way to the products differs."""
+    small = [
+        "images.source=cifar10_jpeg", "images.out_of_distribution=textures",
+        "networks.network=tu_symmetry.tables.convnets.ResNet", "networks.augment=false",
+        "evidence.choices=[linear/single, linear/multiple]",
+    ]  # fmt: skip
+    rows = run(root, tmp_path, *small, name="table2-resnet50")["evidence"]["rows"]
+    for key, found in rows.items():
+        for a, b in zip(table[1]["evidence"]["rows"][key], found, strict=True):
+            assert a["gamma"] == pytest.approx(b["gamma"], rel=1e-3), key
+            assert a["nll"] == pytest.approx(b["nll"], rel=1e-3), key
 
 
 def test_scores_of_known_probabilities() -> None:
