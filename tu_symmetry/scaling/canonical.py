@@ -119,8 +119,10 @@ def canonicalize(
         RuntimeError: no convergence; the message says how far it came.
     """
     graph.require_verified()
-    if graph.check_state(state):
+    if graph.check_state(state, finite=False):
         raise ValueError("canonicalize takes one state; unstack a stack of samples and canonicalize each")
+    if not all(bool(torch.isfinite(t.sum())) for t in state.values()):  # a sum is faster than a look at each entry
+        graph.check_state(state)
     for option, value in (("normalizations", normalizations), ("degenerate", degenerate)):
         if value not in ("leave", "unit_norm"):
             raise ValueError(f"{option} must be 'leave' or 'unit_norm', got {value!r}")
@@ -136,7 +138,7 @@ def canonicalize(
     elif method in ("unit_norm", "unit_variance"):
         groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
         s, lost = unit_scales(graph, state, groups, mean_square=method == "unit_variance")
-        found = Minimum(s, float("nan"), float("nan"), 0)
+        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
     else:
         raise ValueError(f"unknown method {method!r}: 'min_mass', 'unit_norm' or 'unit_variance'")
     log_scale, named, position = {}, {}, 0
@@ -150,7 +152,7 @@ def canonicalize(
         scale_with_epsilon(graph, log_scale, state, epsilons or {}),
         log_scale,
         start.value,
-        tables.at(found.log_scale.numpy()).value,
+        found.mass,
         found.gradient_norm,
         found.relative_gap,
         found.iterations,
@@ -196,5 +198,5 @@ def _least(
     active = torch.where(normalized, grows > 0, two_sided | (targets != 0))
     unbounded = unbounded_factors(tables, active, targets)
     targets = torch.where(unbounded, 0.0, targets)
-    found = minimize_mass(tables, (active & ~unbounded).numpy(), targets.numpy(), tolerance, max_iterations)
+    found = minimize_mass(tables, start, (active & ~unbounded).numpy(), targets.numpy(), tolerance, max_iterations)
     return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -26,7 +26,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]
 Array = npt.NDArray[np.float64]
-PlacedTerms = tuple[tuple[float, "Places"], ...]
+_PIECE = 65536  # entries
 
 
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
@@ -59,66 +59,6 @@ def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = Non
     return frozenset(found)
 
 
-class Places:
-    """Positions in the vector of all factors, read and added to at once where they follow one another.
-
-    Args:
-        index: int64 of any shape.
-    """
-
-    def __init__(self, index: Tensor) -> None:
-        flat = index.reshape(-1).numpy()
-        steps = np.diff(flat)
-        consecutive = flat.size > 0 and bool((steps == 1).all())
-        self._at = slice(int(flat[0]), int(flat[-1]) + 1) if consecutive else flat
-        self._distinct = bool((steps > 0).all())
-        self._shape = tuple(index.shape)
-
-    def read(self, vector: Array) -> Array:
-        """The vector's entries at these positions, in the index's shape."""
-        return vector[self._at].reshape(self._shape)
-
-    def add(self, vector: Array, values: Array) -> None:
-        """Add values of the index's shape to a vector, in place."""
-        if self._distinct:
-            vector[self._at] += values.reshape(-1)
-        else:
-            vector += np.bincount(self._at, values.reshape(-1), minlength=len(vector))
-
-
-class Powers:
-    """``exp(2 c s)`` for the exponents ``c`` that occur, each made once; a one follows the last factor."""
-
-    def __init__(self, log_scale: Array) -> None:
-        self._padded = np.append(log_scale, 0.0)
-        self._powers: dict[float, Array] = {}
-
-    def product(self, terms: PlacedTerms) -> Array:
-        """What some terms multiply the masses by."""
-        total: Array | None = None
-        for exponent, places in terms:
-            if exponent not in self._powers:
-                self._powers[exponent] = np.exp(2 * exponent * self._padded)
-            power = places.read(self._powers[exponent])
-            total = power if total is None else total * power
-        return np.ones(1) if total is None else total
-
-
-class Point(Protocol):
-    """One table's masses at one point, ready for products."""
-
-    value: float
-
-    def sides(self, grows: Array, shrinks: Array) -> None:
-        """Add up the masses that grow and that shrink with each factor, weighted by the exponents' size."""
-
-    def curvature(self, direction: Array, out: Array) -> None:
-        """Add the product of the Hessian with a direction."""
-
-    def diagonal(self, out: Array) -> None:
-        """Add the diagonal of the Hessian (or an upper bound)."""
-
-
 @dataclass(frozen=True, eq=False)
 class MatrixTable:
     """Masses ``[rows, columns]`` whose factors belong to rows or to columns; a term's index is ``[rows]`` or so.
@@ -130,68 +70,10 @@ class MatrixTable:
     rows: Terms
     columns: Terms
 
-    @cached_property
-    def placed(self) -> tuple[PlacedTerms, PlacedTerms]:
-        """The terms of the rows and those of the columns."""
-        return _placed(self.rows), _placed(self.columns)
-
-    def at(self, powers: Powers) -> MatrixPoint:
-        """The masses at one point."""
-        return MatrixPoint(self, powers)
-
     def entries(self) -> tuple[Tensor, Terms]:
         """The masses, and terms that broadcast against them."""
         rows = tuple((c, i.unsqueeze(1)) for c, i in self.rows)
         return self.mass, rows + tuple((c, i.unsqueeze(0)) for c, i in self.columns)
-
-    def times(self, column: Array) -> Array:
-        """Product with a vector over the columns."""
-        return torch.mv(self.mass, torch.from_numpy(column)).numpy()
-
-    def transposed_times(self, row: Array) -> Array:
-        """Product of the transpose with a vector over the rows."""
-        return torch.mv(self.mass.T, torch.from_numpy(row)).numpy()
-
-
-class MatrixPoint:
-    """A :class:`MatrixTable` at one point: the sums of its rows and columns are all that is formed."""
-
-    def __init__(self, table: MatrixTable, powers: Powers) -> None:
-        self.table = table
-        rows, columns = table.placed
-        self.row, self.column = powers.product(rows), powers.product(columns)
-        self.row_mass = self.row * table.times(self.column)
-        self.sums = [(rows, self.row_mass)]
-        if columns:
-            self.column_mass = self.column * table.transposed_times(self.row)
-            self.sums.append((columns, self.column_mass))
-        self.value = float(self.row_mass.sum())
-
-    def sides(self, grows: Array, shrinks: Array) -> None:
-        """See :class:`Point`."""
-        for terms, mass in self.sums:
-            for exponent, places in terms:
-                places.add(grows if exponent > 0 else shrinks, abs(exponent) * mass)
-
-    def curvature(self, direction: Array, out: Array) -> None:
-        """See :class:`Point`."""
-        rows, columns = self.table.placed
-        rho = _along(rows, direction)
-        by_row = rho * self.row_mass
-        if columns:
-            kappa = _along(columns, direction)
-            by_row += self.row * self.table.times(self.column * kappa)
-            by_column = kappa * self.column_mass + self.column * self.table.transposed_times(self.row * rho)
-            for exponent, places in columns:
-                places.add(out, 4 * exponent * by_column)
-        for exponent, places in rows:
-            places.add(out, 4 * exponent * by_row)
-
-    def diagonal(self, out: Array) -> None:
-        """See :class:`Point`."""
-        for terms, mass in self.sums:
-            for exponent, places in terms:
-                places.add(out, 4 * exponent * exponent * mass)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,47 +83,9 @@ class GeneralTable:
     mass: Tensor
     terms: Terms
 
-    @cached_property
-    def placed(self) -> PlacedTerms:
-        """The terms."""
-        return _placed(self.terms)
-
-    def at(self, powers: Powers) -> GeneralPoint:
-        """The masses at one point."""
-        return GeneralPoint(self, self.mass.numpy() * powers.product(self.placed))
-
     def entries(self) -> tuple[Tensor, Terms]:
         """The masses, and terms that broadcast against them."""
         return self.mass, self.terms
-
-
-class GeneralPoint:
-    """A :class:`GeneralTable` at one point."""
-
-    def __init__(self, table: GeneralTable, mass: Array) -> None:
-        self.table, self.mass = table, mass
-        self.value = float(mass.sum())
-
-    def _add(self, weights: Array, term: int, out: Array) -> None:
-        shape = self.table.terms[term][1].shape
-        axes = tuple(a for a, n in enumerate(shape) if n == 1 and weights.shape[a] > 1)
-        self.table.placed[term][1].add(out, weights.sum(axes))
-
-    def sides(self, grows: Array, shrinks: Array) -> None:
-        """See :class:`Point`."""
-        for k, (exponent, _) in enumerate(self.table.placed):
-            self._add(abs(exponent) * self.mass, k, grows if exponent > 0 else shrinks)
-
-    def curvature(self, direction: Array, out: Array) -> None:
-        """See :class:`Point`."""
-        product = 4 * self.mass * _along(self.table.placed, direction)
-        for k, (exponent, _) in enumerate(self.table.placed):
-            self._add(exponent * product, k, out)
-
-    def diagonal(self, out: Array) -> None:
-        """See :class:`Point`."""
-        for k, (exponent, _) in enumerate(self.table.placed):
-            self._add(4 * exponent * exponent * self.mass, k, out)
 
 
 class MassTables:
@@ -257,7 +101,7 @@ class MassTables:
     Attributes:
         count: number of factors: of all scale groups, then of all normalization groups.
         fixed: mass of the tensors that no factor touches.
-        tables: the others.
+        tables: the others, as squared weights and the factors that multiply them.
     """
 
     def __init__(
@@ -276,11 +120,8 @@ class MassTables:
         for name in graph.shapes:
             if name not in counted or not state[name].is_floating_point():
                 continue
-            terms: Terms = tuple(
-                (t.exponent, torch.where((t.index < 0) | (t.index >= self.count), self.count, t.index))
-                for t in graph.scale_terms.get(name, ())
-                if bool(((t.index >= 0) & (t.index < self.count)).any())
-            )
+            held = ((t.exponent, _held(t.index, self.count)) for t in graph.scale_terms.get(name, ()))
+            terms: Terms = tuple((exponent, index) for exponent, index in held if index is not None)
             tensor = state[name].detach().cpu()
             spread = {a for _, index in terms for a, n in enumerate(index.shape) if n > 1}
             summed = [a for a in range(tensor.ndim) if a not in spread]
@@ -291,10 +132,14 @@ class MassTables:
                 self.tables.append(_table(square, terms))
         self.tables = _joined(self.tables)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The tables, laid out for fast evaluation."""
+        return Layout(self.tables, self.count)
+
     def at(self, log_scale: Array) -> MassPoint:
         """The mass at log-factors ``[count]``."""
-        powers = Powers(log_scale)
-        return MassPoint(self, [table.at(powers) for table in self.tables])
+        return MassPoint(self.layout, log_scale, self.fixed)
 
     def along(self, direction: Tensor) -> dict[float, float]:
         """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
@@ -311,6 +156,77 @@ class MassTables:
         return masses
 
 
+class Layout:
+    """All tables in one vector of *places*, so that a few operations on long vectors evaluate everything.
+
+    A place is a single entry, or a row or a column of a matrix. Its scale is ``exp(2 c . s)`` with the exponents in its
+    row of ``exponents``; a matrix entry's scale is that of its row times that of its column.
+
+    Args:
+        tables: the tables.
+        count: number of factors.
+
+    Attributes:
+        exponents: ``[places, count]``, sparse.
+        sides: ``[2 count, places]``, sparse: adds up what grows with each factor, then what shrinks.
+        squares: the same with squared exponents.
+        single: masses of the places that are single entries; these come first, then all rows, then all columns.
+        matrices: squared weights with the places of their rows and those of their columns.
+        disjoint: the number of places, from the first on, that hold all mass once: all but the columns.
+    """
+
+    def __init__(self, tables: Sequence[MatrixTable | GeneralTable], count: int) -> None:
+        places: list[tuple[int, Terms]] = []
+        single: list[Array] = []
+        paired = []
+        for table in tables:
+            if isinstance(table, MatrixTable) and table.columns:
+                paired.append(table)
+                continue
+            mass, terms = table.entries()
+            places.append((mass.numel(), tuple((c, i.expand(mass.shape).reshape(-1)) for c, i in terms)))
+            single.append(mass.reshape(-1).numpy())
+        places += [(len(table.mass), table.rows) for table in paired]
+        places += [(table.mass.shape[1], table.columns) for table in paired]
+        ends = np.cumsum([n for n, _ in places]).tolist()
+        slices = [slice(end - n, end) for (n, _), end in zip(places, ends, strict=True)][
+            len(places) - 2 * len(paired) :
+        ]
+        self.single = np.concatenate(single) if single else np.zeros(0)
+        self.matrices = [
+            (table.mass.numpy(), rows, columns)
+            for table, rows, columns in zip(paired, slices[: len(paired)], slices[len(paired) :], strict=True)
+        ]
+        self.count, self.size = count, ends[-1] if ends else 0
+        self.disjoint = slices[len(paired)].start if paired else self.size
+        parts = [
+            (start, c, i)
+            for (n, terms), end in zip(places, ends, strict=True)
+            for c, i in terms
+            for start in (end - n,)
+        ]
+        place = np.concatenate([np.arange(start, start + len(i)) for start, _, i in parts] or [np.zeros(0, np.int64)])
+        factor = np.concatenate([i.numpy() for _, _, i in parts] or [np.zeros(0, np.int64)])
+        exponent = np.repeat([float(c) for _, c, _ in parts], [len(i) for _, _, i in parts])
+        held = factor < count
+        place, factor, exponent = place[held], factor[held], exponent[held]
+        self.exponents = csr_array((exponent, (place, factor)), (self.size, count))
+        side = np.where(exponent > 0, factor, factor + count)
+        self.sides = csr_array((np.abs(exponent), (side, place)), (2 * count, self.size))
+        self.squares = self.sides
+        if (self.sides.data != 1).any():
+            self.squares = self.sides.multiply(self.sides).tocsr()
+
+    def across(self, vector: Array, single: Array | float) -> Array:
+        """Products of the matrices with the other side's part of a vector of places; ``single`` for single entries."""
+        out = np.empty(self.size)
+        out[: len(self.single)] = single
+        for mass, rows, columns in self.matrices:
+            out[rows] = mass @ vector[columns]
+            out[columns] = mass.T @ vector[rows]
+        return out
+
+
 class MassPoint:
     """The mass at one point.
 
@@ -320,13 +236,13 @@ class MassPoint:
         shrinks: the same for the mass that shrinks.
     """
 
-    def __init__(self, tables: MassTables, points: Sequence[Point]) -> None:
-        self._points = points
-        self.value = tables.fixed + sum(p.value for p in points)
-        grows, shrinks = np.zeros((2, tables.count + 1))
-        for point in points:
-            point.sides(grows, shrinks)
-        self.grows, self.shrinks = grows[:-1], shrinks[:-1]
+    def __init__(self, layout: Layout, log_scale: Array, fixed: float) -> None:
+        self._layout = layout
+        self._scale = np.exp(2 * (layout.exponents @ log_scale))
+        self._masses = self._scale * layout.across(self._scale, layout.single)
+        self.value = fixed + float(self._masses[: layout.disjoint].sum())
+        both = layout.sides @ self._masses
+        self.grows, self.shrinks = both[: layout.count], both[layout.count :]
 
     def gradient(self) -> Array:
         """Derivative of the mass in each log-factor."""
@@ -334,18 +250,14 @@ class MassPoint:
 
     def curvature_product(self, direction: Array) -> Array:
         """Product of the Hessian with a direction."""
-        padded = np.append(direction, 0.0)
-        out = np.zeros_like(padded)
-        for point in self._points:
-            point.curvature(padded, out)
-        return out[:-1]
+        slope = self._layout.exponents @ direction
+        both = self._layout.sides @ (slope * self._masses + self._scale * self._layout.across(self._scale * slope, 0.0))
+        return 4 * (both[: self._layout.count] - both[self._layout.count :])
 
     def curvature_diagonal(self) -> Array:
-        """Diagonal of the Hessian (terms of one tensor that share a factor count separately)."""
-        out = np.zeros(len(self.grows) + 1)
-        for point in self._points:
-            point.diagonal(out)
-        return out[:-1]
+        """Diagonal of the Hessian, without what a factor of both a row and a column has of their common entry."""
+        both = self._layout.squares @ self._masses
+        return 4 * (both[: self._layout.count] + both[self._layout.count :])
 
 
 def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Tensor:
@@ -373,28 +285,33 @@ def sum_to(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor.sum(axes, keepdim=True).expand(shape) if axes else tensor.expand(shape)
 
 
-def _placed(terms: Terms) -> PlacedTerms:
-    return tuple((exponent, Places(index)) for exponent, index in terms)
-
-
-def _along(terms: PlacedTerms, padded: Array) -> Array:
-    total = np.zeros(1)
-    for exponent, places in terms:
-        total = total + exponent * places.read(padded)
-    return total
+def _held(index: Tensor, count: int) -> Tensor | None:
+    """Numbers of factors, ``count`` for those that are none of the first ``count``; None if there are no others."""
+    numbers = index.numpy()
+    inside = (numbers >= 0) & (numbers < count)
+    return torch.from_numpy(np.where(inside, numbers, count)) if inside.any() else None
 
 
 def _squares(tensor: Tensor, axes: list[int]) -> Tensor:
     """Squares in float64, summed over some axes, which stay with size one."""
-    if not axes or tensor.numel() == 0:
-        return tensor.double().square()
     if len(axes) == tensor.ndim:
         return torch.linalg.vector_norm(tensor, dtype=torch.float64).square().reshape([1] * tensor.ndim)
-    trailing = tensor.movedim(axes, list(range(-len(axes), 0))).flatten(-len(axes))
-    norm = torch.linalg.vector_norm(trailing, dim=-1, dtype=torch.float64)
-    for axis in axes:
-        norm = norm.unsqueeze(axis)
-    return norm.square()
+    if not axes:
+        return tensor.to(torch.float64, copy=True).square_()
+    kept = [a for a in range(tensor.ndim) if a not in axes]
+    shape = [1 if a in axes else n for a, n in enumerate(tensor.shape)]
+    if max(kept) < min(axes):  # a kernel's positions come last: piece by piece, within the cache
+        entries = tensor.reshape(math.prod(tensor.shape[: len(kept)]), -1)
+        length = max(1, _PIECE // max(1, entries.shape[1]))
+        square, sums = (
+            entries.new_empty(length, entries.shape[1], dtype=torch.float64),
+            entries.new_empty(len(entries), dtype=torch.float64),
+        )
+        ones = torch.ones(entries.shape[1], dtype=torch.float64)
+        for piece, out in zip(entries.split(length), sums.split(length), strict=True):
+            torch.mv(square[: len(piece)].copy_(piece).square_(), ones, out=out)
+        return sums.reshape(shape)
+    return tensor.to(torch.float64, copy=True).square_().sum(axes, keepdim=True)
 
 
 def _table(mass: Tensor, terms: Terms) -> MatrixTable | GeneralTable:
@@ -412,6 +329,8 @@ def _table(mass: Tensor, terms: Terms) -> MatrixTable | GeneralTable:
             columns.append((exponent, index.reshape(-1)))
         else:
             rows.append((exponent, index.reshape(-1).expand(matrix.shape[0])))
+    if not columns:
+        return MatrixTable(matrix, tuple(rows), ())
     matrix, row_terms = _merged(matrix, rows)
     transposed, column_terms = _merged(matrix.T, columns)
     return MatrixTable(transposed.T, row_terms, column_terms)
@@ -419,10 +338,8 @@ def _table(mass: Tensor, terms: Terms) -> MatrixTable | GeneralTable:
 
 def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, Terms]:
     """Add up rows that have the same factors."""
-    if not terms:
-        return matrix, ()
     first = terms[0][1]
-    if bool((first[1:] > first[:-1]).all()):
+    if bool((np.diff(first.numpy()) > 0).all()):
         return matrix, tuple(terms)
     if len(terms) == 1:
         values, where = torch.unique(first, return_inverse=True)
@@ -434,17 +351,20 @@ def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, 
 
 
 def _joined(tables: list[MatrixTable | GeneralTable]) -> list[MatrixTable | GeneralTable]:
-    """One table for all that have a single term, for each exponent: most tensors between normalizations do."""
-    kept: list[MatrixTable | GeneralTable] = []
+    """One table for all that have a single term, for each exponent, and then the others.
+
+    Most tensors between normalizations have a single term, and so do biases, inputs and outputs, where signs are known.
+    """
     single: dict[float, list[tuple[Tensor, Tensor]]] = {}
+    others: list[MatrixTable | GeneralTable] = []
     for table in tables:
         if isinstance(table, MatrixTable) and not table.columns and len(table.rows) == 1:
             ((exponent, index),) = table.rows
             single.setdefault(exponent, []).append((index, table.mass))
         else:
-            kept.append(table)
+            others.append(table)
+    joined: list[MatrixTable | GeneralTable] = []
     for exponent, parts in single.items():
         index, mass = (torch.cat(x) for x in zip(*parts, strict=True))
-        merged, terms = _merged(mass, [(exponent, index)])
-        kept.append(MatrixTable(merged, terms, ()))
-    return kept
+        joined.append(MatrixTable(mass, ((exponent, index),), ()))
+    return joined + others

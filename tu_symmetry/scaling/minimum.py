@@ -19,12 +19,11 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import Array, GeneralTable, MassPoint, MassTables, MatrixTable, Terms, sum_to
+from tu_symmetry.scaling.masses import Array, GeneralTable, MassPoint, MassTables, MatrixTable, Terms
 
 Mask = npt.NDArray[np.bool_]
 _SWEEPS = 40
 _PAYS = 0.03  # least relative gain of a sweep
-_FORCING = 1e-2  # residual of the last Newton steps, relative to the gradient
 _TINY = 1e-300
 
 
@@ -34,19 +33,23 @@ class Minimum:
 
     Attributes:
         log_scale: minimizing log-factors ``[count]``.
+        mass: the mass there.
         gradient_norm: norm of the objective's gradient, relative to the mass.
         relative_gap: certified upper bound of ``(F(s) - min F) / F(s)``, from a feasible point of the dual problem.
         iterations: Newton steps.
     """
 
     log_scale: Tensor
+    mass: float
     gradient_norm: float
     relative_gap: float
     iterations: int
 
 
 @np.errstate(all="ignore")  # trials that are too long overflow, and are refused for it
-def minimize_mass(tables: MassTables, active: Mask, targets: Array, tolerance: float, max_iterations: int) -> Minimum:
+def minimize_mass(
+    tables: MassTables, start: MassPoint, active: Mask, targets: Array, tolerance: float, max_iterations: int
+) -> Minimum:
     """Minimize ``F(s) - 2 targets . s`` over the active factors; the others stay at one.
 
     Sweeps with the closed-form step of single factors come first, then Newton steps by preconditioned conjugate
@@ -56,6 +59,7 @@ def minimize_mass(tables: MassTables, active: Mask, targets: Array, tolerance: f
 
     Args:
         tables: the masses.
+        start: the masses at factors of one.
         active: which factors move, bool ``[count]``.
         targets: linear terms ``[count]``, zero where factors are not active.
         tolerance: on the gradient's norm, relative to the mass.
@@ -65,16 +69,17 @@ def minimize_mass(tables: MassTables, active: Mask, targets: Array, tolerance: f
         RuntimeError: no convergence; the message says how far it came.
     """
     if not active.any():
-        return Minimum(torch.zeros(tables.count, dtype=torch.float64), 0.0, 0.0, 0)
-    s, point, value = _sweep(tables, active, targets)
+        return Minimum(torch.zeros(tables.count, dtype=torch.float64), start.value, 0.0, 0.0, 0)
+    s, point, value = _sweep(tables, start, active, targets)
     relative = float("inf")
     for iteration in range(max_iterations + 1):
         gradient = np.where(active, point.gradient() - 2 * targets, 0.0)
         relative = _norm(gradient) / max(point.value, _TINY)
-        step = _newton_step(point, gradient, active, forcing=min(0.1, max(relative**0.5, _FORCING)))
+        step = _newton_step(point, gradient, active, _forcing(relative, tolerance))
         decrement = -float(gradient @ step)
         if relative <= tolerance:
-            return Minimum(torch.from_numpy(s), relative, decrement / max(point.value, _TINY), iteration)
+            gap = decrement / max(point.value, _TINY)
+            return Minimum(torch.from_numpy(s), point.value, relative, gap, iteration)
         size = 1.0
         while True:
             moved = s + size * step
@@ -100,15 +105,14 @@ def _norm(vector: Array) -> float:
     return math.sqrt(float(vector @ vector))
 
 
-def _sweep(tables: MassTables, active: Mask, targets: Array) -> tuple[Array, MassPoint, float]:
+def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -> tuple[Array, MassPoint, float]:
     """Exact steps of every factor between fixed neighbors, or half of them if that is better, while they pay.
 
     Whole steps are the solution where no two factors meet in one tensor, as between normalizations; half steps always
     descend, since they are the mean of whole steps of one factor at a time (at most two meet in an entry). The size
     that was better first is tried alone afterwards.
     """
-    s = np.zeros(tables.count)
-    point = tables.at(s)
+    s, point = np.zeros(tables.count), start
     value = _objective(point, targets, s)
     sizes = [1.0, 0.5]
     for _ in range(_SWEEPS):
@@ -133,6 +137,13 @@ def _sweep(tables: MassTables, active: Mask, targets: Array) -> tuple[Array, Mas
         if gain < _PAYS * point.value:
             break
     return s, point, value
+
+
+def _forcing(relative: float, tolerance: float) -> float:
+    """Relative residual for a Newton step: for quadratic convergence, but no more than the tolerance asks for."""
+    if relative <= tolerance:
+        return 1e-2  # the step is only for the certificate
+    return min(0.1, max(relative, 0.1 * tolerance / relative, 1e-8))
 
 
 def _newton_step(point: MassPoint, gradient: Array, active: Mask, forcing: float) -> Array:
@@ -171,18 +182,16 @@ def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Te
     Returns:
         A mask ``[count]``.
     """
-    padding = torch.ones(1, dtype=torch.bool)
-    sinks = torch.cat([~active | (targets < 0), padding])  # d <= 0 is proven
-    rises = torch.cat([~active | (targets > 0), padding])  # d >= 0 is proven
-    order = [*tables.tables, *reversed(tables.tables)]
-    while True:
-        known = int(sinks.sum()) + int(rises.sum())
+    padding = np.ones(1, dtype=np.bool_)
+    sinks = np.concatenate([(~active | (targets < 0)).numpy(), padding])  # d <= 0 is proven
+    rises = np.concatenate([(~active | (targets > 0)).numpy(), padding])  # d >= 0 is proven
+    known, order = -1, list(tables.tables)
+    while known < (known := int(sinks.sum() + rises.sum())) and known < 2 * len(sinks):
         for table in order:
             _carry(table, sinks, rises)
-        if int(sinks.sum()) + int(rises.sum()) == known:
-            break
+        order.reverse()
     unbounded = torch.zeros(tables.count, dtype=torch.bool)
-    open_ = active & ~(sinks & rises)[:-1]
+    open_ = active & ~torch.from_numpy((sinks & rises)[:-1])
     while open_.any():
         found = _recession(tables, open_, targets)
         if not found.any():
@@ -192,28 +201,29 @@ def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Te
     return unbounded
 
 
-def _carry(table: MatrixTable | GeneralTable, sinks: Tensor, rises: Tensor) -> None:
+def _carry(table: MatrixTable | GeneralTable, sinks: Mask, rises: Mask) -> None:
     """Prove signs from one table: where all other terms of an entry cannot fall, its last one cannot rise."""
 
-    def product(terms: Terms, start: Tensor) -> Tensor:
+    def product(terms: Terms, start: Mask) -> Mask:
         for exponent, index in terms:
-            start = start & (rises if exponent > 0 else sinks)[index]
+            start = start & (rises if exponent > 0 else sinks)[index.numpy()]
         return start
 
-    def prove(exponent: float, index: Tensor, heard: Tensor) -> None:
-        (sinks if exponent > 0 else rises)[index.reshape(-1)[heard.reshape(-1)]] = True
+    def prove(exponent: float, index: Tensor, heard: Mask) -> None:
+        (sinks if exponent > 0 else rises)[index.numpy()[heard]] = True
 
+    mass = table.mass.numpy()
     if isinstance(table, GeneralTable):
         for k, (exponent, index) in enumerate(table.terms):
-            support = product(table.terms[:k] + table.terms[k + 1 :], table.mass > 0)
-            prove(exponent, index, sum_to(support.double(), index.shape) > 0)
+            support = product(table.terms[:k] + table.terms[k + 1 :], mass > 0)
+            axes = tuple(a for a, n in enumerate(index.shape) if n == 1)
+            prove(exponent, index, support.any(axes, keepdims=True))
         return
-    sides = ((table.mass, table.rows, table.columns), (table.mass.T, table.columns, table.rows))
-    for mass, own, other in sides:
-        if all(bool((sinks if exponent > 0 else rises)[index].all()) for exponent, index in own):
+    for matrix, own, other in ((mass, table.rows, table.columns), (mass.T, table.columns, table.rows)):
+        if all((sinks if exponent > 0 else rises)[index.numpy()].all() for exponent, index in own):
             continue
-        across = product(other, torch.ones(mass.shape[1], dtype=torch.bool))
-        heard = mass @ across.double() > 0
+        across = product(other, np.ones(matrix.shape[1], dtype=np.bool_))
+        heard = matrix @ across.astype(np.float64) > 0
         for k, (exponent, index) in enumerate(own):
             prove(exponent, index, product(own[:k] + own[k + 1 :], heard))
 
