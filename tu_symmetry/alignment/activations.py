@@ -229,7 +229,7 @@ def _observe(
                 wanted.append((group.name, place, part.index.reshape(-1, part.index.shape[-1])))
     sums: dict[tuple[str, str], _Accumulator] = {}
     weights, device = on_device(reference_state)
-    states = [weights, {n: t.to(device) for n, t in state.items()}]
+    states = [weights, {n: t.to(weights[n]) for n, t in state.items()}]
     samples = 0
     with _captured(model, {(p.module, p.side) for _, p, _ in wanted}) as calls:
         for batches, inputs in enumerate(input_batches(dataloader, device), 1):

@@ -16,11 +16,11 @@ from tu_symmetry.alignment.evaluation import reusable
 from tu_symmetry.alignment.gram import WeightVotes, families, working
 from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
 from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
+from tu_symmetry.alignment.stacks import State, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-State = dict[str, Tensor]
 _SWEEPS = 100
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
 
@@ -46,21 +46,6 @@ class Alignment(Generic[States]):
     distances_after: list[float]
     reference: int | None
     rounds: int
-
-
-def unstack(states: Any) -> list[State]:
-    """A stack with a leading sample axis, or a sequence of states, as a list of states (views)."""
-    if isinstance(states, Mapping):
-        counts = {name: t.shape[0] if t.ndim else None for name, t in states.items()}
-        if not counts or None in counts.values() or len(set(counts.values())) != 1:
-            raise ValueError(
-                f"a stack of states needs the same leading sample axis on every tensor, got leading sizes {counts}; "
-                "pass a list of state dicts, or stack them with torch.stack for each name"
-            )
-        count = next(iter(counts.values()))
-        assert count is not None
-        return [{name: t[k] for name, t in states.items()} for k in range(count)]
-    return [dict(s) for s in states]
 
 
 def align(
@@ -96,14 +81,15 @@ def align(
         generator: for the order of groups in descents; a fixed order without one. The result does not depend on the
             number of threads.
         progress: called after each network with ``{"done", "total", "round"}``.
-        options: passed on to :func:`weight_matching` or :func:`activation_matching`.
+        options: passed on to :func:`weight_matching` or :func:`activation_matching` (a universe takes none).
 
     Returns:
         The alignment. The aligned states compute the same functions as the given ones.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
-        ValueError: fewer than two networks, or a method without what it needs.
+        TypeError: members that are not state dicts.
+        ValueError: fewer than two networks, a method without what it needs, or options that nothing reads.
     """
     members = unstack(states)
     given = isinstance(reference, Mapping)
@@ -112,6 +98,12 @@ def align(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
             "other as reference=state"
         )
+    if method not in ("weight", "activation"):
+        raise ValueError(
+            f"unknown method {method!r}: 'weight' or 'activation' (straight_through_matching aligns one network)"
+        )
+    if options and reference == "universe":
+        raise ValueError(f"reference='universe' matches all networks together and takes no {sorted(options)}")
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
@@ -151,14 +143,12 @@ def align(
         target = members[index]
     elif reference in ("mean", "universe"):
         rounds = 0
-        if reference == "universe" and options.get("method", "frank_wolfe") == "frank_wolfe":
+        if reference == "universe":
             start, rounds = synchronized_frank_wolfe(
                 graph, _parameters(graph, members), families(graph), threads=threads
             )
-        elif reference == "mean":
-            start = _running_mean(graph, members, match, _Runner(1, progress))
         else:
-            start = [identity, *runner(lambda k: match(members[0], members[k], k).permutation, range(1, len(members)))]
+            start = _running_mean(graph, members, match, _Runner(1, progress))
         permutations, more = _synchronize(graph, members, start, runner, max_rounds, leave_out=reference == "universe")
         rounds += more
         target = mean_state([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tu_symmetry.alignment.evaluation import evaluating, forward, labeled_batches, on_device, reusable
 from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.alignment.stacks import unstack
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[dict[str, Tensor], float], Mapping[str, Tensor]]
@@ -26,7 +27,7 @@ class LossBarrier:
 
     Attributes:
         barrier: the largest excess of the loss over the chord between the ends (0 at least: the ends have none), in the
-            units of the loss.
+            units of the loss; infinite where a network on the way has no finite loss.
         ratios: positions along the path, 0 at ``state_a`` and 1 at ``state_b``.
         losses: mean loss at each of them.
         chord: the straight line between the losses of the ends, at each of them.
@@ -44,12 +45,20 @@ class LossBarrier:
 
 
 def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
-    """``(1 - ratio) a + ratio b`` for floating-point tensors (running statistics too); others come from ``a``."""
+    """``(1 - ratio) a + ratio b`` for floating-point tensors (running statistics too); others come from ``a``.
+
+    The result is on the device and in the dtypes of ``a``.
+
+    Raises:
+        ValueError: states of different networks.
+    """
     if state_a.keys() != state_b.keys():
         raise ValueError(f"the two states have different names: {sorted(state_a.keys() ^ state_b.keys())[:6]}")
+    shapes = [(n, tuple(a.shape), tuple(state_b[n].shape)) for n, a in state_a.items() if a.shape != state_b[n].shape]
+    if shapes:
+        raise ValueError(f"the two states have different shapes, so nothing lies between them: {shapes[:3]}")
     return {
-        name: torch.lerp(a, state_b[name].to(a.device), ratio) if a.is_floating_point() else a
-        for name, a in state_a.items()
+        name: torch.lerp(a, state_b[name].to(a), ratio) if a.is_floating_point() else a for name, a in state_a.items()
     }
 
 
@@ -63,13 +72,19 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
         loss: a function whose value is the mean over the batch.
 
     Raises:
-        ValueError: an empty loader, or batches without targets.
+        ValueError: an empty loader, batches without targets, or a loss that is no single number.
     """
     weights, device = on_device(state)
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in labeled_batches(dataloader, device):
-            total += float(loss(forward(model, weights, inputs), targets)) * len(inputs)
+            value = loss(forward(model, weights, inputs), targets)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(
+                    f"the loss of a batch of {len(inputs)} has shape {tuple(value.shape)}, but it has to be the mean "
+                    "over the batch, one number (reduction='mean')"
+                )
+            total += float(value) * len(inputs)
             count += len(inputs)
     return total / count
 
@@ -99,7 +114,8 @@ def loss_barrier(
         merge: applied to each interpolated state and its ratio before evaluation (for REPAIR, say).
 
     Raises:
-        ValueError: fewer than three points, an empty loader, states of different networks.
+        ValueError: fewer than three points, an empty loader, states of different networks, a loss that is NaN or
+            infinite at an end.
     """
     batches = reusable(dataloader)
     path = _path(model, state_a, state_b, points, recalibrate, merge)
@@ -193,13 +209,19 @@ def _barrier(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
     """From ``(ratio, loss, temperature)`` along the path."""
     ratios, losses, temperatures = (list(column) for column in zip(*points, strict=True))
     chord = [(1 - r) * losses[0] + r * losses[-1] for r in ratios]
+    if not (math.isfinite(losses[0]) and math.isfinite(losses[-1])):
+        raise ValueError(
+            f"the losses at the ends of the path are {losses[0]} and {losses[-1]}, so there is no barrier to speak of; "
+            "look for NaN or infinite weights, inputs or running variances"
+        )
+    losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the way
     excess = [value - line for value, line in zip(losses, chord, strict=True)]
     return LossBarrier(max(0.0, *excess), ratios, losses, chord, temperatures)
 
 
 def barrier_matrix(
     model: nn.Module,
-    states: Sequence[Mapping[str, Tensor]],
+    states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     dataloader: Iterable[Any],
     loss: Loss,
     *,
@@ -211,7 +233,7 @@ def barrier_matrix(
 
     Args:
         model: the module.
-        states: the networks; losses are measured along ``M (M - 1) / 2`` paths.
+        states: the networks, a sequence or a stack; losses are measured along ``M (M - 1) / 2`` paths.
         dataloader: batches ``(inputs, targets)``.
         loss: mean loss over a batch.
         points: evenly spaced points on each path.
@@ -220,27 +242,35 @@ def barrier_matrix(
     """
     batches = reusable(dataloader)
     data = None if recalibrate is None else reusable(recalibrate)
-    matrix = torch.zeros(len(states), len(states), dtype=torch.float64)
-    pairs = list(itertools.combinations(range(len(states)), 2))
+    members = unstack(states)
+    matrix = torch.zeros(len(members), len(members), dtype=torch.float64)
+    pairs = list(itertools.combinations(range(len(members)), 2))
     for done, (i, j) in enumerate(pairs, 1):
-        found = loss_barrier(model, states[i], states[j], batches, loss, points=points, recalibrate=data)
+        found = loss_barrier(model, members[i], members[j], batches, loss, points=points, recalibrate=data)
         matrix[i, j] = matrix[j, i] = found.barrier
         if progress is not None:
             progress({"done": done, "total": len(pairs)})
     return matrix
 
 
-def mean_state(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean network: mean of floating-point tensors, other tensors from the first."""
+def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first.
+
+    Raises:
+        ValueError: no networks.
+    """
+    members = unstack(states)
+    if not members:
+        raise ValueError("there is no network to take a mean of: the list of states is empty")
     return {
-        name: torch.stack([s[name] for s in states]).mean(0) if t.is_floating_point() else t.clone()
-        for name, t in states[0].items()
+        name: torch.stack([s[name] for s in members]).mean(0) if t.is_floating_point() else t.clone()
+        for name, t in members[0].items()
     }
 
 
 def mean_model_loss(
     model: nn.Module,
-    states: Sequence[Mapping[str, Tensor]],
+    states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     dataloader: Iterable[Any],
     loss: Loss,
     *,

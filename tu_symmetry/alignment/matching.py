@@ -21,6 +21,7 @@ from tu_symmetry.alignment.assignment import assign, assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightVotes, working
 from tu_symmetry.alignment.products import KeptVotes
 from tu_symmetry.alignment.relaxation import frank_wolfe
+from tu_symmetry.alignment.stacks import require_state
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
     Permutation,
@@ -78,6 +79,7 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
     """Raise unless the graph is verified and both are states of one network each, without NaN or infinite weights."""
     graph.require_verified()
     for name, one in (("reference_state", reference_state), ("state", state)):
+        require_state(one, name)
         floats = [one[n] for n in graph.shapes if n in one and one[n].is_floating_point()]
         finite = all(bool(torch.isfinite(t.detach().sum())) for t in floats)  # a finite sum has finite terms only
         if graph.check_state(one, name=name, finite=not finite):
@@ -94,17 +96,19 @@ def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[st
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """``sum_T <a_T, b_T>`` over the parameters, each in the dtype that matching computes in, summed in float64."""
+    """``sum_T <a_T, b_T>`` over the parameters, each in the wider of the two dtypes, summed in float64."""
     return sum(float(torch.dot(p.reshape(-1), q.reshape(-1))) for p, q in _parameter_pairs(graph, a, b))
 
 
 def _parameter_pairs(
     graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parameters of two states on the device of the first, in the wider of their dtypes."""
     left = working(graph, a)
     right = working(graph, b)
     for name, tensor in left.items():
-        yield tensor, right[name].to(tensor.device)
+        dtype = torch.promote_types(tensor.dtype, right[name].dtype)
+        yield tensor.to(dtype), right[name].to(tensor.device, dtype)
 
 
 def weight_matching(

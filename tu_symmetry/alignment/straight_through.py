@@ -103,7 +103,7 @@ def straight_through_matching(
                 value = loss(forward(model, middle, inputs), targets)
                 if not torch.isfinite(value):
                     raise ValueError(
-                        f"the loss of the midpoint network is {float(value)} in epoch {epoch}; a smaller learning_rate "
+                        f"the loss of the midpoint network is {value.item()} in epoch {epoch}; a smaller learning_rate "
                         f"than {learning_rate} may help"
                     )
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)

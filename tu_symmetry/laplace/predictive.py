@@ -21,6 +21,7 @@ from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, ro
 Link = Literal["mc", "probit", "bridge", "mean"]
 
 _ELEMENTS = 1 << 26
+_COPIES = 16  # samples with which a backward pass works at its full speed
 _PASSES = 64  # multiplications in the time of one pass over an entry in memory
 
 
@@ -98,15 +99,19 @@ def _layered_covariance(
     entered: dict[str, Tensor] = {}
     gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * width for layer in layers}
 
-    def keep(column: int, layer: Layer, gradient: Tensor) -> None:
-        gradients[layer.name][column] = gradient
-
-    watch = Watch(lambda layer, rows: entered.update({layer.name: rows}))
     count = batch_size(inputs)
+    copies = min(width, max(1, _COPIES // count))
+
+    def keep(turn: int, layer: Layer, gradient: Tensor) -> None:
+        own = range(turn * copies, min(turn * copies + copies, width))
+        gradients[layer.name][own.start : own.stop] = gradient.split(count)[: len(own)]
+
+    watch = Watch(lambda layer, rows: entered.update({layer.name: rows[:count]}))
     with watching(tangent.model, layers, watch) as forward:
-        outputs = check_outputs(forward(inputs, count))
-        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
-        watch.backward(outputs, eye.unsqueeze(1).expand(-1, count, -1), keep)
+        outputs = check_outputs(forward(_repeated(inputs, copies), copies * count))
+        turns = math.ceil(width / copies)
+        eye = torch.eye(turns * copies, width, dtype=outputs.dtype, device=outputs.device)
+        watch.backward(outputs, eye.repeat_interleave(count, 0).unflatten(0, (turns, -1)), keep)
     covariance = torch.zeros(count, width, width, dtype=outputs.dtype, device=outputs.device)
     starts = {block.start: block for block in posterior.blocks}
     for layer in layers:
@@ -135,6 +140,13 @@ def _layered_covariance(
     return covariance
 
 
+def _repeated(inputs: Any, copies: int) -> Any:
+    """Copies of a batch, one after the other: one backward pass serves as many outputs as there are copies."""
+    if isinstance(inputs, tuple):
+        return tuple(_repeated(i, copies) for i in inputs)
+    return inputs.repeat(copies, *[1] * (inputs.ndim - 1))
+
+
 def _block(tangent: TangentModel, starts: dict[int, Block], part: Part) -> Block:
     return starts[tangent.slots[part.parameter].start + part.offset]
 
@@ -151,10 +163,9 @@ def _add_matrix(
         covariance += white @ white.mT
         return
     width, positions = len(g), a.shape[2]
-    if (
-        positions * (positions + 1) / 2 < width * (positions + width + _PASSES)
-        and positions**2 * layer.outputs < _ELEMENTS
-    ):
+    by_pairs = positions * (positions + 1) / 2 * (layer.outputs + _PASSES)
+    by_gradients = width * layer.outputs * (positions + width + _PASSES)
+    if by_pairs < by_gradients and positions * max(positions * layer.outputs, layer.features) < _ELEMENTS:
         for sample in range(len(a)):
             covariance[sample] += _over_pairs(g[:, sample], a[sample], variance)
         return
@@ -178,13 +189,15 @@ def _over_pairs(g: Tensor, a: Tensor, variance: Tensor) -> Tensor:
         variance: posterior variances ``[groups, outputs, features]``.
     """
     groups, positions, features = a.shape
-    first, second = torch.triu_indices(positions, positions, device=a.device)
     weights = a.new_empty(groups, variance.shape[1], positions, positions)
-    step = max(1, _ELEMENTS // (groups * features))
-    for t, u in zip(first.split(step), second.split(step), strict=True):
-        found = variance @ (a[:, t] * a[:, u]).mT
-        weights[..., t, u] = found
-        weights[..., u, t] = found
+    step = max(1, _ELEMENTS // (groups * positions * features))
+    for some in torch.arange(positions).split(step):
+        places = some.tolist()
+        products = torch.cat([a[:, t : t + 1] * a[:, t:] for t in places], dim=1)
+        found = (variance @ products.mT).split([positions - t for t in places], dim=-1)
+        for t, own in zip(places, found, strict=True):
+            weights[:, :, t, t:] = own
+            weights[:, :, t:, t] = own
     rows = g.permute(1, 3, 0, 2)  # [groups, outputs, outputs of the net, positions]
     left, right = (x.movedim(2, 0).flatten(1) for x in (rows @ weights, rows))
     found = left @ right.T

@@ -206,7 +206,7 @@ class _Interpreter:
         )
         value = self.ledger.uniform(array.shape)
         for axis, size in enumerate(array.shape):
-            if size == 1 or bool((array == array.take([0], axis)).all()):
+            if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
                 continue
             _, kinds = np.unique(np.moveaxis(array, axis, 0).reshape(size, -1), axis=0, return_inverse=True)
             label = (along(code(kinds.reshape(-1).astype(np.int64)), axis, array.ndim),)

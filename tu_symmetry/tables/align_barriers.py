@@ -24,9 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
-from tu_symmetry.posterior.samples import State, load_state
+from tu_symmetry.posterior.samples import State
 from tu_symmetry.tables.align_files import FileAlignment, write_reports
-from tu_symmetry.tables.checkpoint_files import STATE, AlignFilesError, Track, digest_of, silent, write_text
+from tu_symmetry.tables.checkpoint_files import STATE, AlignFilesError, Track, digest_of, read_state, silent, write_text
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.recipe import RecipeError, resolve
 
@@ -311,8 +311,8 @@ def measure_barriers(
     def states(k: int) -> dict[str, State]:
         file = alignment.files[k]
         return {
-            "before": load_state(file.source, prefix=alignment.options["prefix"]),
-            "after": load_state(out / file.aligned),
+            "before": read_state(Path(file.source), alignment.options["prefix"]),
+            "after": read_state(out / file.aligned, ""),
         }
 
     pairs = sampled_pairs(len(alignment.files), options.pairs)

@@ -114,13 +114,17 @@ class FileAlignment:
         ]
         if len(rows) < len(self.files):
             rows.append([f"... {len(self.files) - len(rows)} more in report.md", "", "", ""])
+        named = Path(self.reference).name
+        if len({Path(f.source).name for f in self.files}) < len(self.files):  # a bare name would not tell
+            named = os.path.relpath(self.reference, shared)
+        count = "1 checkpoint" if len(self.files) == 1 else f"{len(self.files)} checkpoints"
         target = {
             "mean": "the mean of all (each was matched to the mean of those before it)",
             "universe": "the mean of all",
-            "medoid": f"their medoid {Path(self.reference).name}",
-        }.get(self.mode, Path(self.reference).name)
+            "medoid": f"their medoid {named}",
+        }.get(self.mode, named)
         return Grid(
-            title=f"{len(self.files)} checkpoints of {self.architecture} aligned to {target}",
+            title=f"{count} of {self.architecture} aligned to {target}",
             header=["checkpoint", "NoT", "distance before", "distance after"],
             rows=rows,
             caption=self._caption(),
@@ -162,7 +166,8 @@ def align_files(
             ``mean``: each to the mean of those before it. ``universe``: as ``mean``, then each to the mean of all
             others, in sweeps, until nothing moves (the objective of :func:`tu_symmetry.alignment.align.align`'s
             universe, streamed).
-        prefix: of the names in the checkpoints, for example ``model.``.
+        prefix: of the names in the checkpoints, for example ``model.``; files whose names have none are read as they
+            are.
         method: of :func:`tu_symmetry.alignment.matching.weight_matching`.
         candidates: bound on the files that are compared for a medoid.
         max_sweeps: bound on the sweeps of a universe.
@@ -182,6 +187,8 @@ def align_files(
     _refuse_foreign(out, names, checkpoints)
     graph.require_verified()
     files = check_checkpoints(graph, checkpoints, names, prefix, track)
+    if isinstance(reference, Path):
+        load_checkpoint(graph, reference, prefix)
     state = out / STATE
     (state if mode in ("medoid", "mean", "universe") else out).mkdir(parents=True, exist_ok=True)
 
@@ -302,6 +309,8 @@ def _done_before(weights: Path, element: Path, key: dict[str, Any]) -> dict[str,
 
 
 def _refuse_foreign(out: Path, names: Sequence[str], checkpoints: Sequence[Path]) -> None:
+    if out.exists() and not out.is_dir():
+        raise AlignFilesError(f"{out} is a file, and the results need a folder; choose another name with --out")
     results = [out / f"{name}{suffix}" for name in names for suffix in (".safetensors", PERMUTATION)]
     kept = [out / STATE / SUM, *(out / STATE / f"{name}{PERMUTATION}" for name in names)]
     texts = {

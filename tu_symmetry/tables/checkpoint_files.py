@@ -66,12 +66,12 @@ def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
 
 
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Files from paths and globs (``**`` descends into folders), each once, in the order given.
+    """Files from paths and globs (``**`` descends into folders), in the order given, each once however it is written.
 
     Raises:
         AlignFilesError: a path or pattern that stands for no file.
     """
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}
     for pattern in map(str, patterns):
         path = Path(pattern)
         matches = [path] if path.is_file() else sorted(p for p in map(Path, glob.glob(pattern, recursive=True)))
@@ -79,8 +79,9 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
         if not files:
             hint = "a folder; name its files, for example with a glob" if path.is_dir() else "no file"
             raise AlignFilesError(f"{pattern} is {hint}")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        for file in files:
+            found.setdefault(os.path.abspath(file), file)
+    return list(found.values())
 
 
 def output_names(checkpoints: Sequence[Path]) -> list[str]:
@@ -106,25 +107,49 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
 
 
 def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
-    """Read a network and check that it belongs to the architecture.
+    """Read a network as :func:`read_state` does, and check that it belongs to the architecture.
 
     Raises:
         AlignFilesError: another architecture, NaN or infinite weights, a stack of networks, a file that is truncated,
             foreign or not there.
     """
+    state = read_state(path, prefix)
     try:
-        state = load_state(path, prefix=prefix)
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
-        hint = "" if prefix else " (option --prefix model.)" if "strip the prefix" in str(error) else ""
-        raise AlignFilesError(f"{error}{hint}") from error
+        found = _prefix_of(graph, state)
+        raise AlignFilesError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
+    if stacked:
+        raise AlignFilesError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
+    return state
+
+
+def read_state(path: Path, prefix: str) -> State:
+    """Read a state dict and take a prefix off its names.
+
+    A file without any such name is read as it is, so that files with and without a prefix can be mixed.
+
+    Raises:
+        AlignFilesError: a file that is truncated, foreign or not there.
+    """
+    try:
+        state = load_state(path)
     except SampleFileError as error:
         raise AlignFilesError(str(error)) from error
     except OSError as error:
         raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
-    if stacked:
-        raise AlignFilesError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
-    return state
+    except Exception as error:  # torch's reader of pickles fails in many ways on what is no pickle
+        raise AlignFilesError(f"{path} is no checkpoint, or it is damaged ({type(error).__name__}: {error})") from error
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
+
+
+def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:
+    """What stands before every name of the architecture in a state; empty if there is no such thing."""
+    names = [alias for aliases in graph.aliases.values() for alias in aliases]
+    for candidate in (n.removesuffix(names[0]) for n in state if n.endswith(f".{names[0]}")):
+        if all(candidate + name in state for name in names):
+            return candidate
+    return ""
 
 
 def check_checkpoints(

@@ -10,27 +10,40 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import avg_pool2d, cross_entropy
 
+from tu_symmetry.laplace.curvature import Curvature
 from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.data import Batches
+from tu_symmetry.tables.data import Batches, Data
 from tu_symmetry.tables.engine import write_json
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
+from tu_symmetry.tables.laplace_tangent import Tangent, features
 from tu_symmetry.tables.recipe import RecipeError
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 NETWORK = "network"  # the row of the network itself
+CHANGES = {  # title to what is compared with what
+    "θ* instead of θ~, single λ": ("linear/single", "map/single"),
+    "θ* instead of θ~, several λ": ("linear/multiple", "map/multiple"),
+    "several λ instead of one, θ*": ("linear/multiple", "linear/single"),
+    "several λ instead of one, θ~": ("map/multiple", "map/single"),
+    "no hyperprior, θ*, several λ": ("linear/multiple/flat", "linear/multiple"),
+    "Laplace (θ*, single λ) instead of the network": ("linear/single", NETWORK),
+    "Laplace (θ*, several λ) instead of the network": ("linear/multiple", NETWORK),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,7 @@ class NetworksOptions:
         epochs: over the training set.
         batch_size: of training.
         learning_rate: of Adam, annealed by a cosine to zero.
+        pool: images are averaged over squares of so many pixels; 2 makes 14 x 14 pixels of 28 x 28.
     """
 
     architectures: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in ARCHITECTURES})
@@ -50,6 +64,7 @@ class NetworksOptions:
     epochs: int = 40
     batch_size: int = 100
     learning_rate: float = 3e-3
+    pool: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class EvidenceOptions:
 
     Attributes:
         choices: rows of the table, ``MODE/PRIOR`` or ``MODE/PRIOR/flat`` (without hyperprior).
+        curvature: ``full`` for small networks (it also makes finding theta* cheap), ``kfac`` for larger ones.
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
@@ -74,6 +90,7 @@ class EvidenceOptions:
             "map/multiple",
         ]
     )
+    curvature: Curvature = "kfac"
     batch_size: int = 250
     tolerance: float = 1e-2
     mode_tolerance: float = 0.1
@@ -84,6 +101,11 @@ class EvidenceOptions:
 @dataclass(frozen=True)
 class ReportOptions:
     """A report has no options."""
+
+
+def pooled(data: Data, pool: int) -> Data:
+    """The data with images averaged over squares of ``pool`` pixels."""
+    return replace(data, train_x=avg_pool2d(data.train_x, pool), test_x=avg_pool2d(data.test_x, pool))
 
 
 def build(context: StageContext, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -102,6 +124,7 @@ def build(context: StageContext, architecture: str, arguments: Mapping[str, Any]
 def train_networks(context: StageContext, options: NetworksOptions) -> Results:
     """Train the networks, one file each."""
     jobs = list(product(options.architectures, range(options.seeds)))
+    data = pooled(context.data, options.pool)
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in options.architectures}
     with context.track("training", len(jobs)) as tracker:
         for number, (architecture, seed) in enumerate(jobs):
@@ -112,11 +135,11 @@ def train_networks(context: StageContext, options: NetworksOptions) -> Results:
             if path.exists():
                 model.load_state_dict(load_file(path, device=str(context.device)))
             else:
-                _train(context, options, model, context.generator(f"batches {architecture} {seed}"))
+                _train(data, options, model, context.generator(f"batches {architecture} {seed}"))
                 temporary = path.with_suffix(".tmp")
                 save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, temporary)
                 temporary.replace(path)
-            rows[architecture].append(_quality(context, model.eval()))
+            rows[architecture].append(_quality(data, model.eval()))
             tracker.update(number + 1)
     sizes = {
         name: sum(p.numel() for p in build(context, name, a).parameters()) for name, a in options.architectures.items()
@@ -127,12 +150,13 @@ def train_networks(context: StageContext, options: NetworksOptions) -> Results:
         "parameters": sizes,
         "architectures": options.architectures,
         "epochs": options.epochs,
+        "pool": options.pool,
         "headline": "test accuracy " + ", ".join(f"{name} {100 * a:.1f} %" for name, a in accuracy.items()),
     }
 
 
-def _train(context: StageContext, options: NetworksOptions, model: nn.Module, generator: torch.Generator) -> None:
-    x, y = context.data.train_x, context.data.train_y
+def _train(data: Data, options: NetworksOptions, model: nn.Module, generator: torch.Generator) -> None:
+    x, y = data.train_x, data.train_y
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     model.train()
@@ -145,8 +169,7 @@ def _train(context: StageContext, options: NetworksOptions, model: nn.Module, ge
 
 
 @torch.no_grad()
-def _quality(context: StageContext, model: nn.Module) -> dict[str, float]:
-    data = context.data
+def _quality(data: Data, model: nn.Module) -> dict[str, float]:
     train = torch.cat([model(x) for x, _ in data.train])
     test = torch.cat([model(x) for x, _ in data.test])
     return {
@@ -160,17 +183,23 @@ def _quality(context: StageContext, model: nn.Module) -> dict[str, float]:
 def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Results:
     """Choose precisions in every way for every network; test NLL, precisions and effective dimensions."""
     trained = context.inputs["networks"].results
+    data = pooled(context.data, trained["pool"])
     for choice in options.choices:
         _parse(choice)
     rows: dict[str, dict[str, list[Any]]] = {}
     total = sum(len(found) for found in trained["networks"].values()) * len(options.choices)
     done = 0
     with context.track("evidence", total) as tracker:
-        for architecture, seed, model, graph in _networks(context):
-            for choice in options.choices:
-                path = context.folder / f"{architecture}-{seed}-{choice.replace('/', '-')}.json"
+        for architecture, seed, model, graph in _networks(context, data):
+            paths = {
+                choice: context.folder / f"{architecture}-{seed}-{choice.replace('/', '-')}.json"
+                for choice in options.choices
+            }
+            subject = None
+            for choice, path in paths.items():
                 if not path.exists():
-                    write_json(path, _measure(context, options, model, graph, choice))
+                    subject = subject or _prepare(data, options, model, graph)
+                    write_json(path, _measure(subject, options, choice))
                 found = json.loads(path.read_text(encoding="utf-8"))
                 rows.setdefault(choice, {}).setdefault(architecture, []).append(found)
                 done += 1
@@ -179,7 +208,7 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
     return {"rows": rows, "headline": f"{total} evidences, {open_ends} of them not converged to the tolerances"}
 
 
-def _networks(context: StageContext) -> Iterator[tuple[str, int, nn.Module, SymmetryGraph]]:
+def _networks(context: StageContext, data: Data) -> Iterator[tuple[str, int, nn.Module, SymmetryGraph]]:
     source = context.inputs["networks"]
     for architecture, arguments in source.results["architectures"].items():
         graph = None
@@ -187,7 +216,7 @@ def _networks(context: StageContext) -> Iterator[tuple[str, int, nn.Module, Symm
             model = build(context, architecture, arguments).eval()
             path = source.folder / f"{architecture}-{seed}.safetensors"
             model.load_state_dict(load_file(path, device=str(context.device)))
-            graph = graph or discover_symmetries(model, context.data.train_x[:2])
+            graph = graph or discover_symmetries(model, data.train_x[:2])
             yield architecture, seed, model, graph
 
 
@@ -198,21 +227,43 @@ def _parse(choice: str) -> tuple[Literal["linear", "map"], str, bool]:
     return ("linear" if mode == "linear" else "map"), prior, bool(rest)
 
 
-def _measure(
-    context: StageContext, options: EvidenceOptions, model: nn.Module, graph: SymmetryGraph, choice: str
-) -> dict[str, Any]:
-    data = context.data
+@dataclass(frozen=True)
+class _Subject:
+    """A network (or its tangent model), data as it takes them, and the parameters of each prior group."""
+
+    model: nn.Module
+    train: Batches
+    test: Batches
+    groups: dict[str, list[str]]
+
+
+def _prepare(data: Data, options: EvidenceOptions, model: nn.Module, graph: SymmetryGraph) -> _Subject:
+    names = matrices(model)
+    # without normalization there are no groups of Recommendation 2; the paper has numbers for FixUp all the same
+    prior: Prior = "per_group" if any(g.members for g in graph.normalizations) else "per_layer"
+    partition = prior_groups(TangentModel(model, names).slots, prior, normalizations=graph.normalizations)
+    groups: dict[str, list[str]] = {}
+    for name, number in partition.of.items():
+        groups.setdefault(partition.names[int(number)], []).append(name)
+    train_x, test_x = data.train_x, data.test_x
+    if options.curvature == "full":
+        train_x, test_x = (features(model, names, x) for x in (train_x, test_x))
+        model = Tangent(model, names)
+    size = options.batch_size
+    return _Subject(model, Batches(train_x, data.train_y, size), Batches(test_x, data.test_y, size), groups)
+
+
+def _measure(subject: _Subject, options: EvidenceOptions, choice: str) -> dict[str, Any]:
     mode, prior, flat = _parse(choice)
-    normalized = any(g.members for g in graph.normalizations)
     la = LinearizedLaplace(
-        model,
-        graph=graph,
+        subject.model,
         mode=mode,
-        # without normalization there are no groups of Recommendation 2; the paper has numbers for FixUp all the same
-        prior="single" if prior == "single" else ("per_group" if normalized else "per_layer"),
-        parameters=matrices(model),
+        prior="single" if prior == "single" else "per_group",
+        groups=subject.groups,
+        curvature=options.curvature,
+        parameters=[name for names in subject.groups.values() for name in names],
     )
-    la.fit(Batches(data.train_x, data.train_y, options.batch_size))
+    la.fit(subject.train)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
         warnings.simplefilter("ignore", NotConvergedWarning)
@@ -222,13 +273,12 @@ def _measure(
             mode_tolerance=options.mode_tolerance,
             max_iterations=options.max_iterations,
         )
-    test = Batches(data.test_x, data.test_y, options.batch_size)
-    p = torch.cat([la.predictive(x, n_samples=options.samples) for x, _ in test])
-    right = p.gather(-1, data.test_y.unsqueeze(-1))
+    p = torch.cat([la.predictive(x, n_samples=options.samples) for x, _ in subject.test])
+    right = p.gather(-1, subject.test.y.unsqueeze(-1))
     groups = la.report()
     return {
         "nll": float(-right.clamp(min=1e-30).log().mean()),
-        "accuracy": float((p.argmax(-1) == data.test_y).double().mean()),
+        "accuracy": float((p.argmax(-1) == subject.test.y).double().mean()),
         "log_evidence": result.log_marginal_likelihood,
         "iterations": result.iterations,
         "gradient_norm": result.gradient_norm,
@@ -247,6 +297,7 @@ def report(context: StageContext, options: ReportOptions) -> Results:
             trained, found = (context.inputs[f"{prefix}{role}"].results for role in ("networks", "evidence"))
             epochs = f"{trained['epochs']} epochs"
             grids.append(_table(context, trained, found["rows"], epochs))
+            grids.append(_differences(trained, found["rows"], epochs))
             grids.append(_groups(trained, found["rows"], epochs))
     environment = ", ".join(f"{k} {v}" for k, v in context.environment.items())
     parts = [f"# {context.table.title}", f"Reproduces: {context.table.source}.", context.table.note]
@@ -258,6 +309,7 @@ def report(context: StageContext, options: ReportOptions) -> Results:
 def _table(context: StageContext, trained: Mapping[str, Any], rows: Mapping[str, Any], epochs: str) -> Grid:
     names = list(trained["networks"])
     body = [["network itself", *(_cell(trained["networks"][name]) for name in names)]]
+    body.append(["the same, training data", *(_cell(trained["networks"][name], "train_nll") for name in names)])
     for choice, found in rows.items():
         paper, error = context.table.paper.get(choice, {}), context.table.paper.get(f"{choice}/error", {})
         cells = []
@@ -270,6 +322,23 @@ def _table(context: StageContext, trained: Mapping[str, Any], rows: Mapping[str,
         "one for each layer, for it has no normalized groups."
     )
     return Grid(f"Test NLL after {epochs}", ["", *names], body, caption)
+
+
+def _differences(trained: Mapping[str, Any], rows: Mapping[str, Any], epochs: str) -> Grid:
+    """What one change of the method does to the same networks, with every other choice held."""
+    names = list(trained["networks"])
+    everything = {NETWORK: trained["networks"], **rows}
+    body = []
+    for title, (after, before) in CHANGES.items():
+        if after in everything and before in everything:
+            cells = []
+            for name in names:
+                pairs = zip(everything[after][name], everything[before][name], strict=True)
+                values = torch.tensor([a["nll"] - b["nll"] for a, b in pairs], dtype=torch.float64)
+                cells.append(f"{values.mean().item():+.3f}" + (_error(values) if len(values) > 1 else ""))
+            body.append([title, *cells])
+    caption = "difference of test NLL (nats) on the same networks, mean ± standard error over seeds; negative helps"
+    return Grid(f"What each choice changes after {epochs}", ["", *names], body, caption)
 
 
 def _groups(trained: Mapping[str, Any], rows: Mapping[str, Any], epochs: str) -> Grid:
@@ -287,8 +356,8 @@ def _groups(trained: Mapping[str, Any], rows: Mapping[str, Any], epochs: str) ->
     return Grid(f"Effective dimension after {epochs}", ["", *trained["networks"]], body, caption)
 
 
-def _cell(runs: list[Mapping[str, Any]]) -> str:
-    values = torch.tensor([r["nll"] for r in runs], dtype=torch.float64)
+def _cell(runs: list[Mapping[str, Any]], key: str = "nll") -> str:
+    values = torch.tensor([r[key] for r in runs], dtype=torch.float64)
     return f"{values.mean().item():.3f}" + (_error(values) if len(values) > 1 else "")
 
 
