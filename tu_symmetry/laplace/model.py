@@ -59,7 +59,7 @@ __all__ = [
 
 Progress = Callable[[dict[str, Any]], None]
 
-_EXACT_OUTPUTS = 32  # up to as many outputs, covariances are cheaper than samples
+_EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 samples
 _EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
 
 
@@ -509,7 +509,7 @@ class LinearizedLaplace:
             n_samples: number of Monte-Carlo samples.
             link: from logits to probabilities: ``mc``, or in closed form ``probit``, ``bridge``, or ``mean``.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
-                ``auto``: exact up to 32 outputs, where the Jacobian of one sample fits in memory or is not needed.
+                ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
             seed: of the samples; the same seed gives the same functions in every call.
 
