@@ -400,6 +400,39 @@ def test_ekfac_has_the_exact_diagonal_in_the_kronecker_basis(name: str) -> None:
     assert checked
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("convolution", [False, True])
+def test_ekfac_with_fewer_samples_than_directions(convolution: bool, sharing: str, dtype: torch.dtype) -> None:
+    """Eigenvalues are sums of squares of single samples' gradients in the basis, and 0 where no sample has any."""
+    if convolution:
+        model: nn.Module = nn.Sequential(nn.Conv2d(4, 16, 3, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+    else:
+        model = nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 3))
+    model = randomize(model).to(dtype)
+    x, y = data(*((4, 4, 4) if convolution else (20,)), outputs=3, samples=3)
+    x = x.to(dtype)
+    la = fitted(model, x, y, curvature="ekfac", weight_sharing=sharing)
+    jac = jacobian(model.double(), la.tangent.names, x.double())
+    point, function = split(model, la.tangent.names)
+    middle = output_matrices("classification", function(point, x.double()), y)
+    values, vectors = torch.linalg.eigh(middle)
+    columns = torch.einsum("ncr,ncj->nrj", vectors * values.clamp(min=0).sqrt().unsqueeze(-2), jac).flatten(0, 1)
+    for block in la.posterior.blocks:
+        if block.kind != "kronecker":
+            continue
+        corrected, own = block.corrected[0].double(), columns[:, block.start : block.stop]  # type: ignore[attr-defined]
+        basis = (block.outputs[0].double(), block.inputs[0].double())  # type: ignore[attr-defined]
+        projected = basis[0].T @ own.view(-1, *corrected.shape) @ basis[1]
+        size = float(corrected.max())
+        torch.testing.assert_close(corrected, projected.square().sum(0), rtol=1e-5 if dtype == torch.float32 else 1e-9,
+                                   atol=(1e-5 if dtype == torch.float32 else 1e-13) * size)  # fmt: skip
+        if sharing == "expand":
+            positions = 4 if convolution and block.start == 0 else 1
+            rank = min(len(x) * positions, corrected.shape[1]) * min(2 * len(x) * positions, corrected.shape[0])
+            assert int((corrected > 0).sum()) <= rank < corrected.numel()
+
+
 @pytest.mark.parametrize("curvature", ["ekfac", "diag", "full"])
 @pytest.mark.parametrize("name", ["cnn", "tokens"])
 def test_working_in_small_pieces_changes_nothing(name: str, curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,7 +357,11 @@ def _correct(
     options: Options,
     generator: torch.Generator | None,
 ) -> None:
-    """EKFAC (arXiv 1806.03884): eigenvalues are the second moments of gradients in the Kronecker eigenbasis."""
+    """EKFAC (arXiv 1806.03884): eigenvalues are the second moments of gradients in the Kronecker eigenbasis.
+
+    Directions that a factor has none of are left out, where they hold all that can occur: their computed second
+    moments are rounding errors, of the order of the machine epsilon and not of its square.
+    """
     own: dict[str, KroneckerBlock] = {}
     for layer in layers:
         for block in blocks:
@@ -403,3 +407,9 @@ def _correct(
 
         one_pass.run(step)
     all_reduce(*(b.corrected for b in own.values() if b.corrected is not None))
+    if options.weight_sharing == "expand":
+        for block in own.values():
+            assert block.corrected is not None
+            block.corrected *= (block.input_values > 0).unsqueeze(-2)
+            if options.fisher != "mc":  # whose draws are others than those of the factors
+                block.corrected *= (block.output_values > 0).unsqueeze(-1)
