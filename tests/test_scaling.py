@@ -252,6 +252,15 @@ def test_far_starts_converge() -> None:
     assert_equal_states(least.state, tus.canonicalize(graph, tus.apply_scale(graph, draw, state)).state, rtol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
+def test_weights_whose_squares_overflow_are_refused(method: Any) -> None:
+    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    with pytest.raises(tus.SymmetryError, match="leave the range of float64"):
+        tus.canonicalize(graph, {name: 1e160 * t for name, t in state.items()}, method)
+    form = tus.canonicalize(graph, {name: 1e70 * t for name, t in state.items()}, method)
+    assert all(bool(t.isfinite().all()) for t in form.state.values())
+
+
 def test_no_convergence_is_an_error() -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     with pytest.raises(RuntimeError, match="did not reach its minimum in 0 Newton steps"):

@@ -23,10 +23,11 @@ from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counte
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
 from tu_symmetry.symmetry.elements import LogScale
-from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 Method = Literal["min_mass", "unit_norm", "unit_variance"]
 Convention = Literal["leave", "unit_norm"]
+_LARGEST = 1e150  # mass whose square float64 still holds
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def canonicalize(
         The canonical form with its certificates.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights.
+        SymmetryError: a state of another architecture, NaN or infinite weights, or weights too large to be squared.
         ValueError: unknown methods, conventions or parameters, or a stack of states.
         RuntimeError: no convergence; the message says how far it came.
     """
@@ -129,6 +130,11 @@ def canonicalize(
     fixing = normalizations == "unit_norm"
     tables = MassTables(graph, state, parameters, normalizations=fixing)
     start = tables.at(np.zeros(tables.count))
+    if not start.value < _LARGEST:
+        raise SymmetryError(
+            f"the squared norm of these weights is {start.value:.1e}; products of such masses leave the range of "
+            "float64. Weights of this size come from a diverged run or a damaged file"
+        )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
         filters = torch.zeros(tables.count, dtype=torch.float64)

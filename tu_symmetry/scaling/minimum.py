@@ -80,6 +80,8 @@ def minimize_mass(
         if relative <= tolerance:
             gap = decrement / max(point.value, _TINY)
             return Minimum(torch.from_numpy(s), point.value, relative, gap, iteration)
+        if not math.isfinite(decrement):
+            break
         size = 1.0
         while True:
             moved = s + size * step
@@ -92,7 +94,7 @@ def minimize_mass(
             size *= 0.5
         s, point, value = moved, trial, trial_value
     raise RuntimeError(
-        f"the mass did not reach its minimum in {max_iterations} Newton steps (relative gradient {relative:.1e}, "
+        f"the mass did not reach its minimum in {iteration} Newton steps (relative gradient {relative:.1e}, "
         f"wanted {tolerance:.0e}); weights of extreme size make the problem nearly degenerate: pass a larger tolerance"
     )
 
