@@ -268,6 +268,17 @@ def test_a_foreign_figure_is_not_overwritten(graph: SymmetryGraph, tmp_path: Pat
     assert (tmp_path / "out" / "barriers.png").read_bytes() == b"mine"
 
 
+def nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.sum() * torch.nan
+
+
+def test_a_loss_that_is_nan_names_the_files(graph: SymmetryGraph, tmp_path: Path) -> None:
+    alignment = aligned(graph, tmp_path, count=2)
+    data = load_data(f"{__name__}.loader", [], 10, torch.float32)
+    with pytest.raises(AlignFilesError, match=r"no barrier between .*net0.pt and .*net1.pt: the losses at the ends"):
+        measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(loss=f"{__name__}.nan_loss"))
+
+
 def test_the_command_reports_barriers(graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     aligned(graph, tmp_path, noise=0.0)
     words = ["align", str(tmp_path / "*.pt"), "--model", f"{__name__}.Net", "--input", "2,4", "--points", "3"]

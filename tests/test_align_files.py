@@ -472,6 +472,63 @@ def test_globs_and_what_they_do_not_find(tmp_path: Path) -> None:
         find_checkpoints([tmp_path])
 
 
+def test_files_with_and_without_a_prefix_are_mixed(graph: SymmetryGraph, tmp_path: Path) -> None:
+    """A Lightning checkpoint beside a plain state dict: the prefix is taken off where it is."""
+    states, _ = planted(graph, 3)
+    save_file(states[0], tmp_path / "a.safetensors")
+    torch.save({"state_dict": {f"net.model.{n}": t for n, t in states[1].items()}}, tmp_path / "b.ckpt")
+    torch.save({n: t.double() for n, t in states[2].items()}, tmp_path / "c.pt")
+    files = [tmp_path / name for name in ("a.safetensors", "b.ckpt", "c.pt")]
+    result = align_files(graph, files, tmp_path / "out", prefix="net.model.")
+    assert all(f.distance_after < 1e-3 < f.distance_before for f in result.files[1:])
+    assert load_file(tmp_path / "out" / "c.safetensors")["0.weight"].dtype == torch.float64
+    with pytest.raises(AlignFilesError, match=r"b.ckpt .* \(option --prefix net.model.\)"):
+        align_files(graph, files, tmp_path / "other")
+
+
+def test_what_is_no_checkpoint_is_named(graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Text makes torch's reader of pickles fail with errors of all kinds (a KeyError here)."""
+    states, _ = planted(graph, 1)
+    torch.save(states[0], tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_text("hello world, not a checkpoint")
+    with pytest.raises(AlignFilesError, match=r"b.pt is no checkpoint, or it is damaged"):
+        align_files(graph, [tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_reference_is_named_before_anything_is_written(graph: SymmetryGraph, tmp_path: Path) -> None:
+    states, _ = planted(graph, 2)
+    torch.save(states[0], tmp_path / "a.pt")
+    torch.save({**states[1], "0.bias": states[1]["0.bias"] * torch.nan}, tmp_path / "nan.pt")
+    with pytest.raises(AlignFilesError, match=r"nan.pt.*NaN"):
+        align_files(graph, [tmp_path / "a.pt"], tmp_path / "out", reference=tmp_path / "nan.pt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_need_a_folder(graph: SymmetryGraph, tmp_path: Path) -> None:
+    torch.save(planted(graph, 1)[0][0], tmp_path / "a.pt")
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(AlignFilesError, match="out is a file, and the results need a folder"):
+        align_files(graph, [tmp_path / "a.pt"], tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_file_is_aligned_once_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: SymmetryGraph
+) -> None:
+    """And where all files have one name, the report says which is the reference."""
+    for folder, state in zip(("x", "y"), planted(graph, 2)[0], strict=True):
+        (tmp_path / folder).mkdir()
+        torch.save(state, tmp_path / folder / "last.pt")
+    monkeypatch.chdir(tmp_path)
+    absolute = str(tmp_path / "x" / "last.pt")
+    found = find_checkpoints(["x/last.pt", absolute, "./x/../x/last.pt", "*/last.pt"])
+    assert found == [Path("x/last.pt"), Path("y/last.pt")]
+    result = align_files(graph, found, tmp_path / "out")
+    assert result.grid().title == "2 checkpoints of Net aligned to x/last.pt"
+    assert align_files(graph, found[:1], tmp_path / "one").grid().title == "1 checkpoint of Net aligned to last.pt"
+
+
 def test_errors_of_the_command_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "net.pt").write_bytes(b"nothing")
     words = ["--model", f"{__name__}.Net", "--input", "1,4", "--out", str(tmp_path / "out")]

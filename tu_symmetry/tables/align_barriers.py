@@ -320,10 +320,14 @@ def measure_barriers(
     with track("measuring barriers", len(todo)) as tracker:
         for done, (i, j) in enumerate(todo, 1):
             first, second = states(i), states(j)
-            found = {
-                w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in mendings}
-                for w in WHEN
-            }
+            try:
+                found = {
+                    w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in mendings}
+                    for w in WHEN
+                }
+            except ValueError as error:
+                sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
+                raise AlignFilesError(f"no barrier between {sources}: {error}") from error
             results.pairs[f"{i}-{j}"] = found
             results.write()
             tracker.update(
