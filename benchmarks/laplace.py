@@ -24,8 +24,8 @@ from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.tables.grid import Grid
 
-SIZES = (64,)
-CLASSES = {10: (64, 2), 100: (32, 1)}  # to the width of the first stage, and the number of test images
+FITS = ((64, 32), (64, 64))  # images, width of the first stage
+PREDICTIVES = ((10, 64, 2), (100, 16, 1), (100, 32, 1))  # classes, width, test images
 OURS, PEER, BARE = "this library", "laplace-torch 0.3", "bare passes"
 PROBIT, MONTE_CARLO = f"{PEER}, probit", f"{PEER}, 100 samples"
 EXACT, EXACT_PROBIT = "exact covariances, 100 samples (default)", "exact covariances, probit"
@@ -36,21 +36,21 @@ Record = dict[str, Any]
 def run(settings: Settings) -> Section:
     """Every part in a process of its own; a quick run stays in this one."""
     threads = str(torch.get_num_threads())
+
+    def measure(part: str, numbers: tuple[int, ...]) -> Any:
+        if settings.quick:
+            return (measure_fit if part == "fit" else measure_predictive)(*numbers)
+        return in_own_process("benchmarks.laplace", part, "x".join(map(str, numbers)), threads)
+
     fits, predictives = [], []
-    for size in (16,) if settings.quick else SIZES:
-        settings.say(f"curvature and evidence, {size} images")
-        record = (
-            measure_fit(size, 4) if settings.quick else in_own_process("benchmarks.laplace", "fit", str(size), threads)
-        )
+    for images, width in ((16, 4),) if settings.quick else FITS:
+        settings.say(f"curvature and evidence, {images} images, width {width}")
+        record = measure("fit", (images, width))
         settings.say(f"CPU seconds: {OURS} {figure(record[OURS]['cpu'])}, {PEER} {figure(record[PEER]['cpu'])}")
         fits.append(record)
-    for classes in (3,) if settings.quick else CLASSES:
-        settings.say(f"predictive, {classes} classes")
-        rows = (
-            measure_predictive(classes, 4, 2)
-            if settings.quick
-            else in_own_process("benchmarks.laplace", "predictive", str(classes), threads)
-        )
+    for classes, width, count in ((3, 4, 2),) if settings.quick else PREDICTIVES:
+        settings.say(f"predictive, {classes} classes, width {width}")
+        rows = measure("predictive", (classes, width, count))
         for row in rows:
             settings.say(f"{row['method']}: {row['error'] or 'CPU ' + figure(row['cpu']) + ' s for each image'}")
         predictives.extend(rows)
@@ -62,17 +62,18 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
     text = (
         "ResNet-18 with a CIFAR stem (3 × 3, no pooling) and BatchNorm, whose affine parameters are frozen, since "
         "laplace-torch raises on them; random weights, running statistics of one batch, random images of 32 × 32 in "
-        f"batches of {_BATCH}; float32.\n\n"
+        f"batches of {_BATCH}; float32. *Width*: channels of the first stage; 64 is ResNet-18 itself.\n\n"
         "*Curvature*: KFAC of the generalized Gauss-Newton matrix (exact, expand, 10 classes; for laplace-torch its "
         "default backend, curvlinops). *Bare passes*: one forward pass and one backward pass for each column of the "
         "output Hessian's root (9 for 10 classes), to the inputs of all layers and without gradients of weights. "
         "*Decompositions*: CPU time inside `eigh` and `qr`, which does not depend on the number of images, but for "
         "one thing: a factor of fewer rows than half its features is decomposed by way of the rows here, which "
-        "concerns the last stage up to 144 images. *Factors differ*: largest relative difference (Frobenius) of a "
+        "concerns the last stage of width 64 up to 144 images, of width 32 up to 72. "
+        "*Factors differ*: largest relative difference (Frobenius) of a "
         "block `A ⊗ G`. *Evidence*: one prior precision, flat hyperprior, to the exact maximum; laplace-torch takes "
         "its default of 100 steps of Adam.\n\n"
-        "*Predictive*: of one or two images; one and the same posterior (100 classes at half the width: at full width "
-        "laplace-torch's Jacobian of one image takes 4.5 GB, and more than once). *Error*: mean total variation "
+        "*Predictive*: of one or two images; one and the same posterior (100 classes in narrower networks: at full "
+        "width laplace-torch's Jacobian of one image takes 4.5 GB, and more than once). *Error*: mean total variation "
         f"distance to the exact GLM predictive, {_REFERENCE:,} samples of Gaussian logits with laplace-torch's mean "
         "and covariance. *Memory*: growth of the resident set during the call. *Weight samples* are drawn in the "
         "first call and kept for all others, so that their time is given apart; results of other batches of images "
@@ -80,12 +81,12 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
         f"{_MANY} images show what a batch saves."
     )
     columns = [
-        "images", "bare passes\ns", f"{OURS}\ns", f"{PEER}\ns", "faster", "to bare\npasses",
+        "images, width", "bare passes\ns", f"{OURS}\ns", f"{PEER}\ns", "faster", "to bare\npasses",
         "decompositions\nours, cpu s", "decompositions\ntheirs, cpu s", "factors differ",
     ]  # fmt: skip
     rows = [
         [
-            str(r["images"]),
+            _title(r),
             *(both(r[name]["seconds"], r[name]["cpu"]) for name in (BARE, OURS, PEER)),
             times(r[PEER]["cpu"], r[OURS]["cpu"]),
             times(r[OURS]["cpu"], r[BARE]["cpu"]),
@@ -97,7 +98,7 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
     ]
     evidence = [
         [
-            str(r["images"]),
+            _title(r),
             name,
             both(e["seconds"], e["cpu"]),
             f"{100 * e['cpu'] / r[name]['cpu']:.2g} %",
@@ -109,7 +110,7 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
     ]
     predictive = [
         [
-            f"{r['classes']} classes, {r['method']}",
+            f"{r['classes']} classes, width {r['width']}, {r['method']}",
             str(r["images"]),
             r["error"] or both(r["seconds"], r["cpu"]),
             times(r["peer_cpu"], r["cpu"]),
@@ -121,10 +122,10 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
     ]
     grids = [
         Grid("Curvature", columns, rows),
-        Grid("Evidence", ["images", "method", "s", "of its fit", "precision", "log evidence (nats)"], evidence),
+        Grid("Evidence", ["images, width", "method", "s", "of its fit", "precision", "log evidence (nats)"], evidence),
         Grid(
             "Predictive",
-            ["classes, method", "images", "s for each image", "faster", "drawing, cpu s", "error", "memory\nGB"],
+            ["classes, width, method", "images", "s for each image", "faster", "drawing, cpu s", "error", "memory\nGB"],
             predictive,
         ),
     ]
@@ -150,7 +151,7 @@ def network(classes: int, width: int) -> nn.Module:
         from torchvision.models.resnet import BasicBlock, ResNet
 
         model = resnet = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=classes)
-        resnet.conv1, resnet.maxpool = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.Identity()  # type: ignore
+        resnet.conv1, resnet.maxpool = nn.Conv2d(3, width, 3, padding=1, bias=False), nn.Identity()
         resnet.bn1, resnet.inplanes = nn.BatchNorm2d(width), width
         for stage in range(4):
             layer = resnet._make_layer(BasicBlock, width << stage, 2, stride=1 if stage == 0 else 2)
@@ -198,6 +199,10 @@ def _decomposition_clock() -> Iterator[list[float]]:
         yield seconds
 
 
+def _title(record: Record) -> str:
+    return f"{record['images']} images, width {record['width']}"
+
+
 def measure_fit(images: int, width: int = 64) -> Record:
     """Curvature by both libraries and the passes that no method can do without; evidence."""
     for build in (_ours, _peer):  # imports and whatever else a first call has to do
@@ -216,7 +221,7 @@ def measure_fit(images: int, width: int = 64) -> Record:
         PEER: lambda: partial(fit, _peer),
     }
     outcomes = interleave(candidates, 1)
-    record: Record = {"images": images}
+    record: Record = {"images": images, "width": width}
     for name, outcome in outcomes.items():
         if outcome.error is not None:
             raise RuntimeError(f"{name}: {outcome.error}")
@@ -275,7 +280,7 @@ def _factor_difference(ours: LinearizedLaplace, peer: Any) -> float:
     return worst
 
 
-def measure_predictive(classes: int, width: int, images: int) -> list[Record]:
+def measure_predictive(classes: int, width: int = 32, images: int = 1) -> list[Record]:
     """Predictives under one and the same posterior: a record for each method."""
     model = network(classes, width)
     la = _ours(model, fisher="mc").fit(_loader(_DRAWS, classes))
@@ -311,6 +316,7 @@ def measure_predictive(classes: int, width: int, images: int) -> list[Record]:
         records.append(
             {
                 "classes": classes,
+                "width": width,
                 "method": name,
                 "images": count,
                 "error": outcome.error,
@@ -365,26 +371,26 @@ def _with_memory(call: Callable[[], Tensor]) -> Callable[[], tuple[Tensor, float
 
 
 def _goals(fits: list[Record], predictives: list[Record]) -> list[Goal]:
-    speed = {r["images"]: r[PEER]["cpu"] / r[OURS]["cpu"] for r in fits}
+    speed = {_title(r): r[PEER]["cpu"] / r[OURS]["cpu"] for r in fits}
     worst = max(r["difference"] for r in fits)
-    shares = {r["images"]: 100 * r["evidence"][OURS]["cpu"] / r[OURS]["cpu"] for r in fits}
+    shares = {_title(r): 100 * r["evidence"][OURS]["cpu"] / r[OURS]["cpu"] for r in fits}
     goals = [
         Goal(
             "curvature at least 2 times as fast, equal factors",
             min(speed.values()) >= 2 and worst < 1e-4,
-            f"{', '.join(f'{n} images {figure(s)}×' for n, s in speed.items())}; factors differ by {worst:.1e}",
+            f"{'; '.join(f'{n}: {figure(s)}×' for n, s in speed.items())}; factors differ by {worst:.1e}",
         ),
         Goal(
             "evidence in less than 5 % of the fit's time",
             max(shares.values()) < 5,
-            ", ".join(f"{n} images {s:.2g} %" for n, s in shares.items()),
+            "; ".join(f"{n}: {s:.2g} %" for n, s in shares.items()),
         ),
     ]
-    for classes in dict.fromkeys(r["classes"] for r in predictives):
-        rows = {r["method"]: r for r in reversed(predictives) if r["classes"] == classes}
+    for classes, width in dict.fromkeys((r["classes"], r["width"]) for r in predictives):
+        rows = {r["method"]: r for r in reversed(predictives) if (r["classes"], r["width"]) == (classes, width)}
         for own, other in ((EXACT, MONTE_CARLO), (EXACT_PROBIT, PROBIT)):
             mine, peer = rows[own], rows.get(other)
-            promise = f"{classes} classes: {own}: at least 20 times as fast as {other}, error no larger"
+            promise = f"{classes} classes, width {width}, {own}: at least 20 times as fast as {other}, error no larger"
             if peer is None or peer["cpu"] is None or mine["cpu"] is None:
                 goals.append(Goal(promise, False, "did not run"))
                 continue
@@ -394,12 +400,11 @@ def _goals(fits: list[Record], predictives: list[Record]) -> list[Goal]:
     return goals
 
 
-def main(part: str, number: str, threads: str) -> None:
-    """One part, as JSON on the last line."""
+def main(part: str, numbers: str, threads: str) -> None:
+    """One part, as JSON on the last line; its numbers are joined by ``x``."""
     torch.set_num_threads(int(threads))
     warnings.simplefilter("ignore")
-    found = measure_fit(int(number)) if part == "fit" else measure_predictive(int(number), *CLASSES[int(number)])
-    print(json.dumps(found))
+    print(json.dumps((measure_fit if part == "fit" else measure_predictive)(*map(int, numbers.split("x")))))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,22 @@ def test_quick_run_writes_a_page(subject: str, tmp_path: Path) -> None:
     assert entry["quick"] and entry["data"] and len(entry["grids"][0]["rows"]) == len(entry["data"])
 
 
+def test_laplace_benchmark_compares_equal_things(tmp_path: Path) -> None:
+    """Factors, posterior and exact covariances of both libraries are the same; only then do their times compare."""
+    pytest.importorskip("laplace")
+    assert program.main(["laplace", "--quick", "--out", str(tmp_path)]) == 0
+    entry = json.loads((tmp_path / JSON).read_text(encoding="utf-8"))["laplace"]
+    (fit,) = entry["data"]["fit"]
+    assert fit["difference"] < 1e-5
+    ours, theirs = (fit["evidence"][name]["log_evidence"] for name in ("this library", "laplace-torch 0.3"))
+    assert ours >= theirs - 1e-4
+    rows = {(r["method"], r["images"]): r for r in entry["data"]["predictive"]}
+    probit = [rows[name, 2]["distance"] for name in ("laplace-torch 0.3, probit", "exact covariances, probit")]
+    assert probit[0] == pytest.approx(probit[1], rel=1e-2)
+    assert all(r["cpu"] > 0 and r["error"] is None for r in rows.values())
+    assert [len(g["rows"]) for g in entry["grids"]] == [1, 2, len(rows)]
+
+
 @pytest.mark.slow
 def test_discovery_runs_in_processes_of_its_own(tmp_path: Path) -> None:
     assert program.main(["discovery", "--quick", "--out", str(tmp_path)]) == 0
