@@ -529,6 +529,41 @@ def test_a_file_is_aligned_once_however_it_is_written(
     assert align_files(graph, found[:1], tmp_path / "one").grid().title == "1 checkpoint of Net aligned to last.pt"
 
 
+def test_a_run_killed_within_a_write_leaves_nothing_behind(
+    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Safetensors writes under a random name of its own first, and a killed process cannot take that away."""
+    import tu_symmetry.posterior.samples as samples
+    import tu_symmetry.tables.checkpoint_files as files
+
+    for name, state in zip(("a.pt", "b.pt"), planted(graph, 2)[0], strict=True):
+        torch.save(state, tmp_path / name)
+    checkpoints = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    align_files(graph, checkpoints, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    def half(tensors: Any, path: Path, metadata: Any) -> None:
+        (Path(path).parent / ".tmpooRX3o").write_bytes(b"half")
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samples, "save_file", half)
+        patch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)  # a killed process clears nothing
+        with pytest.raises(Killed):
+            align_files(graph, checkpoints, tmp_path / "out")
+    align_files(graph, checkpoints, tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_results_can_be_read_by_whom_new_files_can_be_read(graph: SymmetryGraph, tmp_path: Path) -> None:
+    torch.save(planted(graph, 1)[0][0], tmp_path / "a.pt")
+    align_files(graph, [tmp_path / "a.pt"], tmp_path / "out")
+    (tmp_path / "plain").write_text("")
+    assert {p.stat().st_mode for p in (tmp_path / "out").iterdir()} == {(tmp_path / "plain").stat().st_mode}
+
+
 def test_errors_of_the_command_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "net.pt").write_bytes(b"nothing")
     words = ["--model", f"{__name__}.Net", "--input", "1,4", "--out", str(tmp_path / "out")]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -199,9 +200,22 @@ def digest_of(value: Any) -> str:
 
 
 def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write tensors with a header, whole or not at all."""
+    """Write tensors with a header, whole or not at all.
+
+    The safetensors library has temporary files of its own, under random names, which a killed run leaves behind: they
+    lie in a folder whose name tells what it is for. It also makes files that only their owner can read; here they get
+    the rights that any new file has.
+    """
     content = {"format": FORMAT, "version": VERSION, **header}
-    write_safetensors(path, tensors, {FORMAT: json.dumps(content, sort_keys=True)})  # one key: several have no order
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    scratch.mkdir()
+    try:
+        written = scratch / path.name
+        write_safetensors(written, tensors, {FORMAT: json.dumps(content, sort_keys=True)})  # one key: order is fixed
+        written.chmod(scratch.stat().st_mode & 0o666)
+        os.replace(written, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def owned_header(path: Path) -> dict[str, Any] | None:
@@ -247,7 +261,9 @@ def refuse_foreign(tensors: Sequence[Path], texts: Mapping[Path, str], inputs: S
     for folder in {path.parent for path in ours if path.parent.is_dir()}:
         for left in folder.glob(".*.tmp"):
             name = left.name.rpartition(".")[0].rpartition(".")[0].removeprefix(".")  # of .NAME.1a2b3c4d.tmp
-            if folder / name in ours:
+            if folder / name in ours and left.is_dir():
+                shutil.rmtree(left)
+            elif folder / name in ours:
                 left.unlink(missing_ok=True)
 
 
