@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -333,6 +334,8 @@ def test_running_statistics_of_a_diverged_run() -> None:
         ({"weight_sharing": "sum"}, "'reduce'"),
         ({"bias": "none"}, "'shared'"),
         ({"draws": 0}, "draws=0"),
+        ({"prior_precision": -1.0}, "positive"),
+        ({"prior_precision": {"rest": math.inf}}, "finite"),
         ({"noise_variance": 0.1}, "regression"),
         ({"likelihood": "regression", "noise_variance": -1.0}, "positive"),
         ({"likelihood": "regression", "fisher": "empirical"}, "type2"),
