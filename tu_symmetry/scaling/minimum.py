@@ -219,7 +219,7 @@ def _carry(table: MatrixTable | GeneralTable, sinks: Mask, rises: Mask) -> None:
         for k, (exponent, index) in enumerate(table.terms):
             support = product(table.terms[:k] + table.terms[k + 1 :], mass > 0)
             axes = tuple(a for a, n in enumerate(index.shape) if n == 1)
-            prove(exponent, index, support.any(axes, keepdims=True))
+            prove(exponent, index, np.asarray(support.any(axes, keepdims=True)))
         return
     for matrix, own, other in ((mass, table.rows, table.columns), (mass.T, table.columns, table.rows)):
         if all((sinks if exponent > 0 else rises)[index.numpy()].all() for exponent, index in own):
