@@ -169,7 +169,7 @@ class Layout:
     Attributes:
         exponents: ``[places, count]``, sparse.
         sides: ``[2 count, places]``, sparse: adds up what grows with each factor, then what shrinks.
-        squares: the same with squared exponents.
+        squares: the same with squared exponents; None if all exponents are one or minus one.
         single: masses of the places that are single entries; these come first, then all rows, then all columns.
         matrices: squared weights with the places of their rows and those of their columns.
         disjoint: the number of places, from the first on, that hold all mass once: all but the columns.
@@ -213,9 +213,7 @@ class Layout:
         self.exponents = csr_array((exponent, (place, factor)), (self.size, count))
         side = np.where(exponent > 0, factor, factor + count)
         self.sides = csr_array((np.abs(exponent), (side, place)), (2 * count, self.size))
-        self.squares = self.sides
-        if (self.sides.data != 1).any():
-            self.squares = self.sides.multiply(self.sides).tocsr()
+        self.squares = self.sides.multiply(self.sides).tocsr() if (self.sides.data != 1).any() else None
 
     def across(self, vector: Array, single: Array | float) -> Array:
         """Products of the matrices with the other side's part of a vector of places; ``single`` for single entries."""
@@ -256,6 +254,8 @@ class MassPoint:
 
     def curvature_diagonal(self) -> Array:
         """Diagonal of the Hessian, without what a factor of both a row and a column has of their common entry."""
+        if self._layout.squares is None:
+            return 4 * (self.grows + self.shrinks)
         both = self._layout.squares @ self._masses
         return 4 * (both[: self._layout.count] + both[self._layout.count :])
 

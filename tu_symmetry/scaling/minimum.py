@@ -144,7 +144,7 @@ def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -
 def _forcing(relative: float, tolerance: float) -> float:
     """Relative residual for a Newton step: for quadratic convergence, but no more than the tolerance asks for."""
     if relative <= tolerance:
-        return 1e-2  # the step is only for the certificate
+        return 0.1  # the step is only for the certificate
     return min(0.1, max(relative, 0.1 * tolerance / relative, 1e-8))
 
 
