@@ -242,10 +242,12 @@ class _Factors:
         if isinstance(layer, MatrixLayer) and layer.weight is not None:
             self.inputs = InputMoments(layer, reduce=options.weight_sharing == "reduce")
 
-    def _add(self, key: str, vectors: Tensor, ndim: int = 2) -> None:
+    def _add(self, key: str, vectors: Tensor) -> None:
         """Add ``vectors^T vectors`` (or the sum of squares, for long vectors) to a sum."""
-        dense = vectors.shape[-1] <= self.options.dense_limit or ndim == 3
-        update = vectors.mT @ vectors if dense else vectors.square().sum(0)
+        dense = vectors.shape[-1] <= self.options.dense_limit
+        self._sum(key, vectors.mT @ vectors if dense else vectors.square().sum(0))
+
+    def _sum(self, key: str, update: Tensor) -> None:
         self.sums[key] = self.sums[key].add_(update) if key in self.sums else update
 
     def observe(self, inputs: Tensor) -> None:
@@ -261,7 +263,7 @@ class _Factors:
         if isinstance(layer, MatrixLayer):
             shared = layer.bias is not None and options.bias == "shared"
             if layer.weight is not None or shared:
-                self._add("outputs", layer.joined_rows(gradient, reduce=options.weight_sharing == "reduce"), ndim=3)
+                self._sum("outputs", layer.gradient_gram(gradient, reduce=options.weight_sharing == "reduce"))
             if layer.bias is not None and not shared:
                 self._add("bias", layer.bias_gradient(gradient))
             return

@@ -106,14 +106,17 @@ class MatrixLayer(Layer):
             return gradient.reshape(len(gradient), 1, -1, gradient.shape[-1])
         return gradient.reshape(len(gradient), self.groups, self.outputs, -1).transpose(-1, -2)
 
-    def joined_rows(self, gradient: Tensor, *, reduce: bool) -> Tensor:
-        """Output gradients of all samples and positions, or summed over positions, ``[groups, rows, outputs]``."""
-        if reduce:
-            return self.gradient_rows(gradient).sum(2).transpose(0, 1)
-        if self.convolution is None:
-            return gradient.reshape(1, -1, gradient.shape[-1])
+    def gradient_gram(self, gradient: Tensor, *, reduce: bool) -> Tensor:
+        """``sum g g^T`` over samples and positions, or over samples' sums over positions, ``[groups, n, n]``."""
+        if reduce or self.convolution is None:
+            rows = self.gradient_rows(gradient).transpose(0, 1)
+            rows = rows.sum(2) if reduce else rows.flatten(1, 2)
+            return rows.mT @ rows
         split = gradient.reshape(len(gradient), self.groups, self.outputs, -1)
-        return split.permute(1, 2, 0, 3).flatten(2).mT  # rows of pixels are copied as they lie in memory
+        if self.outputs <= split.shape[-1]:  # as they lie in memory
+            return (split @ split.mT).sum(0)
+        columns = split.permute(1, 2, 0, 3).flatten(2)
+        return columns @ columns.mT
 
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """``sum_t g_t a_t^T``."""

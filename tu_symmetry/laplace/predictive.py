@@ -100,7 +100,8 @@ def _layered_covariance(
     gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * width for layer in layers}
 
     count = batch_size(inputs)
-    copies = min(width, max(1, _COPIES // count))
+    turns = math.ceil(width / max(1, _COPIES // count))
+    copies = math.ceil(width / turns)
 
     def keep(turn: int, layer: Layer, gradient: Tensor) -> None:
         own = range(turn * copies, min(turn * copies + copies, width))
@@ -109,7 +110,6 @@ def _layered_covariance(
     watch = Watch(lambda layer, rows: entered.update({layer.name: rows[:count]}))
     with watching(tangent.model, layers, watch) as forward:
         outputs = check_outputs(forward(_repeated(inputs, copies), copies * count))
-        turns = math.ceil(width / copies)
         eye = torch.eye(turns * copies, width, dtype=outputs.dtype, device=outputs.device)
         watch.backward(outputs, eye.repeat_interleave(count, 0).unflatten(0, (turns, -1)), keep)
     covariance = torch.zeros(count, width, width, dtype=outputs.dtype, device=outputs.device)
