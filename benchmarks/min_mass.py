@@ -46,7 +46,8 @@ def run(settings: Settings) -> Section:
         "problem, as every call needs it. Medians of nine calls of this library, one call of cvxpy. The relative "
         "difference is cvxpy's mass minus ours (cvxpy itself calls some of its solutions inaccurate), the gap this "
         "library's certified bound of its distance to the minimum. "
-        "Larger networks run alone, three calls each: the time includes the squares of all weights, the solution, and the rescaled copy. "
+        "Larger networks run alone, three calls each: the time includes the squares of all weights, the solution, and "
+        "the rescaled copy. "
         "Ratios and goals are taken from CPU time."
     )
     columns = [
