@@ -145,8 +145,8 @@ class LinearizedLaplace:
             raise ValueError("noise_variance belongs to likelihood='regression'")
         if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
             raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
-        for value in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
-            if value is not None and not (value > 0 and math.isfinite(value)):
+        for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
+            if precision is not None and not (precision > 0 and math.isfinite(precision)):
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
         if draws < 1:
             raise ValueError(f"draws={draws}: the Monte-Carlo Fisher needs at least one draw")
