@@ -48,7 +48,8 @@ def run(settings: Settings) -> Section:
         "`discover_symmetries` in all, its own export included; both are medians of three, in turn. The limit is twice "
         "the export plus 0.5 s. *Memory* is the growth of the process's largest resident set (getrusage) over what was "
         "resident with the model loaded, relative to the size of the model's parameters and buffers; verification "
-        "works on copies in float64. Inputs are one 224 × 224 image (299 × 299 for Inception v3); weights are random."
+        "holds one set of weights in float64, which is twice the model, and the activations, which are most of it for "
+        "small models. Inputs are one 224 × 224 image (299 × 299 for Inception v3); weights are random."
     )
     return Section("Discovery and verification", text, [Grid("torchvision families", header, rows)], _goals(data), data)
 
