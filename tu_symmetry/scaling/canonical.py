@@ -129,7 +129,8 @@ def canonicalize(
             raise ValueError(f"{option} must be 'leave' or 'unit_norm', got {value!r}")
     fixing = normalizations == "unit_norm"
     tables = MassTables(graph, state, parameters, normalizations=fixing)
-    start = tables.at(np.zeros(tables.count))
+    with np.errstate(over="ignore", invalid="ignore"):
+        start = tables.at(np.zeros(tables.count))
     if not start.value < _LARGEST:
         raise SymmetryError(
             f"the squared norm of these weights is {start.value:.1e}; products of such masses leave the range of "
