@@ -20,9 +20,11 @@ from tu_symmetry.tables import laplace, laplace_toy
 from tu_symmetry.tables.data import load_data
 from tu_symmetry.tables.engine import run_table
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
+from tu_symmetry.tables.laplace_tangent import Tangent, features
 from tu_symmetry.tables.laplace_toy import BatchNormMLP, sample_curve
 from tu_symmetry.tables.progress import Display
-from tu_symmetry.tables.recipe import DataConfig, RecipeError
+from tu_symmetry.tables.recipe import DataConfig, RecipeError, load_recipe, parse
+from tu_symmetry.tables.stage import stage_kind
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -185,6 +187,79 @@ def test_an_interrupted_table_goes_on(
     resumed = run("table1", tmp_path, TABLE)
     assert resumed["evidence"]["rows"] == whole["evidence"]["rows"]
     assert len(calls) == 1 + 2 * 2 * 2 + 2 * 2  # one was cut off, none was done twice
+
+
+TABLES = ["table1", "table1-mnist-small", "table1-mnist"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_differ_in_size_alone(name: str) -> None:
+    recipe = load_recipe(RECIPES / name)
+    assert recipe.table.paper == load_recipe(RECIPES / "table1").table.paper
+    options = {n: parse(stage_kind(s.stage).options, s.options, n) for n, s in recipe.stages.items()}
+    assert list(options) == ["networks", "evidence", "early_networks", "early_evidence", "report"]
+    assert list(options["networks"].architectures) == list(ARCHITECTURES)
+    early, late = options["early_networks"], options["networks"]
+    assert early.epochs < late.epochs and early.architectures == late.architectures and early.pool == late.pool
+    assert options["evidence"] == options["early_evidence"]
+    image = {"digits": 8, "mnist": 28}[recipe.table.data.name] // late.pool
+    for architecture, arguments in late.architectures.items():
+        assert ARCHITECTURES[architecture](num_classes=10, **arguments)(torch.rand(2, 1, image, image)).shape == (2, 10)
+
+
+def test_images_are_averaged_over_squares() -> None:
+    data = load_data(DataConfig("digits", 10, 10), Path())
+    small = laplace.pooled(data, 2)
+    assert small.train_x.shape == (10, 1, 4, 4) and small.test_x.shape == (10, 1, 4, 4)
+    torch.testing.assert_close(small.train_x[3, 0, 1, 2], data.train_x[3, 0, 2:4, 4:6].mean())
+
+
+@pytest.mark.parametrize("name", ["CNN", "T-Former"])
+def test_the_tangent_of_a_network_has_its_evidence_and_predictive(name: str) -> None:
+    arguments = {"width": 2} | ({"size": 8, "patch": 4, "depth": 1, "heads": 2} if name == "T-Former" else {})
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name](num_classes=3, **arguments).double().eval()
+    x, y = torch.rand(30, 1, 8, 8, dtype=torch.float64), torch.arange(30) % 3
+    names = matrices(model)
+    rows = features(model, names, x, chunk=7)
+    tangent = Tangent(model, names)
+    torch.testing.assert_close(tangent(rows), model(x))
+    found = []
+    for module, inputs in ((model, x), (tangent, rows)):
+        la = LinearizedLaplace(module, prior="single", mode="linear", curvature="full", parameters=names)
+        result = la.fit([(inputs, y)]).optimize_evidence(tolerance=1e-4, mode_tolerance=1e-4)
+        found.append((result.log_marginal_likelihood, la.log_precision, la.theta, la.predictive(inputs)))
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-5, atol=1e-7)
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-8)
+
+
+def test_the_full_curvature_of_a_table_is_the_networks(tmp_path: Path) -> None:
+    full = ["evidence.curvature=full", "early_evidence.curvature=full", "networks.pool=2", "early_networks.pool=2"]
+    results = run("table1-mnist-small", tmp_path, [*TABLE, *full])
+    data = laplace.pooled(load_data(DataConfig("digits", 60, 40), Path()), 2)
+    model = ARCHITECTURES["CNN"](num_classes=data.num_classes, width=2).eval()
+    model.load_state_dict(load_file(tmp_path / "networks" / "CNN-0.safetensors"))
+    row = results["evidence"]["rows"]["linear/multiple"]["CNN"][0]
+    la = LinearizedLaplace(model.double(), mode="map", curvature="full", parameters=matrices(model))
+    la.fit([(data.train_x.double(), data.train_y)])
+    la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
+    p = la.predictive(data.test_x.double(), n_samples=50)
+    assert row["nll"] == pytest.approx(float(-p[torch.arange(40), data.test_y].log().mean()), rel=1e-3)
+
+
+def test_what_a_choice_changes_is_taken_over_the_same_networks(table: tuple[Path, dict[str, Any]]) -> None:
+    out, results = table
+    rows, networks = results["evidence"]["rows"], results["networks"]["networks"]
+    gains = torch.tensor(
+        [a["nll"] - b["nll"] for a, b in zip(rows["linear/multiple"]["CNN"], networks["CNN"], strict=True)],
+        dtype=torch.float64,
+    )
+    line = next(
+        line
+        for line in (out / "report" / "report.md").read_text().splitlines()
+        if line.startswith("| Laplace (θ*, several λ) instead of the network")
+    )
+    assert line.split("|")[2].strip() == f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}"
 
 
 def test_unknown_names_are_errors(tmp_path: Path) -> None:

@@ -210,14 +210,15 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
 
 def _networks(context: StageContext, data: Data) -> Iterator[tuple[str, int, nn.Module, SymmetryGraph]]:
     source = context.inputs["networks"]
-    for architecture, arguments in source.results["architectures"].items():
-        graph = None
-        for seed in range(len(source.results["networks"][architecture])):
-            model = build(context, architecture, arguments).eval()
-            path = source.folder / f"{architecture}-{seed}.safetensors"
-            model.load_state_dict(load_file(path, device=str(context.device)))
-            graph = graph or discover_symmetries(model, data.train_x[:2])
-            yield architecture, seed, model, graph
+    graphs: dict[str, SymmetryGraph] = {}
+    count = max(len(found) for found in source.results["networks"].values())
+    for seed, (architecture, arguments) in product(range(count), source.results["architectures"].items()):
+        model = build(context, architecture, arguments).eval()
+        path = source.folder / f"{architecture}-{seed}.safetensors"
+        model.load_state_dict(load_file(path, device=str(context.device)))
+        if architecture not in graphs:
+            graphs[architecture] = discover_symmetries(model, data.train_x[:2])
+        yield architecture, seed, model, graphs[architecture]
 
 
 def _parse(choice: str) -> tuple[Literal["linear", "map"], str, bool]:
@@ -247,7 +248,9 @@ def _prepare(data: Data, options: EvidenceOptions, model: nn.Module, graph: Symm
         groups.setdefault(partition.names[int(number)], []).append(name)
     train_x, test_x = data.train_x, data.test_x
     if options.curvature == "full":
-        train_x, test_x = (features(model, names, x) for x in (train_x, test_x))
+        # float64: eigenvalues of small networks' curvatures are too close to each other for float32
+        train_x, test_x = (features(model, names, x).double() for x in (train_x, test_x))
+        model = model.double()
         model = Tangent(model, names)
     size = options.batch_size
     return _Subject(model, Batches(train_x, data.train_y, size), Batches(test_x, data.test_y, size), groups)
