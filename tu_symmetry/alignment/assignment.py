@@ -66,7 +66,7 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
             cost = cost + sum(inner)
         blocks = math.prod(group.blocks)
         pairs = cost.reshape(blocks, group.size, blocks, group.size).transpose(0, 2, 1, 3)
-        if group is family.root and prices is not None:
+        if group is family.root and prices is not None and blocks == 1:  # blocks of a root stay put
             columns = assign(pairs[0, 0], prices, group.name)
             choices[group.name] = columns[None, None]
         else:
