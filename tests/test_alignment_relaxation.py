@@ -369,3 +369,17 @@ def test_threads_and_stacks_change_nothing(reference: str) -> None:
     assert one.transpositions == two.transpositions
     for a, b in zip(one.states, unstack(two.states), strict=True):
         assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_root_whose_blocks_stay_where_they_are() -> None:
+    """Convolutions with other numbers of groups: units move inside fixed blocks, and planted elements are found."""
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3, groups=4), nn.LeakyReLU(), nn.MaxPool2d(2)]
+    model = nn.Sequential(*layers, nn.Conv2d(12, 6, 1, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)).double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    assert all(g.parent is None and len(g.shape) == 2 for g in graph.permutations)
+    generator = torch.Generator().manual_seed(0)
+    reference = random_state(model, generator)
+    planted = tus.random_permutation(graph, generator=generator)
+    moved = tus.apply_permutation(graph, planted, reference)
+    found = tus.weight_matching(graph, reference, moved).permutation
+    assert all(torch.equal(found[n], p) for n, p in tus.invert(planted).items())
