@@ -491,7 +491,7 @@ def test_what_is_no_checkpoint_is_named(graph: SymmetryGraph, tmp_path: Path) ->
     states, _ = planted(graph, 1)
     torch.save(states[0], tmp_path / "a.pt")
     (tmp_path / "b.pt").write_text("hello world, not a checkpoint")
-    with pytest.raises(AlignFilesError, match=r"b.pt is no checkpoint, or it is damaged"):
+    with pytest.raises(AlignFilesError, match=r"b.pt is no torch checkpoint, or it is truncated"):
         align_files(graph, [tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -14,7 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tu_symmetry.posterior.samples import SampleFileError, SampleStore, load_state, stack_states, unstack_states
+from tu_symmetry.posterior.samples import (
+    SampleFileError,
+    SampleStore,
+    load_state,
+    stack_states,
+    unstack_states,
+    write_safetensors,
+)
 
 
 def net() -> nn.Sequential:
@@ -245,3 +252,18 @@ def test_load_state_runs_no_code(tmp_path: Path) -> None:
 def test_shards_are_plain_safetensors(store: SampleStore) -> None:
     shard = load_file(store.records[1].shard)
     assert same(shard, stack_states([state(1), state(2)]))
+
+
+def test_written_files_have_the_rights_of_any_new_file_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    write_safetensors(tmp_path / "w.safetensors", {"w": torch.ones(2)}, {})
+    assert (tmp_path / "w.safetensors").stat().st_mode & 0o777 == (tmp_path / "plain").stat().st_mode & 0o777
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain", "w.safetensors"]
+
+
+@pytest.mark.parametrize("content", [b"weights: none\n", b"\x00" * 64, b""])
+def test_foreign_files_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "notes.pt"
+    path.write_bytes(content)
+    with pytest.raises(SampleFileError, match=r"notes\.pt"):
+        load_state(path)

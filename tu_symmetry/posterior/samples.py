@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import secrets
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,12 @@ def load_state(
                 f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
                 f"names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: {error}"
             ) from error
-        except (RuntimeError, EOFError) as error:
-            raise SampleFileError(f"{path} is no torch checkpoint, or it is truncated ({error})") from error
+        except OSError:
+            raise  # no such file, no right to read it
+        except Exception as error:  # what a foreign file makes of the unpickler can be anything
+            raise SampleFileError(
+                f"{path} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
+            ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
@@ -375,7 +380,12 @@ class SampleStore(Sequence[State]):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all; tied tensors are written under each of their names."""
+    """Write a safetensors file whole or not at all; tied tensors are written under each of their names.
+
+    The safetensors library has temporary files of its own, under random names, which a killed run leaves behind: they
+    lie in a folder whose name tells what it is for. It also makes files that only their owner can read; here they get
+    the rights that any new file has.
+    """
     seen: set[int] = set()
     separate: State = {}
     for name, tensor in tensors.items():
@@ -383,12 +393,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
         pointer = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.clone() if pointer in seen else tensor
         seen.add(pointer)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    scratch.mkdir()
     try:
-        save_file(separate, temporary, metadata=metadata)
-        os.replace(temporary, path)
+        written = scratch / path.name
+        save_file(separate, written, metadata=metadata)
+        written.chmod(scratch.stat().st_mode & 0o666)
+        os.replace(written, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _open(path: Path) -> Any:

@@ -139,8 +139,6 @@ def read_state(path: Path, prefix: str) -> State:
         raise AlignFilesError(str(error)) from error
     except OSError as error:
         raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # torch's reader of pickles fails in many ways on what is no pickle
-        raise AlignFilesError(f"{path} is no checkpoint, or it is damaged ({type(error).__name__}: {error})") from error
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
 
 
@@ -200,22 +198,9 @@ def digest_of(value: Any) -> str:
 
 
 def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write tensors with a header, whole or not at all.
-
-    The safetensors library has temporary files of its own, under random names, which a killed run leaves behind: they
-    lie in a folder whose name tells what it is for. It also makes files that only their owner can read; here they get
-    the rights that any new file has.
-    """
+    """Write tensors with a header, whole or not at all."""
     content = {"format": FORMAT, "version": VERSION, **header}
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    scratch.mkdir()
-    try:
-        written = scratch / path.name
-        write_safetensors(written, tensors, {FORMAT: json.dumps(content, sort_keys=True)})  # one key: order is fixed
-        written.chmod(scratch.stat().st_mode & 0o666)
-        os.replace(written, path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    write_safetensors(path, tensors, {FORMAT: json.dumps(content, sort_keys=True)})  # one key: order is fixed
 
 
 def owned_header(path: Path) -> dict[str, Any] | None:
