@@ -144,7 +144,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         Path(temporary).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("tu_symmetry.laplace.storage.save_file", fail)
+    monkeypatch.setattr("tu_symmetry.files.save_file", fail)
     la.set_precision(3.0)
     with pytest.raises(OSError, match="disk full"):
         la.save(path)

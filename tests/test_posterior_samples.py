@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.samples import (
     SampleFileError,
     SampleStore,
     load_state,
     stack_states,
     unstack_states,
-    write_safetensors,
 )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock
 from tu_symmetry.laplace.curvature import Summary
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -80,16 +79,7 @@ def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
         },
         "blocks": [{"kind": block.kind, "name": block.name, "start": block.start} for block in blocks],
     }
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        save_file(
-            {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()},
-            temporary,
-            {"laplace": json.dumps(content, allow_nan=False)},
-        )
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_safetensors(path, tensors, {"laplace": json.dumps(content, allow_nan=False)})
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:

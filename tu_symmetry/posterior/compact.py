@@ -21,7 +21,8 @@ from torch.func import functional_call, vmap
 
 from tu_symmetry.alignment.align import align as align_states
 from tu_symmetry.alignment.align import unstack
-from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of, write_safetensors
+from tu_symmetry.files import write_safetensors
+from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 _FORMAT = "tu_symmetry.compact"

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import secrets
-import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tu_symmetry.alignment.align import unstack as unstack_states
+from tu_symmetry.files import write_safetensors
 
 __all__ = ["SampleFileError", "SampleRecord", "SampleStore", "load_state", "stack_states", "unstack_states"]
 
@@ -377,31 +377,6 @@ class SampleStore(Sequence[State]):
         there = sorted({(r.chain, r.step) for r in self.records} & set(pairs))
         if there or len(set(pairs)) < len(pairs):
             raise ValueError(f"(chain, step) {there[:3] or pairs[:3]} would be twice in {self.folder}")
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all; tied tensors are written under each of their names.
-
-    The safetensors library has temporary files of its own, under random names, which a killed run leaves behind: they
-    lie in a folder whose name tells what it is for. It also makes files that only their owner can read; here they get
-    the rights that any new file has.
-    """
-    seen: set[int] = set()
-    separate: State = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    scratch.mkdir()
-    try:
-        written = scratch / path.name
-        save_file(separate, written, metadata=metadata)
-        written.chmod(scratch.stat().st_mode & 0o666)
-        os.replace(written, path)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _open(path: Path) -> Any:

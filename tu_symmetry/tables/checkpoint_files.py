@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tu_symmetry.posterior.samples import SampleFileError, State, load_state, write_safetensors
+from tu_symmetry.files import write_safetensors
+from tu_symmetry.posterior.samples import SampleFileError, State, load_state
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.tables.stage import Tracker
 

@@ -120,8 +120,9 @@ def train_ensemble(context: StageContext, options: EnsembleOptions) -> Results:
 @stage()
 def sample_hmc(context: StageContext, options: HMCOptions) -> Results:
     """Run the chain; each chunk goes to the sample store, and an interrupted chain goes on after the last of them."""
+    from tu_symmetry.files import write_safetensors
     from tu_symmetry.posterior.samplers import hmc_samples
-    from tu_symmetry.posterior.samples import SampleStore, write_safetensors
+    from tu_symmetry.posterior.samples import SampleStore
 
     folder, chain = context.folder / SAMPLES, context.folder / CHAIN
     if folder.exists():
