@@ -7,6 +7,7 @@ Laws (tests/test_symmetry_laws.py, float64): the function of the network is unch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -216,9 +217,19 @@ def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
     start = 0
     for piece in _pieces(tensor, tensor.ndim - ndim if ndim else None):
         rows = slice(start, start := start + (piece.shape[-ndim] if ndim else 0))
-        own = (log[rows] if log.ndim == ndim and log.shape[0] > 1 else log for log in logs)
-        factor = torch.exp(sum(own, torch.zeros((), dtype=torch.float64)))
-        piece.copy_(piece * factor.to(piece.device, precision))
+        own = [log[rows] if log.ndim == ndim and log.shape[0] > 1 else log for log in logs]
+        factor = _exp_of_sum(own).to(piece.device, precision)
+        if piece.dtype == precision:
+            piece.mul_(factor)
+        else:
+            piece.copy_(piece * factor)
+
+
+def _exp_of_sum(logs: Sequence[Tensor]) -> Tensor:
+    """``exp(sum(logs))``; as a product over axes, which takes few exponentials, unless these could overflow."""
+    if any(float(log.abs().max()) > 300 for log in logs):
+        return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64)))
+    return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64))
 
 
 def move_optimizer_state(
