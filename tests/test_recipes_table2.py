@@ -74,7 +74,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(root: Path, out: Path, *overrides: str, name: str = "table2") -> dict[str, Any]:
     display = Display(Console(file=io.StringIO(), width=160))
-    return run_table(RECIPES / name, out=out, overrides=[*TINY, f"images.root={root}", *overrides], display=display)
+    return run_table(RECIPES / name, out=out, data_root=root, overrides=[*TINY, *overrides], display=display)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_images_are_those_of_the_archives(table: tuple[Path, dict[str, Any]]) ->
 
 
 def test_what_is_missing_is_named(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cifar10-jpeg.tar.xz is missing: .*images.root=FOLDER"):
+    with pytest.raises(RecipeError, match=r"cifar10-jpeg.tar.xz is missing: .*--data-root"):
         run(tmp_path / "nowhere", tmp_path / "a")
     with pytest.raises(RecipeError, match="holds 50 train images, 60 are wanted"):
         run(root, tmp_path / "b", "images.train_size=60")

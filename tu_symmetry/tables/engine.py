@@ -77,7 +77,7 @@ def run_table(
     steps = _plan(recipe, data)
     run_folder.mkdir(parents=True, exist_ok=True)
     with _lock(run_folder):
-        return _run(recipe, steps, run_folder, data, torch.device(device), fresh, display)
+        return _run(recipe, steps, run_folder, data, Path(data_root), torch.device(device), fresh, display)
 
 
 def _plan(recipe: Recipe, data: Data) -> list[_Step]:
@@ -117,6 +117,7 @@ def _run(
     steps: list[_Step],
     run_folder: Path,
     data: Data,
+    data_root: Path,
     device: torch.device,
     fresh: bool,
     display: Display,
@@ -151,6 +152,7 @@ def _run(
             inputs={role: Input(run_folder / source, results[source]) for role, source in step.inputs.items()},
             track=display.track,
             environment=environment,
+            data_root=data_root,
         )
         following = next((s.name for s in steps[number + 1 :] if s.name not in done), None)
         with display.stage(step.name, resumed=resumed, following=following) as status:

@@ -34,7 +34,7 @@ class ImagesOptions:
     """Which images, and where they are.
 
     Attributes:
-        root: folder of data sets and archives.
+        root: folder of data sets and archives, if it is not that of the command (``--data-root``).
         source: ``cifar10``, torchvision's, downloaded into ``root`` where it is missing; or ``cifar10_jpeg``, the
             archive ``cifar10-jpeg.tar.xz`` in ``root``.
         train_size: number of training images, the first ones; None for all.
@@ -44,7 +44,7 @@ class ImagesOptions:
         out_of_distribution_size: number of them, evenly spaced through the set; None for all.
     """
 
-    root: str = "data"
+    root: str | None = None
     source: Literal["cifar10", "cifar10_jpeg"] = "cifar10"
     train_size: int | None = None
     test_size: int | None = None
@@ -55,7 +55,7 @@ class ImagesOptions:
 @stage()
 def prepare_images(context: StageContext, options: ImagesOptions) -> Results:
     """Read the images into one file."""
-    root = Path(options.root)
+    root = Path(options.root) if options.root is not None else context.data_root
     tensors = _cifar10(options, root) if options.source == "cifar10" else _cifar10_jpeg(options, root)
     if options.out_of_distribution != "none":
         read = _svhn if options.out_of_distribution == "svhn" else _textures
@@ -90,10 +90,7 @@ def read_images(source: Input, device: torch.device) -> tuple[Data, Tensor | Non
 
 
 def _cifar10(options: ImagesOptions, root: Path) -> dict[str, Tensor]:
-    try:
-        data = load_data(DataConfig("cifar10", options.train_size, options.test_size), root)
-    except RecipeError as error:
-        raise RecipeError(f"{error}. Here the folder is the stage's option: --set images.root=FOLDER") from error
+    data = load_data(DataConfig("cifar10", options.train_size, options.test_size), root)
     found = {"train_x": data.train_x, "train_y": data.train_y, "test_x": data.test_x, "test_y": data.test_y}
     return {n: ((t * 255).round() if n.endswith("_x") else t).to(torch.uint8) for n, t in found.items()}
 
@@ -137,7 +134,7 @@ def _svhn(root: Path, count: int | None, size: int) -> Tensor:
     except (RuntimeError, OSError) as error:
         raise RecipeError(
             f"SVHN is not in {root} (torchvision's test_32x32.mat) and could not be downloaded there; give a folder "
-            "that holds it with --set images.root=FOLDER, or leave out-of-distribution images out with "
+            "that holds it with --data-root, or leave out-of-distribution images out with "
             f"--set images.out_of_distribution=none. The download said: {error}"
         ) from error
     return images[_spaced(len(images), count, root)]
@@ -155,7 +152,7 @@ def _decoded(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str, Ten
 
     if not path.is_file():
         raise RecipeError(
-            f"{path} is missing: give the folder that holds it with --set images.root=FOLDER, or have torchvision's "
+            f"{path} is missing: give the folder that holds it with --data-root, or have torchvision's "
             "data sets downloaded with --set images.source=cifar10 --set images.out_of_distribution=svhn"
         )
     try:

@@ -76,6 +76,7 @@ class StageContext:
         inputs: role to earlier stage.
         track: ``with context.track("what", total) as tracker`` shows a progress bar.
         environment: hardware and versions.
+        data_root: folder of data sets, for stages that read others than the table's.
     """
 
     name: str
@@ -86,6 +87,7 @@ class StageContext:
     inputs: dict[str, Input]
     track: Callable[[str, int], AbstractContextManager[Tracker]]
     environment: Mapping[str, Any] = field(default_factory=dict)
+    data_root: Path = Path("data")
 
     def seed(self, purpose: str = "") -> int:
         """A seed that depends on the table's seed, the stage and the purpose only."""
