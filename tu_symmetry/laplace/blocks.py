@@ -226,9 +226,14 @@ class CoupledBlock(Block):
         """``(L^-1/2, V, e)``."""
         key = (log_precision.cpu().double().numpy().tobytes(), noise)
         if self._key != key or self._cached is None:
-            root = (-0.5 * log_precision).exp().to(self.matrix)[self.groups.to(self.matrix.device)]
-            values, vectors = torch.linalg.eigh(self.matrix * root * root.unsqueeze(-1) / noise)
-            self._key, self._cached = key, (root, vectors, values.clamp(min=0))
+            device = self.matrix.device
+            root = (-0.5 * log_precision).exp().double().to(device)[self.groups.to(device)]
+            # in double precision: what lies between the largest and the smallest entry can be more than float32 holds
+            values, vectors = torch.linalg.eigh(self.matrix.double() * root * root.unsqueeze(-1) / noise)
+            self._key, self._cached = (
+                key,
+                (root.to(self.matrix), vectors.to(self.matrix), values.clamp(min=0).to(self.matrix)),
+            )
         return self._cached
 
     def eigenvalues(self) -> Tensor:
