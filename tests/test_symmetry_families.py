@@ -79,7 +79,7 @@ TIMM = [
     ("dpn48b", 224, 73), ("eca_botnext26ts_256", 256, 59), ("edgenext_xx_small", 256, 28),
     ("efficientformer_l1", 224, 23), ("efficientformerv2_s0", 224, 42), ("efficientvim_m1", 224, 22),
     ("efficientvit_b0", 224, 37), ("efficientvit_m0", 224, 65), ("eva02_tiny_patch14_224", 224, 36),
-    ("fasternet_t0", 224, 35), ("fastvit_t8", 256, 16), ("focalnet_tiny_srf", 224, 52), ("gcvit_xxtiny", 224, 56),
+    ("fasternet_t0", 224, 35), ("fastvit_t8", 256, 16), ("focalnet_tiny_srf", 224, 40), ("gcvit_xxtiny", 224, 56),
     ("ghostnet_050", 224, 31), ("gmlp_ti16_224", 224, 31), ("hardcorenas_b", 224, 30), ("hgnetv2_b0", 224, 30),
     ("hiera_tiny_224", 224, 51), ("hrnet_w18_small", 224, 45), ("iformer_t", 224, 32),
     ("inception_next_atto", 224, 29), ("inception_resnet_v2", 299, 204), ("inception_v3", 299, 94),
