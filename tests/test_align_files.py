@@ -533,8 +533,7 @@ def test_a_run_killed_within_a_write_leaves_nothing_behind(
     graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Safetensors writes under a random name of its own first, and a killed process cannot take that away."""
-    import tu_symmetry.posterior.samples as samples
-    import tu_symmetry.tables.checkpoint_files as files
+    from tu_symmetry import files
 
     for name, state in zip(("a.pt", "b.pt"), planted(graph, 2)[0], strict=True):
         torch.save(state, tmp_path / name)
@@ -549,7 +548,7 @@ def test_a_run_killed_within_a_write_leaves_nothing_behind(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(samples, "save_file", half)
+        patch.setattr(files, "save_file", half)
         patch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)  # a killed process clears nothing
         with pytest.raises(Killed):
             align_files(graph, checkpoints, tmp_path / "out")
