@@ -113,3 +113,14 @@ def test_the_recipe_for_lightning_fits_aligns_and_tests(tmp_path: Path) -> None:
     assert "Rebasin" in (run / "config.yaml").read_text()
     names = (run / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"rebasin/NoT", "rebasin/barrier_after", "test/cls/Acc"} <= set(names)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    options = ["--model", "torch.nn.Linear", "--init", "in_features=3", "out_features=2", "--input", "1,3"]
+    command = [sys.executable, "-m", "tu_symmetry.cli", "inspect", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors and "BrokenPipe" not in errors

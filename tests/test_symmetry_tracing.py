@@ -365,3 +365,25 @@ def test_a_rule_that_breaks_down_pins_and_is_named(monkeypatch: pytest.MonkeyPat
         (named,) = graph.unknown_operators
         assert named.startswith("aten.tanh (its rule failed with ") and said in named
         assert any(p.parameter == "2.weight" and "aten.tanh" in p.reason for p in graph.pinned)
+
+
+class Forgetful(nn.Module):
+    """Computes something else in its second call: no group is to blame."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Forgetful.calls += 1
+        return self.second(torch.relu(self.first(x))) * (2.0 if Forgetful.calls == 2 else 1.0)
+
+
+def test_outputs_that_differ_are_never_passed_over() -> None:
+    graph = tus.discover_symmetries(Forgetful(), torch.randn(2, 3))
+    Forgetful.calls = 0  # the second pass of verification is the first with other weights
+    with pytest.raises(tus.SymmetryError, match="all of them together"):
+        graph.require_verified()
+    assert not graph.verified

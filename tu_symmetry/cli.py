@@ -6,6 +6,7 @@ Nothing heavy is imported before a subcommand runs, so every ``--help`` is quick
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -424,7 +425,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest and not hasattr(parsed, "full_help"):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     parsed.rest = rest
-    return handlers[parsed.command](parsed) or 0
+    try:
+        code = handlers[parsed.command](parsed) or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough (`| head`); Python would complain once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
 
 
 def _fail(message: str, code: int = 2) -> int:
