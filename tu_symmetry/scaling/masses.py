@@ -237,7 +237,8 @@ class MassPoint:
     def __init__(self, layout: Layout, log_scale: Array, fixed: float) -> None:
         self._layout = layout
         self._scale = np.exp(2 * (layout.exponents @ log_scale))
-        self._masses = self._scale * layout.across(self._scale, layout.single)
+        with np.errstate(over="ignore"):  # an infinite value is refused by whoever asked for it
+            self._masses = self._scale * layout.across(self._scale, layout.single)
         self.value = fixed + float(self._masses[: layout.disjoint].sum())
         both = layout.sides @ self._masses
         self.grows, self.shrinks = both[: layout.count], both[layout.count :]
