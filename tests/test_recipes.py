@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from tu_symmetry.tables.engine import run_table
+from tu_symmetry.tables.predict import evenly
 from tu_symmetry.tables.progress import Display
 from tu_symmetry.tables.recipe import load_recipe, parse
 from tu_symmetry.tables.stage import stage_kind
@@ -50,6 +51,20 @@ def run(folder: Path, out: Path, overrides: list[str]) -> tuple[dict[str, Any], 
     results = run_table(folder, out=out, overrides=overrides, display=display)
     display.tables(results)
     return results, console.export_text()
+
+
+def test_the_reference_predictive_of_mnist_is_the_papers() -> None:
+    """The 1,000 samples linspace(500, 9899) of the chain's 9,900 after burn-in, for the predictive and for q alike."""
+    recipe = load_recipe(ROOT / "recipes" / "compact_posterior" / "mnist")
+    stages = {name: config.options for name, config in recipe.stages.items()}
+    kept = stages["hmc"]["num_samples"]
+    wanted = torch.linspace(500, 9899, 1000, dtype=torch.float64).round().long()
+    for options, samples, first in (
+        (stages["evaluation"], "reference_samples", "reference_first"),
+        (stages["hmc_compact"], "samples", "first"),
+    ):
+        chosen = options[first] + evenly(kept - options[first], options[samples])
+        assert torch.equal(chosen, wanted)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[f.name for f in FOLDERS])

@@ -19,11 +19,13 @@ class CompactOptions:
 
     Attributes:
         samples: how many of the states are used, evenly spaced; None for all.
+        first: number of the first state that is used (counted from 0).
         method: ``activation`` matching over the training set, as the paper does it, or ``weight`` matching.
         reference: what the states are aligned to, see :func:`tu_symmetry.align`.
     """
 
     samples: int | None = None
+    first: int = 0
     method: Literal["activation", "weight"] = "activation"
     reference: Literal["first", "medoid", "mean", "universe"] = "first"
 
@@ -37,11 +39,13 @@ class EvaluateOptions:
         repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
             wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
         reference_samples: how many HMC samples make up the reference predictive, evenly spaced; None for all.
+        reference_first: number of the first of them (counted from 0).
     """
 
     samples: int = 100
     repeats: int = 1
     reference_samples: int | None = None
+    reference_first: int = 0
 
 
 @stage(inputs=("samples",))
@@ -51,7 +55,7 @@ def fit_compact(context: StageContext, options: CompactOptions) -> Results:
     from tu_symmetry.posterior.compact import CompactPosterior
     from tu_symmetry.tables.sampling import load_samples
 
-    states = load_samples(context.inputs["samples"], context.device, options.samples)
+    states = load_samples(context.inputs["samples"], context.device, options.samples, options.first)
     graph = context.graph
     with context.track("aligning", sample_count(states)) as tracker:
         alignment = align(
@@ -96,7 +100,7 @@ def evaluate(context: StageContext, options: EvaluateOptions) -> Results:
     from tu_symmetry.tables.sampling import load_samples
 
     model, data = context.model, context.data
-    hmc = load_samples(context.inputs["hmc"], context.device, options.reference_samples)
+    hmc = load_samples(context.inputs["hmc"], context.device, options.reference_samples, options.reference_first)
     compacts = {
         "hmc/q_d": context.inputs["hmc_compact"].folder / "q_d.safetensors",
         "hmc/q_r": context.inputs["hmc_compact"].folder / "q_r.safetensors",

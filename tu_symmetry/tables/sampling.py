@@ -85,12 +85,20 @@ class VIOptions:
     prior_precision: float = 1.0
 
 
-def load_samples(source: Input, device: torch.device, wanted: int | None = None) -> dict[str, Tensor]:
-    """The networks that a stage has made, stacked; ``wanted`` evenly spaced ones of them, or all."""
+def load_samples(source: Input, device: torch.device, wanted: int | None = None, first: int = 0) -> dict[str, Tensor]:
+    """The networks that a stage has made, stacked, from ``first`` on; ``wanted`` evenly spaced ones of them, or all.
+
+    Raises:
+        ValueError: if ``first`` is negative or no sample is left.
+    """
     from tu_symmetry.posterior.samples import SampleStore
 
     store = SampleStore.open(source.folder / SAMPLES)
-    return store.stack(evenly(len(store), wanted), device=device)
+    if not 0 <= first < len(store):
+        raise ValueError(
+            f"first is {first}, but {source.folder} holds {len(store)} samples: choose 0 to {len(store) - 1}"
+        )
+    return store.stack(first + evenly(len(store) - first, wanted), device=device)
 
 
 @stage()
