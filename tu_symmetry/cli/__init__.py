@@ -437,7 +437,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(message: str, code: int = 2) -> int:
     print(f"tu-symmetry: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""``python -m tu_symmetry.cli``."""
+
+import sys
+
+from tu_symmetry.cli import main
+
+sys.exit(main())
