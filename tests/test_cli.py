@@ -8,9 +8,11 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tu_symmetry import cli
 
@@ -41,7 +43,7 @@ def test_every_command_has_help_with_its_arguments_explained(name: str, capsys: 
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom tu_symmetry.cli import main\n"
-        "for words in (['--help'], ['table', '--help'], ['fit', '--help']):\n"
+        "for words in (['--help'], ['table', '--help'], ['align', '--help']):\n"
         "    try: main(words)\n"
         "    except SystemExit: pass\n"
         "heavy = {'torch', 'lightning', 'torch_uncertainty', 'matplotlib', 'sklearn'} & sys.modules.keys()\n"
@@ -70,14 +72,89 @@ def test_a_subcommand_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
             ["table", str(ROOT / "recipes/compact_posterior/digits"), "--set", "hmc.leapfrogs=3"],
             "unknown key 'leapfrogs'",
         ),
-        (["fit"], "needs --config FILE"),
-        (["fit", "--config", "nowhere.yaml"], "no recipe nowhere.yaml"),
     ],
 )
 def test_errors_are_one_line_and_a_status(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def lightning(*words: str) -> None:
+    """Hand words to LightningCLI, with the program's own arguments put back afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", sys.argv)
+        cli.main(words)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """The configuration that LightningCLI understands."""
+    with pytest.raises(SystemExit) as end:
+        lightning(*words, "--print_config")
+    assert end.value.code == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert isinstance(config, dict)
+    return config
+
+
+def test_lightnings_arguments_are_lightnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several files, the later over the earlier; dotted flags over both; a callback by its bare name; the switch."""
+    later = tmp_path / "later.yaml"
+    later.write_text("trainer: {max_epochs: 3}\nroutine: {num_bins_calibration_error: 9}\n")
+    words = ["--config", str(FIT), "--config", str(later), "--routine.num_classes", "7", "--data.root", "elsewhere"]
+    config = printed(capsys, "fit", *words, "--trainer.callbacks+=ScaleCanonicalization", "--eval_after_fit", "false")
+    assert config["trainer"]["max_epochs"] == 3
+    assert [c["class_path"].rpartition(".")[2] for c in config["trainer"]["callbacks"]] == [
+        "Rebasin",
+        "ScaleCanonicalization",
+    ]
+    assert config["routine"]["class_path"] == "torch_uncertainty.routines.ClassificationRoutine"
+    routine = config["routine"]["init_args"]
+    assert (routine["num_classes"], routine["num_bins_calibration_error"], routine["is_ensemble"]) == (7, 9, True)
+    assert config["data"]["init_args"]["root"] == "elsewhere"
+    assert config["eval_after_fit"] is False
+    assert printed(capsys, "fit", "--config", str(FIT))["eval_after_fit"] is True
+    assert printed(capsys, "fit", "--config", str(FIT), "--no_eval_after_fit")["eval_after_fit"] is False
+
+
+def test_another_routine_is_named_as_lightning_names_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--routine=torch_uncertainty.routines.RegressionRoutine", "--routine.output_dim=1"]
+    words += ["--routine.model=torch.nn.Linear", "--routine.model.in_features=3", "--routine.model.out_features=1"]
+    config = printed(capsys, "fit", *words, "--data=torch_uncertainty.datamodules.MNISTDataModule")
+    assert config["routine"]["class_path"] == "torch_uncertainty.routines.RegressionRoutine"
+    assert config["routine"]["init_args"]["output_dim"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--help"], "--trainer.max_time"),
+        (["--routine.help", "ClassificationRoutine"], "--routine.num_classes"),
+    ],
+)
+def test_help_of_fit_shows_its_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        lightning("fit", *words)
+    assert end.value.code == 0
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--trainer.maximal_epochs", "1"], "maximal_epochs"),
+        (["--config", str(FIT), "--routine.num_clases", "7"], "num_clases"),
+    ],
+)
+def test_mistakes_in_lightnings_arguments_end_with_its_usage(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        lightning("fit", *words)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
 
 
 def test_unknown_arguments_of_table_are_errors(capsys: pytest.CaptureFixture[str]) -> None:

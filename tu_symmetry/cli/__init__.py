@@ -318,86 +318,13 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
     )
 
 
-def _fit_like(parser: argparse.ArgumentParser, name: str) -> Handler:
-    parser.description = (
-        f"Runs TorchUncertainty's TULightningCLI `{name}` on ClassificationRoutine (or the routine that the YAML file "
-        "names) with the keys routine, data, trainer, optimizer, lr_scheduler and eval_after_fit."
-    )
-    parser.epilog = (
-        f"Any other option of TULightningCLI is passed on: tu-symmetry {name} --config FILE --trainer.max_epochs 2 "
-        f"--data.root DIR. `tu-symmetry {name} --full-help` lists them all (it loads TorchUncertainty)."
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="recipe YAML, for example recipes/lightning/mnist_ensemble_rebasin.yaml"
-    )
-    parser.add_argument("--full-help", action="store_true", help="list every option of TULightningCLI")
-
-    def run(arguments: argparse.Namespace) -> int | None:
-        if arguments.full_help:
-            _run_lightning([name, "--help"], arguments.config)
-        if arguments.config is None:
-            return _fail(f"{name} needs --config FILE, a recipe YAML")
-        if not Path(arguments.config).is_file():
-            return _fail(f"there is no recipe {arguments.config}")
-        _run_lightning([name, "--config", arguments.config, *arguments.rest], arguments.config)
-        return 0
-
-    return run
-
-
-@command("fit", "train with TorchUncertainty's TULightningCLI from a recipe YAML")
-def fit(parser: argparse.ArgumentParser) -> Handler:
-    """``tu-symmetry fit --config FILE``."""
-    return _fit_like(parser, "fit")
-
-
-@command("validate", "evaluate on the validation data, from the same YAML")
-def validate(parser: argparse.ArgumentParser) -> Handler:
-    """``tu-symmetry validate --config FILE``."""
-    return _fit_like(parser, "validate")
-
-
-@command("test", "evaluate on the test data, from the same YAML")
-def test(parser: argparse.ArgumentParser) -> Handler:
-    """``tu-symmetry test --config FILE``."""
-    return _fit_like(parser, "test")
-
-
-@command("predict", "predict, from the same YAML")
-def predict(parser: argparse.ArgumentParser) -> Handler:
-    """``tu-symmetry predict --config FILE``."""
-    return _fit_like(parser, "predict")
-
-
-def _run_lightning(arguments: list[str], config: str | None) -> None:
-    """TorchUncertainty's command line; the routine is a ClassificationRoutine unless the YAML names a class."""
-    import yaml
-    from lightning.pytorch import LightningDataModule, LightningModule
-    from torch_uncertainty.routines import ClassificationRoutine
-    from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
-
-    class CommandLine(TULightningCLI):
-        """Validates with data modules that know no validation stage, as TorchUncertainty 0.13's."""
-
-        def before_validate(self) -> None:
-            setup = self.datamodule.setup
-            self.datamodule.setup = lambda stage=None: setup("fit" if stage == "validate" else stage)
-
-    named = False
-    if config is not None:
-        with open(config, encoding="utf-8") as file:
-            named = "class_path" in ((yaml.safe_load(file) or {}).get("routine") or {})
-    sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
-    cli = CommandLine(
-        LightningModule if named else ClassificationRoutine,
-        LightningDataModule,
-        subclass_mode_model=named,
-        subclass_mode_data=True,
-        save_config_callback=TUSaveConfigCallback,
-    )
-    if cli.subcommand == "fit" and cli.config["fit"]["eval_after_fit"]:
-        monitored = getattr(cli.trainer.checkpoint_callback, "monitor", None) is not None
-        cli.trainer.test(cli.routine, datamodule=cli.datamodule, ckpt_path="best" if monitored else None)
+LIGHTNING = {
+    "fit": "train or sample, as a YAML file says",
+    "validate": "evaluate on the validation data, from the same YAML",
+    "test": "evaluate on the test data, from the same YAML",
+    "predict": "predict, from the same YAML",
+}
+"""The subcommands of LightningCLI, which parses their arguments itself."""
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
@@ -415,18 +342,24 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
     handlers = {}
     for name, (summary, build) in COMMANDS.items():
         handlers[name] = build(subparsers.add_parser(name, help=summary, allow_abbrev=False))
+    for name, summary in LIGHTNING.items():  # for the list of commands; `main` hands their arguments on unread
+        subparsers.add_parser(name, help=summary, add_help=False)
     return parser, handlers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
-    parser, handlers = build_parser()
-    parsed, rest = parser.parse_known_args(arguments)
-    if rest and not hasattr(parsed, "full_help"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    parsed.rest = rest
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = handlers[parsed.command](parsed) or 0
+        if arguments and arguments[0] in LIGHTNING:
+            from tu_symmetry.cli.lightning import run_lightning
+
+            run_lightning(arguments)
+            code = 0
+        else:
+            parser, handlers = build_parser()
+            parsed = parser.parse_args(arguments)
+            code = handlers[parsed.command](parsed) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough (`| head`); Python would complain once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

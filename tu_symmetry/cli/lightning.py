@@ -1,0 +1,78 @@
+"""``tu-symmetry fit | validate | test | predict``: TorchUncertainty's LightningCLI, with arguments as they were typed.
+
+What a reader knows of LightningCLI holds: several ``--config`` files (the later overrides the earlier), dotted flags,
+``--print_config``, ``--trainer.callbacks+=Rebasin`` by the bare name of a class, ``--ckpt_path last``. Three things
+are added: a routine without ``class_path`` is a ``ClassificationRoutine``; ``--eval_after_fit`` takes true and false; a
+configuration that an earlier part of a resumed run saved is overwritten rather than refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import ActionYesNo
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
+
+ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
+ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines")  # whose classes a YAML file may name without their module
+
+
+class SymmetryCLI(TULightningCLI):
+    """TorchUncertainty's LightningCLI over any routine and any data module."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        for room in ROOMS:
+            module = importlib.import_module(room)
+            for name in module.__all__:
+                getattr(module, name)
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            save_config_callback=TUSaveConfigCallback,
+            save_config_kwargs={"overwrite": True},
+            **kwargs,
+        )
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """``--eval_after_fit`` as a switch that takes a value (TorchUncertainty's can only be set)."""
+        parser.add_argument(
+            "--eval_after_fit",
+            action=ActionYesNo,
+            nargs="?",
+            default=self.eval_after_fit_default,
+            help="whether fit is followed by test, on the checkpoint that a monitor chose, or else on the last weights",
+        )
+        LightningCLI.add_default_arguments_to_parser(self, parser)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The routine's class unless a configuration names one."""
+        super().add_arguments_to_parser(parser)
+        parser.set_defaults({"routine": {"class_path": ROUTINE}})
+
+    def before_validate(self) -> None:
+        """Validates with data modules that know no validation stage, as TorchUncertainty 0.13's."""
+        setup = self.datamodule.setup
+        self.datamodule.setup = lambda stage=None: setup("fit" if stage == "validate" else stage)
+
+    def after_fit(self) -> None:
+        """Evaluates where the configuration asks for it (not after a ``fast_dev_run``, which writes no checkpoint)."""
+        if self.config["fit"]["eval_after_fit"] and not self.trainer.fast_dev_run:
+            monitored = getattr(self.trainer.checkpoint_callback, "monitor", None) is not None
+            self.trainer.test(self.routine, datamodule=self.datamodule, ckpt_path="best" if monitored else None)
+
+
+def run_lightning(arguments: Sequence[str]) -> None:
+    """Run a subcommand, ``["fit", "--config", "recipe.yaml", ...]``, as LightningCLI understands it.
+
+    Raises:
+        SystemExit: as LightningCLI does, for ``--help``, ``--print_config`` and arguments that do not fit.
+    """
+    sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
+    SymmetryCLI()
