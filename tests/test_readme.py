@@ -60,7 +60,7 @@ def test_relative_links_exist(page: Path) -> None:
 
 
 def test_commands_name_recipes_targets_and_subcommands_that_exist() -> None:
-    from tu_symmetry.cli import COMMANDS
+    from tu_symmetry.cli import COMMANDS, LIGHTNING
 
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     lines = [line for _, block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
@@ -69,5 +69,5 @@ def test_commands_name_recipes_targets_and_subcommands_that_exist() -> None:
         if program == "make":
             assert first in targets
         elif program.endswith("tu-symmetry"):
-            assert first in COMMANDS
+            assert first in COMMANDS | LIGHTNING
             assert all((ROOT / w).exists() for w in rest if w.startswith("recipes/"))
