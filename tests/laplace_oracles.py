@@ -80,10 +80,13 @@ def output_matrices(kind: str, outputs: Tensor, targets: Tensor, fisher: str = "
 def exact_ggn(
     model: nn.Module, names: Sequence[str], inputs: Any, targets: Tensor, kind: str, fisher: str = "type2"
 ) -> Tensor:
-    """``sum_n J_n^T H_n J_n``, ``[size, size]``."""
+    """``sum_n J_n^T H_n J_n``, ``[size, size]``; over all positions of all samples where outputs have several."""
     jac = jacobian(model, names, inputs)
+    jac = jac.reshape(-1, *jac.shape[-2:])
     point, function = split(model, names)
-    middle = output_matrices(kind, function(point, inputs), targets, fisher)
+    outputs = function(point, inputs).flatten(0, -2)
+    middle = output_matrices(kind, outputs, targets.reshape(-1, *targets.shape[2:]) if len(outputs) > len(targets)
+                             else targets, fisher)  # fmt: skip
     return torch.einsum("nci,ncd,ndj->ij", jac, middle, jac)
 
 

@@ -6,6 +6,11 @@ share a weight as samples, ``reduce`` adds up gradients and averages inputs over
 without weight sharing, and for linear networks with a Gaussian likelihood (``expand`` where every position has outputs
 of its own, ``reduce`` where positions are pooled, both without sharing). Parameters of all other modules get their
 exact block, or its diagonal where they are longer than a limit.
+
+Outputs at several positions of a sample, ``[batch, positions, outputs]``, are observations of their own: the curvature
+is the sum over samples and positions, with one backward pass for each position and column of its root (the Monte-Carlo
+Fisher draws all positions at once). Samples remain the first axis, so that positions that share a weight are told
+from samples: flattened into the batch they would count the inputs of a layer as often as there are positions.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from tu_symmetry.laplace.blocks import (
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, find_layers, watching
-from tu_symmetry.laplace.likelihood import Fisher, Likelihood, check_outputs
+from tu_symmetry.laplace.likelihood import Directions, Fisher, Likelihood, check_outputs
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
 
@@ -48,7 +53,8 @@ class Options:
 
     Attributes:
         curvature: which structure.
-        fisher: exact output Hessian, Monte-Carlo draws from the model, or the empirical Fisher.
+        fisher: exact output Hessian, Monte-Carlo draws from the model, or the empirical Fisher (whose observations
+            are the positions of a sample, where it has outputs at several).
         weight_sharing: of Kronecker factors.
         bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
             laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
@@ -71,12 +77,14 @@ class Summary:
     Attributes:
         samples: number of samples seen, over all processes.
         loss: sum of the losses (nats) at the linearization point, for unit noise and without constants.
-        outputs: number of the network's outputs.
+        outputs: number of the network's outputs for each sample, over all positions.
+        positions: number of positions of each sample that have outputs of their own; the largest, where it varies.
     """
 
     samples: int
     loss: float
     outputs: int
+    positions: int = 1
 
 
 class _Pass:
@@ -93,7 +101,7 @@ class _Pass:
         self.tangent, self.likelihood, self.loader = tangent, likelihood, loader
         self.progress, self.stage = progress, stage
         self.device = next(tangent.model.parameters()).device
-        self.samples, self.outputs = 0, 0
+        self.samples, self.outputs, self.positions = 0, 0, 0
         self.loss = torch.zeros((), dtype=torch.float64)
 
     def run(self, step: Callable[[Any, Tensor], Tensor]) -> Summary:
@@ -106,12 +114,23 @@ class _Pass:
                     raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
                 self.loss += loss.double().cpu()
                 self.samples += len(outputs)
-                self.outputs = outputs.shape[-1]
+                self._size(outputs)
                 if self.progress is not None:
                     self.progress({"stage": self.stage, "batch": number, "samples": self.samples})
         totals = torch.stack([self.loss, torch.tensor(float(self.samples), dtype=torch.float64)]).to(self.device)
         all_reduce(totals)
-        return Summary(round(totals[1].item()), totals[0].item(), self.outputs)
+        return Summary(round(totals[1].item()), totals[0].item(), self.outputs, self.positions)
+
+    def _size(self, outputs: Tensor) -> None:
+        """Note the number of outputs; the noise of a regression has to know that of all samples."""
+        size = outputs[0].numel()
+        if self.outputs not in (0, size) and self.likelihood.name == "regression":
+            raise ValueError(
+                f"the network has {self.outputs} outputs for the samples of one batch and {size} for those of another; "
+                "the noise variance of a regression needs equally many for every sample"
+            )
+        self.outputs = max(self.outputs, size)
+        self.positions = max(self.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
 
 
 def fit_curvature(
@@ -147,7 +166,7 @@ def fit_curvature(
 
 def _columns(
     likelihood: Likelihood, outputs: Tensor, targets: Tensor, options: Options, generator: torch.Generator | None
-) -> Tensor:
+) -> Directions:
     outputs = outputs.detach()
     checked = likelihood.targets(outputs, targets)
     return likelihood.root(outputs, checked, options.fisher, draws=options.draws, generator=generator)
@@ -178,7 +197,7 @@ def _full(
         outputs = tangent.outputs(inputs)
         root = _columns(likelihood, outputs, targets, options, generator)
         for rows in _chunks(len(outputs), tangent.size):
-            for column in root[:, rows]:
+            for column in root.of(rows):
                 gradients = tangent.sample_gradients(rows_of(inputs, rows), column)
                 matrix.addmm_(gradients.T, gradients)
         return outputs
@@ -206,7 +225,7 @@ def _diagonal(
         outputs = tangent.outputs(inputs)
         root = _columns(likelihood, outputs, targets, options, generator)
         for rows in _chunks(len(outputs), tangent.size):
-            for column in root[:, rows]:
+            for column in root.of(rows):
                 diagonal.add_(tangent.sample_gradients(rows_of(inputs, rows), column).square_().sum(0))
         return outputs
 
@@ -342,7 +361,7 @@ def _accumulate(
     with watching(tangent.model, layers, watch) as forward:
 
         def step(inputs: Any, targets: Tensor) -> Tensor:
-            outputs = check_outputs(forward(inputs, batch_size(inputs)))
+            outputs = check_outputs(forward(inputs, batch_size(inputs)), batch_size(inputs))
             root = _columns(likelihood, outputs, targets, options, generator)
             watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
             return outputs.detach()
@@ -402,7 +421,9 @@ def _correct(
             forward(rows_of(inputs, slice(0, 1)), 1)  # how much of the rotated inputs one sample needs
             found = []
             for part in _chunks(batch_size(inputs), sum(r.numel() for r in rows.values())):
-                outputs = check_outputs(forward(rows_of(inputs, part), batch_size(rows_of(inputs, part))))
+                own_inputs = rows_of(inputs, part)
+                count = batch_size(own_inputs)
+                outputs = check_outputs(forward(own_inputs, count), count)
                 watch.backward(outputs, _columns(likelihood, outputs, targets[part], options, generator), add)
                 found.append(outputs.detach())
             return torch.cat(found)

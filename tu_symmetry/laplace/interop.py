@@ -38,6 +38,8 @@ def to_laplace_torch(la: LinearizedLaplace) -> Any:
 
     if la.options.curvature != "kfac":
         raise ValueError(f"curvature={la.options.curvature!r} has no counterpart in KronLaplace; fit curvature='kfac'")
+    if la.summary.positions > 1:
+        raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")
     blocks = la.posterior.blocks
     if not la.prior_groups.whole:
         raise ValueError("KronLaplace has one precision for each parameter at most; prior='per_filter' has more")

@@ -238,8 +238,10 @@ class Watch:
         elif self.on_gradient is not None:
             self.on_gradient(layer, gradient.detach())
 
-    def backward(self, outputs: Tensor, root: Tensor, on_gradient: Callable[[int, Layer, Tensor], None]) -> None:
-        """One backward pass for each column of ``root`` ``[columns, batch, outputs]``, without weight gradients."""
+    def backward(
+        self, outputs: Tensor, root: Sequence[Tensor], on_gradient: Callable[[int, Layer, Tensor], None]
+    ) -> None:
+        """One backward pass for each column of ``root``, all in the shape of the outputs, without weight gradients."""
         for column, direction in enumerate(root):
             self.on_gradient = partial(on_gradient, column)
             torch.autograd.grad(outputs, self.leaves, direction, retain_graph=column + 1 < len(root), allow_unused=True)
@@ -251,7 +253,7 @@ class Watch:
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterator[Callable[[Any, int], Tensor]]:
-    """Hooks on the layers; yields the forward pass (inputs, batch size) -> outputs.
+    """Hooks on the layers; yields the forward pass (inputs, batch size) -> what the network returns.
 
     The model must be in evaluation mode (:func:`tu_symmetry.laplace.tangent.evaluating`).
     """

@@ -1,19 +1,67 @@
 """The observation model: loss, its gradient and square roots of its Hessian with respect to the network's output.
 
-All losses are sums over the batch, in nats, of outputs ``[batch, outputs]``. The Gaussian is written for unit noise;
-the noise variance enters where losses and eigenvalues are read (see :mod:`tu_symmetry.laplace.evidence`).
+Outputs are ``[batch, outputs]``, or ``[batch, positions, outputs]`` where a sample has observations at several positions
+(the tokens of a sequence). Given the outputs observations are independent, of samples and of positions: the
+loss of a sample is the sum over its positions, and the Hessian has no entries between them. Losses are in nats. The
+Gaussian is written for unit noise; the noise variance enters where losses and eigenvalues are read (see
+:mod:`tu_symmetry.laplace.evidence`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 LikelihoodName = Literal["classification", "regression"]
 Fisher = Literal["type2", "mc", "empirical"]
+
+
+class Directions(Sequence[Tensor]):
+    """The columns of a root of the output matrix, one after the other: ``[batch, outputs]``, as the outputs are shaped.
+
+    Where samples have several positions, each column belongs to one of them and is zero at the others, unless it is
+    ``joint``. With two positions, three classes and an exact root there are ``2 * (3 - 1) = 4``: the two of the first
+    position, then the two of the second. They are made when they are asked for, since all together hold
+    ``batch * (positions * outputs)^2`` entries.
+
+    Attributes:
+        root: ``[columns, *outputs.shape]``, every position with its own.
+        joint: whether one column serves all positions: where their signs or values are drawn independently, products
+            between positions average out.
+    """
+
+    def __init__(self, root: Tensor, *, joint: bool) -> None:
+        self.root, self.joint = root, joint or root.ndim == 3
+        self._positions = 1 if self.joint else root.shape[2]
+
+    def __len__(self) -> int:
+        return len(self.root) * self._positions
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        if self.joint:
+            return self.root[index]
+        position, column = divmod(index % len(self), len(self.root))
+        found = torch.zeros_like(self.root[column])
+        found[:, position] = self.root[column, :, position]
+        return found
+
+    def of(self, rows: slice) -> Directions:
+        """The columns of some samples."""
+        return Directions(self.root[:, rows], joint=self.joint)
 
 
 class Likelihood(ABC):
@@ -35,15 +83,15 @@ class Likelihood(ABC):
 
     @abstractmethod
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradient of the loss with respect to the outputs, ``[batch, outputs]``."""
+        """Gradient of the loss with respect to the outputs, in their shape."""
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """Hessian of the loss with respect to the outputs, times ``vectors``, both ``[batch, outputs]``."""
+        """Hessian of the loss with respect to the outputs, times ``vectors`` in their shape."""
 
     @abstractmethod
     def hessian_root(self, outputs: Tensor) -> Tensor:
-        """``[columns, batch, outputs]`` with ``sum_r root_r root_r^T`` equal to the Hessian of every sample."""
+        """``[columns, *outputs.shape]`` with ``sum_r root_r root_r^T`` equal to every observation's Hessian."""
 
     @abstractmethod
     def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
@@ -60,34 +108,73 @@ class Likelihood(ABC):
         *,
         draws: int = 1,
         generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Columns ``[columns, batch, outputs]`` whose outer products sum to the chosen Fisher's output matrix.
+    ) -> Directions:
+        """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample.
 
         Raises:
             ValueError: the Monte-Carlo Fisher without a generator.
         """
         if fisher == "type2":
-            return self.hessian_root(outputs)
+            return Directions(self.hessian_root(outputs), joint=False)
         if fisher == "mc":
             if generator is None:
                 raise ValueError("fisher='mc' draws targets from the model: pass generator=torch.Generator()")
-            return self.sampled_root(outputs, draws, generator)
-        return self.residual(outputs, targets).unsqueeze(0)
+            return Directions(self.sampled_root(outputs, draws, generator), joint=True)
+        return Directions(self.residual(outputs, targets).unsqueeze(0), joint=False)
 
 
-def check_outputs(outputs: Tensor) -> Tensor:
-    """The network's outputs as ``[batch, outputs]``; NaN and infinite values are refused.
+def as_outputs(found: Any, batch: int) -> Tensor:
+    """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``.
+
+    Args:
+        found: what it returned.
+        batch: number of samples that it was given.
 
     Raises:
-        ValueError: more than two axes, or values that are not finite.
+        TypeError: something else than a tensor of real numbers, in half precision for example.
+        ValueError: another first axis than the batch, or too many axes.
     """
-    if outputs.ndim == 1:
-        outputs = outputs.unsqueeze(-1)
-    if outputs.ndim != 2:
-        raise ValueError(
-            f"the network's output has shape {tuple(outputs.shape)}; linearized Laplace needs [batch, outputs] "
-            "(for dense prediction, flatten positions into the batch or the outputs)"
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"the network returns a {type(found).__name__}; it has to return one tensor of outputs. Wrap it in a "
+            "module whose forward gives that tensor alone (the logits)"
         )
+    if found.dtype not in (torch.float32, torch.float64):
+        cause = "only real numbers have a derivative (return logits, not the classes chosen by argmax)"
+        if found.is_floating_point():
+            cause = (
+                "half precision has too few digits for a curvature: call model.float(), and leave out torch.autocast "
+                "inside the network"
+            )
+        raise TypeError(f"the network's outputs are of type {found.dtype}; {cause}")
+    if found.ndim == 0 or len(found) != batch:
+        raise ValueError(
+            f"the network's output has shape {tuple(found.shape)} for a batch of {batch} samples; its first axis has "
+            "to be the batch. Positions of a sample that were flattened into it (tokens, pixels) are no independent "
+            "samples: return them as [batch, positions, outputs]. Networks that take the batch as the second axis "
+            "need a wrapper that transposes inputs and outputs"
+        )
+    if found.ndim == 1:
+        found = found.unsqueeze(-1)
+    if found.ndim > 3:
+        raise ValueError(
+            f"the network's output has shape {tuple(found.shape)}; linearized Laplace takes [batch, outputs], or "
+            "[batch, positions, outputs] for dense prediction: move the outputs (classes) to the last axis and flatten "
+            "the others between it and the batch, in the targets too"
+        )
+    if found.numel() == 0 and batch > 0:
+        raise ValueError(f"the network's output has shape {tuple(found.shape)}: it holds no values")
+    return found
+
+
+def check_outputs(found: Any, batch: int) -> Tensor:
+    """The same, where NaN and infinite values are refused too.
+
+    Raises:
+        TypeError: something else than a tensor of real numbers.
+        ValueError: outputs of another shape, or values that are not finite.
+    """
+    outputs = as_outputs(found, batch)
     if not torch.isfinite(outputs.detach()).all():
         raise ValueError(
             "the network's output holds NaN or infinite values: its weights come from a diverged run, or the inputs "
@@ -97,7 +184,7 @@ def check_outputs(outputs: Tensor) -> Tensor:
 
 
 class Categorical(Likelihood):
-    """Softmax classification; targets are class numbers ``[batch]``."""
+    """Softmax classification; targets are class numbers ``[batch]``, or ``[batch, positions]``."""
 
     name: LikelihoodName = "classification"
 
@@ -109,12 +196,13 @@ class Categorical(Likelihood):
                 "classification needs at least two outputs (logits); a single logit is a two-class problem whose "
                 "first logit is 0: let the network return both"
             )
-        if targets.ndim == 2 and targets.shape[-1] == 1:
+        if targets.ndim == outputs.ndim and targets.shape[-1] == 1:
             targets = targets.squeeze(-1)
-        if targets.shape != outputs.shape[:1] or targets.is_floating_point():
+        if targets.shape != outputs.shape[:-1] or targets.is_floating_point() or targets.is_complex():
             raise ValueError(
-                f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, classification needs "
-                f"{tuple(outputs.shape[:1])} class numbers; likelihood='regression' takes real targets"
+                f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, classification with outputs "
+                f"{tuple(outputs.shape)} needs {tuple(outputs.shape[:-1])} class numbers (classes are the outputs' "
+                "last axis); likelihood='regression' takes real targets"
             )
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
@@ -126,7 +214,8 @@ class Categorical(Likelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy."""
-        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+        found = torch.nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        return found.view(len(targets), -1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``softmax(outputs) - onehot(targets)``."""
@@ -146,19 +235,19 @@ class Categorical(Likelihood):
         q = outputs.softmax(-1).sqrt()
         classes = q.shape[-1]
         reflector = q.clone()
-        reflector[:, 0] += 1
+        reflector[..., 0] += 1
         basis = torch.eye(classes, dtype=q.dtype, device=q.device)[:, 1:] - (
-            reflector.unsqueeze(-1) * (q[:, 1:] / (1 + q[:, :1])).unsqueeze(-2)
+            reflector.unsqueeze(-1) * (q[..., 1:] / (1 + q[..., :1])).unsqueeze(-2)
         )
-        return (q.unsqueeze(-1) * basis).permute(2, 0, 1)
+        return (q.unsqueeze(-1) * basis).movedim(-1, 0)
 
     def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
         """Residuals at classes drawn from the softmax, over the square root of their number."""
         p = outputs.softmax(-1)
-        uniform = torch.rand(len(p), draws, generator=generator, dtype=p.dtype).to(p.device)
+        uniform = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype).to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
         onehot = torch.nn.functional.one_hot(labels, p.shape[-1]).to(p)
-        return (p.unsqueeze(1) - onehot).transpose(0, 1) / draws**0.5
+        return (p.unsqueeze(-2) - onehot).movedim(-2, 0) / draws**0.5
 
 
 class Gaussian(Likelihood):
@@ -167,8 +256,8 @@ class Gaussian(Likelihood):
     name: LikelihoodName = "regression"
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Real targets ``[batch, outputs]``; ``[batch]`` is taken for a single output."""
-        if targets.ndim == 1:
+        """Real targets in the shape of the outputs; the last axis may be left out for a single output."""
+        if targets.ndim == outputs.ndim - 1:
             targets = targets.unsqueeze(-1)
         if targets.shape != outputs.shape:
             raise ValueError(
@@ -182,7 +271,7 @@ class Gaussian(Likelihood):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error."""
-        return 0.5 * (outputs - targets).square().sum(-1)
+        return 0.5 * (outputs - targets).square().flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``outputs - targets``."""
@@ -195,7 +284,7 @@ class Gaussian(Likelihood):
     def hessian_root(self, outputs: Tensor) -> Tensor:
         """The identity."""
         eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-        return eye.unsqueeze(1).expand(-1, outputs.shape[0], -1)
+        return eye.view(len(eye), *[1] * (outputs.ndim - 1), -1).expand(-1, *outputs.shape[:-1], -1)
 
     def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
         """Standard normal noise, over the square root of the number of draws."""

@@ -483,12 +483,15 @@ class LinearizedLaplace:
         return self.solution.theta
 
     def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``."""
+        """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``.
+
+        Outputs ``[batch, positions, outputs]`` have joint covariances over both, which are flattened to one axis.
+        """
         self._require_weights()
         return outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, self._inputs(inputs))
 
     def function_samples(self, inputs: Any, n_samples: int = 100, seed: int = 0) -> Tensor:
-        """Samples of the outputs ``[samples, batch, outputs]``, joint over all inputs and calls with the same seed."""
+        """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
         self._require_weights()
         outputs, changes = outputs_posterior.function_samples(
             self.tangent, self._weight_samples(n_samples, seed), self._inputs(inputs)
@@ -517,8 +520,9 @@ class LinearizedLaplace:
             seed: of the samples; the same seed gives the same functions in every call.
 
         Returns:
-            Classification: probabilities ``[batch, classes]``. Regression: :class:`GaussianPredictive`. With ``joint``
-            the samples: probabilities ``[samples, batch, classes]``, or outputs without noise for a regression.
+            Classification: probabilities ``[batch, classes]``, or ``[batch, positions, classes]``. Regression:
+            :class:`GaussianPredictive`. With ``joint`` the samples: probabilities with an axis of the samples in front,
+            or outputs without noise for a regression.
         """
         self._require_weights()
         if n_samples < 1:
@@ -537,6 +541,7 @@ class LinearizedLaplace:
                 return self.tangent.outputs(inputs).softmax(-1)
         if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
             mean, matrix = outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, inputs)
+            matrix = outputs_posterior.within_positions(mean, matrix)
             variance, with_sum = matrix.diagonal(dim1=-2, dim2=-1), matrix.sum(-1)
             if classify and link == "mc":
                 return (mean + outputs_posterior.gaussian_samples(matrix, n_samples, seed)).softmax(-1).mean(0)

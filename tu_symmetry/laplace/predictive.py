@@ -44,6 +44,9 @@ def function_covariance(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
 
+    Outputs at several positions ``[batch, positions, outputs]`` have joint covariances, positions and outputs of each
+    flattened to one axis.
+
     Args:
         tangent: the network.
         posterior: over its parameters.
@@ -52,11 +55,12 @@ def function_covariance(
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
-        width = outputs.shape[-1]
+        shape = outputs.shape[1:]
+        width = shape.numel()
         if layers is None:
             step = max(1, _ELEMENTS // (tangent.size * width))
             pieces = [
-                _dense_covariance(tangent, posterior, rows_of(inputs, slice(i, i + step)), width)
+                _dense_covariance(tangent, posterior, rows_of(inputs, slice(i, i + step)), shape)
                 for i in range(0, len(outputs), step)
             ]
         else:
@@ -65,7 +69,7 @@ def function_covariance(
                 forward(rows_of(inputs, slice(0, 1)), 1)
             step = max(1, _ELEMENTS // (max(watch.outputs, _longest_vector(layers)) * width))
             pieces = [
-                _layered_covariance(tangent, posterior, layers, rows_of(inputs, slice(i, i + step)), width)
+                _layered_covariance(tangent, posterior, layers, rows_of(inputs, slice(i, i + step)), shape)
                 for i in range(0, len(outputs), step)
             ]
     return outputs, torch.cat(pieces)
@@ -81,9 +85,10 @@ def _factored(layer: Layer) -> bool:
     return isinstance(layer, (MatrixLayer, EmbeddingLayer))
 
 
-def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, width: int) -> Tensor:
-    eye = torch.eye(width, dtype=tangent.point().dtype, device=tangent.point().device)
-    rows = [tangent.sample_gradients(inputs, column.expand(batch_size(inputs), -1)) for column in eye]
+def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, shape: torch.Size) -> Tensor:
+    width = shape.numel()
+    eye = torch.eye(width, dtype=tangent.point().dtype, device=tangent.point().device).view(width, *shape)
+    rows = [tangent.sample_gradients(inputs, column.expand(batch_size(inputs), *shape)) for column in eye]
     jacobian = torch.stack(rows, dim=1)
     covariance = jacobian.new_zeros(len(jacobian), width, width)
     for block in posterior.blocks:
@@ -93,9 +98,10 @@ def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, 
 
 
 def _layered_covariance(
-    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer], inputs: Any, width: int
+    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer], inputs: Any, shape: torch.Size
 ) -> Tensor:
     """Covariances from the gradients of every layer's output, which are kept for all outputs at once."""
+    width = shape.numel()
     entered: dict[str, Tensor] = {}
     gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * width for layer in layers}
 
@@ -109,9 +115,10 @@ def _layered_covariance(
 
     watch = Watch(lambda layer, rows: entered.update({layer.name: rows[:count]}))
     with watching(tangent.model, layers, watch) as forward:
-        outputs = check_outputs(forward(_repeated(inputs, copies), copies * count))
+        outputs = check_outputs(forward(_repeated(inputs, copies), copies * count), copies * count)
         eye = torch.eye(turns * copies, width, dtype=outputs.dtype, device=outputs.device)
-        watch.backward(outputs, eye.repeat_interleave(count, 0).unflatten(0, (turns, -1)), keep)
+        directions = eye.repeat_interleave(count, 0).view(turns, copies * count, *shape)
+        watch.backward(outputs, list(directions), keep)
     covariance = torch.zeros(count, width, width, dtype=outputs.dtype, device=outputs.device)
     starts = {block.start: block for block in posterior.blocks}
     for layer in layers:
@@ -252,7 +259,7 @@ class WeightSamples:
 
 
 def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, batch, outputs]``.
+    """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, *outputs.shape]``.
 
     Samples are Jacobian-vector products with the same weights for all inputs, so that they are joint in the inputs.
     """
@@ -262,8 +269,22 @@ def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any)
     return outputs, torch.cat(changes)
 
 
+def within_positions(outputs: Tensor, covariance: Tensor) -> Tensor:
+    """Covariances within each position ``[batch, positions, outputs, outputs]``, of joint ones.
+
+    Args:
+        outputs: ``[batch, positions, outputs]``; without positions the joint covariances are already what is wanted.
+        covariance: ``[batch, positions * outputs, positions * outputs]``.
+    """
+    if outputs.ndim == 2:
+        return covariance
+    _, positions, count = outputs.shape
+    split = covariance.view(-1, positions, count, positions, count)
+    return split.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
 def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
-    """Samples ``[count, batch, outputs]`` of zero-mean Gaussians with the given covariances, for means over them.
+    """Samples ``[count, ..., outputs]`` of zero-mean Gaussians with covariances ``[..., outputs, outputs]``, for means.
 
     The noise is a scrambled Sobol sequence: each sample is normal, and together they cover the space more evenly than
     independent ones, so that means have a smaller error. It is the same for every input, and the symmetric root is
@@ -275,7 +296,7 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
         count, dtype=torch.float64
     )
     noise = torch.special.ndtri(points.clamp(1e-12, 1 - 1e-12)).to(covariance)
-    return torch.einsum("bcd,sd->sbc", root, noise)
+    return torch.einsum("...cd,sd->s...c", root, noise)
 
 
 def link_probabilities(link: Link, mean: Tensor, variance: Tensor, with_sum: Tensor) -> Tensor:

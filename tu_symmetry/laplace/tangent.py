@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tu_symmetry.laplace.likelihood import check_outputs
+from tu_symmetry.laplace.likelihood import as_outputs, check_outputs
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -104,13 +104,30 @@ def ordinary(inputs: Any) -> Any:
 
 
 def batch_size(inputs: Any) -> int:
-    """Length of the first axis of the (first) input."""
-    return len(inputs[0]) if isinstance(inputs, tuple) else len(inputs)
+    """Length of the first axis of the inputs.
+
+    Raises:
+        ValueError: no tensor, one without axes, or tensors of several lengths.
+    """
+    found: list[Tensor] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, tuple):
+            for own in value:
+                collect(own)
+        else:
+            found.append(value)
+
+    collect(inputs)
+    if not found or any(t.ndim == 0 or len(t) != len(found[0]) for t in found):
+        shapes = ", ".join(str(tuple(t.shape)) for t in found)
+        raise ValueError(f"the network's inputs have shapes {shapes or 'of none'}; the first axis of each is the batch")
+    return len(found[0])
 
 
 def rows_of(inputs: Any, rows: slice) -> Any:
     """The samples ``rows`` of a batch of inputs."""
-    return tuple(i[rows] for i in inputs) if isinstance(inputs, tuple) else inputs[rows]
+    return tuple(rows_of(i, rows) for i in inputs) if isinstance(inputs, tuple) else inputs[rows]
 
 
 class TangentModel:
@@ -166,10 +183,7 @@ class TangentModel:
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
-            found = functional_call(self.model, {**weights, **parameters}, args)
-            if not isinstance(found, Tensor):
-                raise TypeError(f"the network returns a {type(found).__name__}; it has to return a tensor of outputs")
-            return found.unsqueeze(-1) if found.ndim == 1 else found
+            return as_outputs(functional_call(self.model, {**weights, **parameters}, args), batch_size(inputs))
 
         return outputs
 
@@ -179,28 +193,28 @@ class TangentModel:
         return {name: weights[name] for name in self.names}
 
     def outputs(self, inputs: Any) -> Tensor:
-        """``f(x)`` at the linearization point, ``[batch, outputs]``."""
+        """``f(x)`` at the linearization point, ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
         with torch.no_grad():
-            return check_outputs(self.function(inputs)(self.parameters()))
+            return check_outputs(self.function(inputs)(self.parameters()), batch_size(inputs))
 
     def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs, and the Jacobian times a flat vector, both ``[batch, outputs]``."""
+        """Outputs, and the Jacobian times a flat vector, in the same shape."""
         function, point, direction = self.function(inputs), self.parameters(), self.unflatten(vector)
         if self._forward_mode:
             try:
                 with torch.no_grad():
                     outputs, product = jvp(function, (point,), (direction,))[:2]
-                return check_outputs(outputs), product
+                return check_outputs(outputs, batch_size(inputs)), product
             except NotImplementedError:  # an operator without forward-mode derivative (nn.LSTM, fused attention)
                 self._forward_mode = False
         with torch.enable_grad():
             outputs, pullback = vjp(function, point)[:2]
             push = vjp(lambda cotangent: pullback(cotangent)[0], torch.zeros_like(outputs))[1]
             (product,) = push(direction)
-        return check_outputs(outputs.detach()), product.detach()
+        return check_outputs(outputs.detach(), batch_size(inputs)), product.detach()
 
     def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
-        """The Jacobian times several flat vectors ``[count, size]``: ``[count, batch, outputs]``.
+        """The Jacobian times several flat vectors ``[count, size]``: ``[count, *outputs.shape]``.
 
         All at once, which shares the forward pass, or one after the other where an operator cannot be vectorized.
         """
@@ -218,7 +232,7 @@ class TangentModel:
         return torch.stack([self.jvp(inputs, vector)[1] for vector in vectors])
 
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """The transposed Jacobian times ``[batch, outputs]``, summed over the batch: a flat vector."""
+        """The transposed Jacobian times a cotangent in the outputs' shape, summed over the batch: a flat vector."""
         with torch.enable_grad():
             pullback = vjp(self.function(inputs), self.parameters())[1]
             (gradient,) = pullback(cotangent)
@@ -298,15 +312,19 @@ class LastLayerModel(TangentModel):
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Sum of the outer products of cotangents and features."""
         features, _ = self.features(inputs)
-        return self.flatten({self._weight: cotangent.T @ features, self._bias: cotangent.sum(0)})
+        rows = cotangent.flatten(0, -2)
+        return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """Outer product of each sample's cotangent and features."""
+        """Outer product of each sample's cotangent and features, summed over its positions."""
         features, _ = self.features(inputs)
-        parts = {
-            self._weight: (cotangent.unsqueeze(-1) * features.unsqueeze(-2)).flatten(1),
-            self._bias: cotangent,
-        }
+        if cotangent.ndim == 3:
+            parts = {self._weight: (cotangent.mT @ features).flatten(1), self._bias: cotangent.sum(1)}
+        else:
+            parts = {
+                self._weight: (cotangent.unsqueeze(-1) * features.unsqueeze(-2)).flatten(1),
+                self._bias: cotangent,
+            }
         return torch.cat([parts[name] for name in self.names], dim=1)
 
 

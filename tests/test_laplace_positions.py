@@ -1,0 +1,385 @@
+"""Outputs at several positions of a sample (token-level likelihoods), and outputs whose first axis is not the batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import (
+    dense_covariance,
+    dense_curvature,
+    exact_ggn,
+    jacobian,
+    losses,
+    output_matrices,
+    randomize,
+    slot,
+    split,
+)
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+BATCH, POSITIONS, CLASSES = 6, 4, 3
+
+
+class Tagger(nn.Module):
+    """An embedding, attention, a normalization and a head for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.position = nn.Parameter(torch.zeros(POSITIONS, 4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.position
+        return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0]))
+
+
+class Linear(nn.Module):
+    """A linear network that treats every position alike, and may mix positions by a fixed matrix."""
+
+    def __init__(self, mixing: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, CLASSES, bias=False)
+        mix = torch.randn(POSITIONS, POSITIONS, generator=torch.Generator().manual_seed(7))
+        self.mix = (mix if mixing else torch.eye(POSITIONS)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.einsum("ts,bsf->btf", self.mix, self.first(x)))
+
+
+def pixels() -> nn.Module:
+    """Convolutions; outputs for every pixel, classes last."""
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, CLASSES, 1), Transposed()
+    )
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mT
+
+
+def per_position() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+NETWORKS: dict[str, tuple[Any, Any]] = {
+    "tagger": (Tagger, None),
+    "pixels": (pixels, (2, POSITIONS)),
+    "per_position": (per_position, (POSITIONS, 3)),
+}
+
+
+def problem(name: str, kind: str = "classification", samples: int = BATCH) -> tuple[nn.Module, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    build, shape = NETWORKS[name]
+    model = randomize(build())
+    if shape is None:
+        x = torch.randint(0, 7, (samples, POSITIONS), generator=generator)
+    else:
+        x = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+    if kind == "classification":
+        return model, x, torch.randint(0, CLASSES, (samples, POSITIONS), generator=generator)
+    return model, x, torch.randn(samples, POSITIONS, CLASSES, generator=generator, dtype=torch.float64)
+
+
+def fitted(model: nn.Module, x: Tensor, y: Tensor, kind: str = "classification", **options: Any) -> LinearizedLaplace:
+    options = {"prior": "single", "mode": "map"} | options
+    return LinearizedLaplace(model, kind, **options).fit([(x[:4], y[:4]), (x[4:], y[4:])] if len(x) > 4 else [(x, y)])
+
+
+# ---------------------------------------------------------------------- curvature
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_exact_curvatures_sum_over_samples_and_positions(name: str, kind: str) -> None:
+    model, x, y = problem(name, kind)
+    full = fitted(model, x, y, kind, curvature="full")
+    exact = exact_ggn(model, full.tangent.names, x, y, kind)
+    torch.testing.assert_close(dense_curvature(full), exact, rtol=1e-9, atol=1e-9)
+    diagonal = fitted(model, x, y, kind, curvature="diag")
+    torch.testing.assert_close(dense_curvature(diagonal), torch.diag(exact.diagonal()), rtol=1e-9, atol=1e-9)
+    assert (full.summary.outputs, full.summary.positions) == (POSITIONS * CLASSES, POSITIONS)
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_the_empirical_fisher_has_one_gradient_for_each_observation(name: str) -> None:
+    model, x, y = problem(name)
+    la = fitted(model, x, y, curvature="full", fisher="empirical")
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification", "empirical")
+    torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_blocks_that_are_no_kronecker_products_are_exact(name: str, curvature: str, weight_sharing: str) -> None:
+    model, x, y = problem(name)
+    la = fitted(model, x, y, curvature=curvature, weight_sharing=weight_sharing)
+    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
+    compared = 0
+    for block in la.posterior.blocks:
+        own = slice(block.start, block.stop)
+        if block.kind == "kronecker":
+            if curvature == "ekfac":  # the exact second moments in its basis, so the exact trace
+                torch.testing.assert_close(found[own, own].trace(), exact[own, own].trace(), rtol=1e-8, atol=1e-9)
+            continue
+        wanted = exact[own, own] if block.kind == "dense" else torch.diag(exact[own, own].diagonal())
+        torch.testing.assert_close(found[own, own], wanted, rtol=1e-8, atol=1e-10)
+        compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("mixing", [False, True])
+def test_expand_is_exact_for_linear_networks(mixing: bool) -> None:
+    """Proposition 1 of arXiv 2311.00636, whose losses at every position are ``[batch, positions, outputs]`` here.
+
+    Where positions are mixed (which adds up gradients of several), Kronecker factors are not exact.
+    """
+    model = randomize(Linear(mixing))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, POSITIONS, 3, generator=generator, dtype=torch.float64)
+    y = torch.randn(BATCH, POSITIONS, CLASSES, generator=generator, dtype=torch.float64)
+    la = fitted(model, x, y, "regression")
+    exact, found = exact_ggn(model, la.tangent.names, x, y, "regression"), dense_curvature(la)
+    own = slot(la, "first.weight")
+    if mixing:
+        assert (found - exact)[own, own].norm() > 0.05 * exact[own, own].norm()
+        own = slot(la, "second.weight")
+        torch.testing.assert_close(found[own, own], exact[own, own], rtol=1e-9, atol=1e-9)
+        return
+    for name in la.tangent.names:
+        own = slot(la, name)
+        torch.testing.assert_close(found[own, own], exact[own, own], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_factors_of_a_shared_weight_follow_their_definition(name: str, weight_sharing: str) -> None:
+    """``A``: the mean over samples and positions; ``G``: the sum over observations of what reaches each position."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+    model, reduce = randomize(model), weight_sharing == "reduce"
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, POSITIONS, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (BATCH, POSITIONS), generator=generator)
+    la = fitted(model, x, y, weight_sharing=weight_sharing)
+    hidden = model[0](x).detach()
+    rows, tail, entry = (x, model[1:], hidden) if name == "first" else (model[1](hidden).detach(), nn.Identity(),
+                                                                        model(x).detach())  # fmt: skip
+    middle = output_matrices("classification", model(x).flatten(0, 1), y.flatten()).unflatten(0, (BATCH, POSITIONS))
+    # [sample, position of the output, output, position of the layer, feature of the layer]
+    after = torch.stack([torch.func.jacrev(tail)(h) for h in entry]).detach()
+    if reduce:
+        rows, after = rows.mean(1, keepdim=True), after.sum(3, keepdim=True)
+    a = torch.einsum("nti,ntj->ij", rows, rows) / rows.shape[:2].numel()
+    g = torch.einsum("nscto,nscd,nsdtp->op", after, middle, after)
+    own = slot(la, "0.weight" if name == "first" else "2.weight")
+    expected = torch.kron(g.detach().contiguous(), a.detach().contiguous())
+    torch.testing.assert_close(dense_curvature(la)[own, own], expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["tagger", "per_position"])
+def test_one_position_is_a_sample_without_positions(name: str) -> None:
+    """``[batch, 1, classes]`` and ``[batch, classes]`` are one problem."""
+
+    class Squeezed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).flatten(1)
+
+    model, x, y = problem(name)
+    if name == "tagger":
+        model.position = nn.Parameter(model.position[:1].detach())  # type: ignore[union-attr,index]
+    x, y = x[:, :1], y[:, :1]
+    for curvature in ("kfac", "ekfac", "full", "diag"):
+        with_axis = fitted(model, x, y, curvature=curvature)
+        without = fitted(Squeezed(model), x, y, curvature=curvature)
+        torch.testing.assert_close(dense_curvature(with_axis), dense_curvature(without), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(with_axis.predictive(x)[:, 0], without.predictive(x))
+
+
+def test_the_last_layer_in_closed_form() -> None:
+    for kind in ("classification", "regression"):
+        model, x, y = problem("tagger", kind)
+        la = fitted(model, x, y, kind, curvature="last_layer", mode="linear")
+        exact = exact_ggn(model, la.tangent.names, x, y, kind)
+        torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-9, atol=1e-9)
+        reference = fitted(model, x, y, kind, curvature="full", mode="linear", parameters=["head"])
+        torch.testing.assert_close(la.solve_mode().theta, reference.solve_mode().theta, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(la.function_covariance(x), reference.function_covariance(x))
+
+
+def test_the_monte_carlo_fisher_draws_all_positions_at_once_and_converges() -> None:
+    for kind in ("classification", "regression"):
+        model, x, y = problem("per_position", kind)
+        exact = dense_curvature(fitted(model, x, y, kind, curvature="full"))
+        errors = []
+        for draws in (4, 400):
+            la = fitted(model, x, y, kind, curvature="full", fisher="mc", draws=draws)
+            errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
+        assert errors[1] < 0.12 < errors[0] < 1.5
+
+
+# ---------------------------------------------------------------------- evidence, mode, prediction
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+@pytest.mark.parametrize("name", ["tagger", "per_position"])
+def test_mode_and_evidence_by_their_definition(name: str, curvature: str, kind: str) -> None:
+    model, x, y = problem(name, kind)
+    noise = {"noise_variance": 0.4} if kind == "regression" else {}
+    la = fitted(model, x, y, kind, curvature=curvature, mode="linear", prior="per_layer", **noise)
+    la.set_precision({n: 0.5 + i for i, n in enumerate(la.prior_groups.names)})
+    found = la.log_marginal_likelihood()
+    variance, theta = la.noise_variance, la.theta
+    point, function = split(model, la.tangent.names)
+    jac = jacobian(model, la.tangent.names, x).flatten(0, 1)
+    precision = la.prior_groups.spread(la.log_precision.exp())
+    outputs = function(point, x).detach().flatten(0, 1) + jac @ (theta - point)
+    loss, labels = losses(kind), y.flatten(0, 1)
+    gradient = torch.func.vmap(torch.func.grad(loss))(outputs, labels)
+    stationary = torch.einsum("nci,nc->i", jac, gradient) / variance + precision * theta
+    torch.testing.assert_close(stationary, torch.zeros_like(stationary), rtol=0, atol=1e-4)
+    likelihood = sum(float(loss(f, t)) for f, t in zip(outputs, labels, strict=True)) / variance
+    if kind == "regression":
+        likelihood += 0.5 * y.numel() * math.log(2 * math.pi * variance)
+    ratio = torch.linalg.slogdet(torch.eye(len(point)) + dense_curvature(la) / variance / precision).logabsdet
+    expected = -likelihood - 0.5 * float((precision * theta * theta).sum()) - 0.5 * float(ratio)
+    assert found == pytest.approx(expected, rel=1e-8)
+
+
+def test_the_noise_variance_counts_every_position() -> None:
+    model, x, y = problem("per_position", "regression", samples=30)
+    la = fitted(model, x, y, "regression", curvature="full", mode="linear")
+    la.optimize_evidence()
+    # MacKay's fixed point: the squared residuals over the number of observed values less the determined directions
+    values = torch.linalg.eigvalsh(dense_curvature(la)) / la.noise_variance
+    gamma = float((values / (values + la.log_precision.exp())).sum())
+    assert la.noise_variance == pytest.approx(2 * la.solution.loss / (y.numel() - gamma), rel=1e-5)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_covariances_and_predictives_of_every_position(name: str, curvature: str) -> None:
+    model, x, y = problem(name)
+    la = fitted(model, x, y, curvature=curvature)
+    jac = jacobian(model, la.tangent.names, x)
+    flat = jac.flatten(1, 2)
+    joint = torch.einsum("nci,ij,ndj->ncd", flat, dense_covariance(la), flat)
+    mean, covariance = la.function_covariance(x)
+    torch.testing.assert_close(covariance, joint, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(mean, model(x).detach())
+    own = torch.einsum("ntci,ij,ntdj->ntcd", jac, dense_covariance(la), jac)
+    variance = own.diagonal(dim1=-2, dim2=-1)
+    expected = (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+    torch.testing.assert_close(la.predictive(x, link="probit"), expected, rtol=1e-7, atol=1e-9)
+    assert la.predictive(x, link="mean").shape == (BATCH, POSITIONS, CLASSES)
+    exact = la.predictive(x, n_samples=4096, covariance="exact")
+    draws = torch.randn(40_000, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    some = mean[0, 1] + draws @ torch.linalg.cholesky(own[0, 1] + 1e-12 * torch.eye(CLASSES)).T
+    torch.testing.assert_close(exact[0, 1], some.softmax(-1).mean(0), rtol=0, atol=0.01)
+    sampled = la.predictive(x, n_samples=400, covariance="samples")
+    torch.testing.assert_close(sampled, exact, rtol=0, atol=0.15)
+    samples = la.function_samples(x, 300)
+    assert samples.shape == (300, BATCH, POSITIONS, CLASSES)
+    spread = (samples - mean).square().mean(0)
+    torch.testing.assert_close(spread, variance, rtol=0.5, atol=1e-3)
+    assert la.predictive(x, joint=True, n_samples=5).shape == (5, BATCH, POSITIONS, CLASSES)
+
+
+def test_a_regression_predicts_every_position() -> None:
+    model, x, y = problem("tagger", "regression")
+    la = fitted(model, x, y, "regression", noise_variance=0.3)
+    jac = jacobian(model, la.tangent.names, x)
+    variance = torch.einsum("ntci,ij,ntcj->ntc", jac, dense_covariance(la), jac)
+    found = la.predictive(x)
+    torch.testing.assert_close(found.epistemic, variance, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(found.variance, variance + 0.3, rtol=1e-7, atol=1e-9)
+
+
+def test_sequences_of_several_lengths() -> None:
+    """Batches may differ in their number of positions; a regression's noise needs them equal."""
+    model, x, y = problem("per_position")
+    la = LinearizedLaplace(model, prior="single", mode="map", curvature="full")
+    la.fit([(x[:3], y[:3]), (x[3:, :2], y[3:, :2])])
+    exact = exact_ggn(model, la.tangent.names, x[:3], y[:3], "classification")
+    exact = exact + exact_ggn(model, la.tangent.names, x[3:, :2], y[3:, :2], "classification")
+    torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-9, atol=1e-9)
+    model, x, y = problem("per_position", "regression")
+    with pytest.raises(ValueError, match="equally many"):
+        LinearizedLaplace(model, "regression", prior="single").fit([(x[:3], y[:3]), (x[3:, :2], y[3:, :2])])
+
+
+def test_what_is_saved_knows_of_positions(tmp_path: Any) -> None:
+    model, x, y = problem("tagger")
+    la = fitted(model, x, y)
+    la.save(tmp_path / "la.safetensors")
+    again = LinearizedLaplace.load(tmp_path / "la.safetensors", model)
+    assert again.summary == la.summary
+    assert torch.equal(again.predictive(x), la.predictive(x))
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+class Flattened(nn.Module):
+    """Positions flattened into the batch, at the outputs alone or in the middle of the network too."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.inside = nn.Linear(3, 4), nn.Linear(4, CLASSES), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            x = x.flatten(0, 1)
+        x = self.second(torch.tanh(self.first(x)))
+        return x if self.inside else x.flatten(0, 1)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag", "last_layer"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_positions_flattened_into_the_batch_are_refused(inside: bool, curvature: str) -> None:
+    _, x, y = problem("per_position")
+    flat = randomize(Flattened(inside))
+    message = r"\(16, 3\) for a batch of 4 samples" if not (inside and "kfac" in curvature) else "batch"
+    with pytest.raises(ValueError, match=message):
+        fitted(flat, x, y.flatten() if inside else y, curvature=curvature)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
+def test_a_layer_that_sees_positions_in_the_batch_is_refused_or_exact(curvature: str) -> None:
+    """The network itself returns ``[batch, positions, outputs]``."""
+
+    class Inside(Flattened):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).unflatten(0, x.shape[:2])
+
+    model, (_, x, y) = randomize(Inside(True)), problem("per_position")
+    if curvature == "kfac":
+        with pytest.raises(ValueError, match="first axis has to be the batch"):
+            fitted(model, x, y, curvature=curvature)
+        return
+    la = fitted(model, x, y, curvature=curvature)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    torch.testing.assert_close(dense_curvature(la).diagonal(), exact.diagonal(), rtol=1e-9, atol=1e-10)
+
+
+def test_targets_of_another_shape_say_where_classes_belong() -> None:
+    model, x, y = problem("per_position")
+    with pytest.raises(ValueError, match="classes are the outputs' last axis"):
+        fitted(nn.Sequential(model, Transposed()), x, y)
+    with pytest.raises(ValueError, match="last axis"):
+        fitted(model, x, y[:, :2])
+    with pytest.raises(ValueError, match=r"\[batch, positions, outputs\]"):
+        fitted(nn.Sequential(model, nn.Unflatten(1, (2, 2))), x, y)
