@@ -1,7 +1,7 @@
 """The observation model: loss, its gradient and square roots of its Hessian with respect to the network's output.
 
-Outputs are ``[batch, outputs]``, or ``[batch, positions, outputs]`` where a sample has observations at several positions
-(the tokens of a sequence). Given the outputs observations are independent, of samples and of positions: the
+Outputs are ``[batch, outputs]``, or ``[batch, positions, outputs]`` where a sample has observations at several
+positions (the tokens of a sequence). Given the outputs observations are independent, of samples and of positions: the
 loss of a sample is the sum over its positions, and the Hessian has no entries between them. Losses are in nats. The
 Gaussian is written for unit noise; the noise variance enters where losses and eigenvalues are read (see
 :mod:`tu_symmetry.laplace.evidence`).
