@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import products
-from tu_symmetry.alignment.align import unstack
 from tu_symmetry.alignment.assignment import assign, assign_family, family_value, flat_source
 from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
 from tu_symmetry.alignment.matching import descend, inner_product
@@ -31,6 +30,7 @@ from tu_symmetry.alignment.relaxation import (
 )
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
+from tu_symmetry.symmetry.states import unstack
 from tu_symmetry.symmetry.verification import random_state
 
 

@@ -25,6 +25,7 @@ from tu_symmetry.alignment.matching import Matching, Progress, check_pair, desce
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.randomness import leaves_randomness
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -42,6 +43,7 @@ class _Place:
     member: PermutationMember
 
 
+@leaves_randomness
 def activation_matching(
     graph: SymmetryGraph,
     model: nn.Module,

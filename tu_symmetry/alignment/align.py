@@ -16,10 +16,11 @@ from tu_symmetry.alignment.evaluation import reusable
 from tu_symmetry.alignment.gram import WeightVotes, families, working
 from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
 from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
-from tu_symmetry.alignment.stacks import State, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.randomness import leaves_randomness
+from tu_symmetry.symmetry.states import State, require_state, unstack
 
 _SWEEPS = 100
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
@@ -48,6 +49,7 @@ class Alignment(Generic[States]):
     rounds: int
 
 
+@leaves_randomness
 def align(
     graph: SymmetryGraph,
     states: States,
@@ -92,7 +94,9 @@ def align(
         ValueError: fewer than two networks, a method without what it needs, or options that nothing reads.
     """
     members = unstack(states)
-    given = isinstance(reference, Mapping)
+    given = not isinstance(reference, str)
+    if given:
+        require_state(reference, "reference")
     if len(members) < (1 if given else 2):
         raise ValueError(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "

@@ -13,9 +13,16 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.alignment.evaluation import evaluating, forward, labeled_batches, on_device, reusable
+from tu_symmetry.alignment.evaluation import (
+    evaluating,
+    forward,
+    labeled_batches,
+    on_device,
+    reusable,
+)
 from tu_symmetry.alignment.repair import reestimate_batchnorm
-from tu_symmetry.alignment.stacks import unstack
+from tu_symmetry.symmetry.randomness import leaves_randomness
+from tu_symmetry.symmetry.states import require_state, unstack
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[dict[str, Tensor], float], Mapping[str, Tensor]]
@@ -52,6 +59,10 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
     Raises:
         ValueError: states of different networks.
     """
+    require_state(state_a, "state_a")
+    require_state(state_b, "state_b")
+    require_state(state_a, "state_a", like=state_b)
+    require_state(state_b, "state_b", like=state_a)
     if state_a.keys() != state_b.keys():
         raise ValueError(f"the two states have different names: {sorted(state_a.keys() ^ state_b.keys())[:6]}")
     shapes = [(n, tuple(a.shape), tuple(state_b[n].shape)) for n, a in state_a.items() if a.shape != state_b[n].shape]
@@ -62,6 +73,7 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
     }
 
 
+@leaves_randomness
 def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], loss: Loss) -> float:
     """Mean of ``loss(outputs, targets)`` over the samples of a loader, in evaluation mode.
 
@@ -74,7 +86,7 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
     Raises:
         ValueError: an empty loader, batches without targets, or a loss that is no single number.
     """
-    weights, device = on_device(state)
+    weights, device = on_device(require_state(state, "state", like=model.state_dict()))
     total, count = 0.0, 0
     with evaluating(model):
         for inputs, targets in labeled_batches(dataloader, device):
@@ -89,6 +101,7 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
     return total / count
 
 
+@leaves_randomness
 def loss_barrier(
     model: nn.Module,
     state_a: Mapping[str, Tensor],
@@ -122,6 +135,7 @@ def loss_barrier(
     return _barrier([(ratio, mean_loss(model, state, batches, loss), 1.0) for ratio, state in path])
 
 
+@leaves_randomness
 def tempered_loss_barrier(
     model: nn.Module,
     state_a: Mapping[str, Tensor],
@@ -176,7 +190,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def _logits(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    weights, device = on_device(state)
+    weights, device = on_device(require_state(state, "state", like=model.state_dict()))
     with evaluating(model):
         pairs = [(forward(model, weights, x), y) for x, y in labeled_batches(dataloader, device)]
     return torch.cat([p[0] for p in pairs]).double(), torch.cat([p[1] for p in pairs])
@@ -193,6 +207,9 @@ def _path(
     """Networks on the straight path; those between the ends are mended as asked."""
     if points < 3:
         raise ValueError(f"a barrier needs at least three points on the path, got {points}")
+    own = model.state_dict()
+    require_state(state_a, "state_a", like=own)
+    require_state(state_b, "state_b", like=own)
     data = None if recalibrate is None else reusable(recalibrate)
     for k in range(points):
         ratio = k / (points - 1)
@@ -219,6 +236,7 @@ def _barrier(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
     return LossBarrier(max(0.0, *excess), ratios, losses, chord, temperatures)
 
 
+@leaves_randomness
 def barrier_matrix(
     model: nn.Module,
     states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
@@ -262,12 +280,16 @@ def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) ->
     members = unstack(states)
     if not members:
         raise ValueError("there is no network to take a mean of: the list of states is empty")
+    for k in range(1, len(members)):
+        require_state(members[k], f"states[{k}]", like=members[0])
+        require_state(members[0], "states[0]", like=members[k])
     return {
         name: torch.stack([s[name] for s in members]).mean(0) if t.is_floating_point() else t.clone()
         for name, t in members[0].items()
     }
 
 
+@leaves_randomness
 def mean_model_loss(
     model: nn.Module,
     states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],

@@ -21,7 +21,6 @@ from tu_symmetry.alignment.assignment import assign, assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightVotes, working
 from tu_symmetry.alignment.products import KeptVotes
 from tu_symmetry.alignment.relaxation import frank_wolfe
-from tu_symmetry.alignment.stacks import require_state
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
     Permutation,
@@ -30,6 +29,7 @@ from tu_symmetry.symmetry.elements import (
     random_permutation,
 )
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.states import require_state
 
 Progress = Callable[[dict[str, Any]], None]
 _ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
@@ -80,8 +80,9 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
     graph.require_verified()
     for name, one in (("reference_state", reference_state), ("state", state)):
         require_state(one, name)
-        floats = [one[n] for n in graph.shapes if n in one and one[n].is_floating_point()]
-        finite = all(bool(torch.isfinite(t.detach().sum())) for t in floats)  # a finite sum has finite terms only
+        finite = all(  # a finite sum has finite terms only
+            bool(torch.isfinite(t.detach().sum())) for t in one.values() if not t.is_meta
+        )
         if graph.check_state(one, name=name, finite=not finite):
             raise SymmetryError(
                 f"{name} is a stack of states with leading sample axes, and matching compares two networks; "

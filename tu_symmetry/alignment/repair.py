@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device, reusable
+from tu_symmetry.symmetry.randomness import leaves_randomness
+from tu_symmetry.symmetry.states import require_state
 
 State = dict[str, Tensor]
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -47,6 +49,7 @@ class _Moments:
         return (self.scatter / self.count).sqrt()
 
 
+@leaves_randomness
 def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> State:
     """Running statistics of all BatchNorm layers, from data.
 
@@ -76,7 +79,7 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
     def watch(path: str) -> Callable[..., None]:
         return lambda module, args: moments[path].add(args[0])
 
-    weights, device = on_device(state)
+    weights, device = on_device(require_state(state, "state", like=model.state_dict()))
     scratch = {n: t.clone() if n.rpartition(".")[0] in layers else t for n, t in weights.items()}
     handles = [m.register_forward_pre_hook(watch(path)) for path, m in layers.items()]
     try:
@@ -98,6 +101,7 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
     return result
 
 
+@leaves_randomness
 def repair(
     model: nn.Module,
     states: Sequence[Mapping[str, Tensor]],
@@ -135,8 +139,11 @@ def repair(
         raise ValueError(
             f"repair needs one ratio for each of the {len(states)} networks, with sum 1, got {list(ratios)}"
         )
+    own = model.state_dict()
+    for k, end in enumerate(states):
+        require_state(end, f"states[{k}]", like=own)
     batches = reusable(dataloader)
-    result = dict(merged_state)
+    result = dict(require_state(merged_state, "merged_state", like=own))
     if any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
         result = reestimate_batchnorm(model, result, batches)
     todo = _mendable(model, result, batches) if layers is None else list(layers)

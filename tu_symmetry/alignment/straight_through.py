@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, interpolate, mean_loss
-from tu_symmetry.alignment.evaluation import evaluating, forward, labeled_batches, on_device, reusable
+from tu_symmetry.alignment.evaluation import (
+    evaluating,
+    forward,
+    labeled_batches,
+    on_device,
+    reusable,
+)
 from tu_symmetry.alignment.gram import WeightVotes, families, working
 from tu_symmetry.alignment.matching import (
     Matching,
@@ -29,8 +35,10 @@ from tu_symmetry.alignment.repair import reestimate_batchnorm
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.randomness import leaves_randomness
 
 
+@leaves_randomness
 def straight_through_matching(
     graph: SymmetryGraph,
     model: nn.Module,

@@ -46,6 +46,7 @@ from tu_symmetry.laplace.tangent import (
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.randomness import leaves_randomness
 
 __all__ = [
     "EvidenceResult",
@@ -170,6 +171,7 @@ class LinearizedLaplace:
 
     # ------------------------------------------------------------------ fitting
 
+    @leaves_randomness
     def fit(self, train_loader: Iterable[Any], *, progress: Progress | None = None) -> LinearizedLaplace:
         """Accumulate the curvature over the training data.
 
@@ -270,6 +272,7 @@ class LinearizedLaplace:
 
     # ------------------------------------------------------------------ evidence
 
+    @leaves_randomness
     def optimize_evidence(
         self,
         train_loader: Iterable[Any] | None = None,
@@ -390,6 +393,7 @@ class LinearizedLaplace:
         gamma = self._determinants.gamma(rho, math.log(self.noise_variance))
         return ((gamma < 1e-2) & (rho > self.log_precision)) | (gamma < 1e-8)
 
+    @leaves_randomness
     def solve_mode(
         self,
         train_loader: Iterable[Any] | None = None,
@@ -423,6 +427,7 @@ class LinearizedLaplace:
     def _default_mode_tolerance(self) -> float:
         return 1e-6 if self.solution.theta.dtype == torch.float64 else 1e-2
 
+    @leaves_randomness
     def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
         """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
 

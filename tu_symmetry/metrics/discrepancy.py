@@ -18,6 +18,7 @@ from tu_symmetry.metrics.functional.discrepancy import (
 )
 from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.states import require_state
 
 
 class MaximumMeanDiscrepancy(Metric):
@@ -90,6 +91,7 @@ class MaximumMeanDiscrepancy(Metric):
             ValueError: for states of another architecture, or of differing numbers of networks.
             SymmetryError: for states that the graph does not fit.
         """
+        require_state(states, "states")
         floating = {name: t for name, t in states.items() if t.is_floating_point()}
         counts = {len(t) if t.ndim else 0 for t in floating.values()}
         if len(counts) != 1 or 0 in counts:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from tu_symmetry.alignment.align import align as align_states
-from tu_symmetry.alignment.align import unstack
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.symmetry.states import kind_of, require_state, unstack
 
 _FORMAT = "tu_symmetry.compact"
 _VERSION = "1"
@@ -211,9 +212,7 @@ class CompactPosterior:
         """
         if n < 1:
             raise ValueError(f"cannot draw {n} networks")
-        if generator is None:
-            generator = torch.Generator()
-            generator.seed()
+        generator = own_generator(generator)
         stack = {name: t.expand(n, *t.shape).clone() for name, t in self.mean.items()}
         scale = math.sqrt(0.5) if self.factors else 1.0
         for name in self._free():
@@ -385,6 +384,8 @@ def prune(state: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> State:
         state: a state, or a stack of states.
         mask: boolean, of single states' shapes; names that it lacks are left as they are.
     """
+    require_state(state, "state")
+    require_state(mask, "mask")
     unknown = sorted(mask.keys() - state.keys())
     if unknown:
         raise ValueError(f"the mask is of another architecture: the state has no {unknown[:6]}")
@@ -393,11 +394,21 @@ def prune(state: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> State:
 
 def _check_states(members: Iterable[Mapping[str, Tensor]], graph: SymmetryGraph | None) -> None:
     shapes: dict[str, tuple[int, ...]] | None = None
+    first: Mapping[str, Tensor] | None = None
     for k, member in enumerate(members):
         if graph is not None:
             if graph.check_state(member, name=f"states[{k}]"):
                 raise SymmetryError(f"states[{k}] has extra leading axes; pass a stack whole, not in a list")
             continue
+        require_state(member, f"states[{k}]", like=first)
+        first = first or member
+        if not any(kind_of(t.dtype) == "real" for t in member.values()):
+            dtypes = sorted({str(t.dtype) for t in member.values()})
+            raise SymmetryError(
+                f"states[{k}] holds no real floating-point numbers ({dtypes}), "
+                "so there are no weights to fit a Gaussian to; integer checkpoints hold quantized weights: dequantize "
+                "them first"
+            )
         found = {n: e.shape for n, e in layout_of(member).items()}
         shapes = shapes or found
         if found != shapes:

@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tu_symmetry.alignment.align import unstack as unstack_states
 from tu_symmetry.files import write_safetensors
+from tu_symmetry.symmetry.states import require_state
+from tu_symmetry.symmetry.states import unstack as unstack_states
 
 __all__ = ["SampleFileError", "SampleRecord", "SampleStore", "load_state", "stack_states", "unstack_states"]
 
@@ -81,7 +82,8 @@ def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
 
 def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str, Layout]:
     """Shape and dtype of every tensor of a state; of a stack's single states with ``stacked``."""
-    return {name: Layout(tuple(t.shape[1:] if stacked else t.shape), t.dtype) for name, t in state.items()}
+    held = require_state(state, "state")
+    return {name: Layout(tuple(t.shape[1:] if stacked else t.shape), t.dtype) for name, t in held.items()}
 
 
 def load_state(
@@ -251,7 +253,7 @@ class SampleStore(Sequence[State]):
         if isinstance(step, int):
             if not isinstance(states, Mapping):
                 raise ValueError("several states need a sequence of steps, one for each")
-            stack = {name: t.detach().unsqueeze(0) for name, t in states.items()}
+            stack = {name: t.detach().unsqueeze(0) for name, t in require_state(states, "states").items()}
             steps = [step]
         else:
             steps = [int(s) for s in step]

@@ -34,15 +34,18 @@ def scale_with_epsilon(
     """As :func:`~tu_symmetry.apply_scale`, with running variances that fold epsilon exactly (in evaluation mode).
 
     Args:
-        graph: the symmetry graph.
+        graph: the symmetry graph (verified on first use).
         log_scale: group name to natural-log factors.
         state: state dict, or a stack of states.
         epsilons: name of a running variance to its epsilon, see :func:`normalization_epsilons`. Names that no factor
             moves are left as they are.
 
     Raises:
-        SymmetryError: for names that are not in the network, or epsilons that are not positive.
+        SymmetryError: a state of another architecture, names that are not in the network, or epsilons that are not
+            positive.
     """
+    graph.require_verified()
+    graph.check_state(state, finite=False)
     wrong = {name: e for name, e in epsilons.items() if name not in state or not e > 0}
     if wrong:
         raise SymmetryError(f"epsilons must be positive and named after running variances of this network, got {wrong}")

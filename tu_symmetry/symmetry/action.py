@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.elements import LogScale, block_origin, check_permutation
+from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation
 from tu_symmetry.symmetry.graph import PermutationMember, SymmetryError, SymmetryGraph
 
 
@@ -68,6 +68,7 @@ def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], te
 
 def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[tuple[PermutationMember, Tensor]]:
     """Which axes have to be permuted, in order, and how."""
+    check_elements(permutation, "permutation")
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
         if name not in known:
@@ -138,6 +139,7 @@ def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int
 
 def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Tensor:
     """All log-factors in the order of ``ScaleTerm.index``, float64, with a zero at the end for index -1."""
+    check_elements(log_scale, "log_scale")
     groups = (*graph.scales, *graph.normalizations)
     unknown = sorted(log_scale.keys() - {g.name for g in groups})
     if unknown:

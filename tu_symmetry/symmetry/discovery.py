@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tu_symmetry.symmetry.extraction import Extraction
 from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
 from tu_symmetry.symmetry.scales import scale_groups
+from tu_symmetry.symmetry.states import kind_of
 from tu_symmetry.symmetry.tracing import interpret, tied_names, trace
 
 
@@ -71,6 +72,7 @@ def discover_symmetries(
         scale_terms=terms,
         architecture=type(model).__name__,
         branch=traced.branch,
+        kinds={name: kind_of(state[name].dtype) for name in aliases},
     )
 
     def verify(graph: SymmetryGraph) -> None:

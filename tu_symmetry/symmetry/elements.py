@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.randomness import own_generator
 
 Permutation = dict[str, Tensor]
 LogScale = dict[str, Tensor]
@@ -28,18 +29,29 @@ def identity_permutation(graph: SymmetryGraph) -> Permutation:
 
 
 def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
-    """A uniformly random element of every permutation group; name to LongTensor ``[*blocks, size]``."""
+    """A uniformly random element of every permutation group; name to LongTensor ``[*blocks, size]`` on the CPU.
+
+    Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
+    """
+    source = own_generator(generator)
     draws = {}
     for group in graph.permutations:
-        keys = torch.rand(group.shape, generator=generator, dtype=torch.float64)
-        draws[group.name] = keys.argsort(dim=-1)
+        keys = torch.rand(group.shape, generator=source, dtype=torch.float64, device=source.device)
+        draws[group.name] = keys.argsort(dim=-1).cpu()
     return draws
 
 
 def random_scale(graph: SymmetryGraph, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
-    """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]``."""
+    """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU.
+
+    Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
+    """
+    source = own_generator(generator)
     groups = (*graph.scales, *graph.normalizations)
-    return {g.name: std * torch.randn(g.size, generator=generator, dtype=torch.float64) for g in groups}
+    return {
+        g.name: std * torch.randn(g.size, generator=source, dtype=torch.float64, device=source.device).cpu()
+        for g in groups
+    }
 
 
 def parent_of(name: str, permutation: Mapping[str, Tensor]) -> str | None:
@@ -50,11 +62,22 @@ def parent_of(name: str, permutation: Mapping[str, Tensor]) -> str | None:
 
 def check_permutation(permutation: Mapping[str, Tensor]) -> None:
     """Raise unless every value is an integer tensor whose last axis holds each of ``0..size-1`` once."""
+    check_elements(permutation, "permutation")
     for name, p in permutation.items():
         if p.dtype not in (torch.int64, torch.int32) or p.ndim == 0:
             raise SymmetryError(f"permutation[{name!r}] must be an integer tensor, got {p.dtype} of {tuple(p.shape)}")
         if not torch.equal(p.sort(dim=-1).values, torch.arange(p.shape[-1], device=p.device).expand(p.shape).to(p)):
             raise SymmetryError(f"permutation[{name!r}] is no permutation: an index is missing or repeated")
+
+
+def check_elements(element: Mapping[str, Tensor], what: str) -> None:
+    """Raise unless an element is a mapping of group names to tensors of real numbers or integers."""
+    if not isinstance(element, Mapping):
+        raise SymmetryError(f"{what} is a {type(element).__name__}, not a mapping of group names to tensors")
+    for name, value in element.items():
+        if not isinstance(value, Tensor) or value.is_complex() or value.dtype == torch.bool:
+            kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise SymmetryError(f"{what}[{name!r}] is {kind}; pass a tensor, such as torch.as_tensor(...) makes one")
 
 
 def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -81,6 +104,8 @@ def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
     Raises:
         SymmetryError: if the two have different groups or shapes.
     """
+    check_permutation(p)
+    check_permutation(q)
     if p.keys() != q.keys() or any(p[n].shape != q[n].shape for n in p):
         raise SymmetryError(f"cannot compose elements of different groups: {sorted(p)} and {sorted(q)}")
     return {name: q[name][(*_origin(name, p), p[name])] for name in p}
@@ -88,6 +113,7 @@ def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
 
 def invert(p: Mapping[str, Tensor]) -> Permutation:
     """The inverse element; composed with ``p``, in either order, it is the identity."""
+    check_permutation(p)
     outer_inverse: Permutation = {}
     for name in sorted(p, key=lambda n: n.count("/")):  # parents first
         own = p[name].argsort(dim=-1)
@@ -110,6 +136,7 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
     Args:
         p: a permutation element, or one LongTensor ``[..., n]`` whose leading axes are independent permutations.
     """
+    check_permutation({"p": p} if isinstance(p, Tensor) else p)
     if isinstance(p, Tensor):
         return sum(_not_of_one(row) for row in p.reshape(-1, p.shape[-1]).tolist())
     total = 0

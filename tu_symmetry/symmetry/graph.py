@@ -166,6 +166,8 @@ class SymmetryGraph:
         unknown_operators: operators without a rule that were met (everything they touch is pinned).
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
         architecture: name of the module's class.
+        kinds: for each tensor the kind of number that the network holds there: ``"real"``, ``"complex"``,
+            ``"integer"`` or ``"boolean"``; states must be of the same kind. Empty where it is not known.
         branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
             same way as the example.
         verified: whether :func:`verify_symmetries` has passed.
@@ -182,6 +184,7 @@ class SymmetryGraph:
     scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
     architecture: str = ""
     branch: str | None = None
+    kinds: dict[str, str] = field(default_factory=dict)
     verified: bool = False
     _verifier: Callable[[SymmetryGraph], None] | None = field(default=None, repr=False)
 
@@ -319,11 +322,19 @@ class SymmetryGraph:
             The number of leading sample axes.
 
         Raises:
-            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values.
+            TypeError: not a mapping of names to tensors.
+            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values, and what is no tensor or
+                one of another kind than the network's (integers or complex numbers for real weights).
         """
+        from tu_symmetry.symmetry.states import check_tensor
+
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                f"{name} is a {type(state).__name__}, not a state dict; for a module pass module.state_dict()"
+            )
         known = {alias for names in self.aliases.values() for alias in names}
         missing = sorted(known - state.keys())
-        extra = sorted(state.keys() - known)
+        extra = sorted(map(str, state.keys() - known))
         if missing or extra:
             hint = ""
             if any(k.startswith(("model.", "module.", "net.")) for k in extra):
@@ -336,7 +347,7 @@ class SymmetryGraph:
         for key, names in self.aliases.items():
             shape = self.shapes[key]
             for alias in names:
-                tensor = state[alias]
+                tensor = check_tensor(state[alias], f"{name}[{alias!r}]", self.kinds.get(key), values=finite)
                 extra_axes = tensor.ndim - len(shape)
                 leading = extra_axes if leading is None else leading
                 if extra_axes != leading or extra_axes < 0 or tuple(tensor.shape[extra_axes:]) != shape:
@@ -344,7 +355,8 @@ class SymmetryGraph:
                         f"{name}[{alias!r}] has shape {tuple(tensor.shape)}, but the architecture that the graph was "
                         f"discovered on has {shape} (leading sample axes must be the same for all tensors)"
                     )
-                if finite and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                numbers = tensor.is_floating_point() or tensor.is_complex()
+                if finite and numbers and not torch.isfinite(tensor).all():
                     bad = int((~torch.isfinite(tensor)).sum())
                     raise SymmetryError(
                         f"{name}[{alias!r}] holds {bad} NaN or infinite values; it comes from a diverged run or a "

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tu_symmetry.scaling.masses import Parameters, counted_parameters
 from tu_symmetry.scaling.removal import remove_symmetries
-from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.states import check_tensor, require_state
 
 Level = Literal["tensor", "layer", "network"]
 Reduction = Literal["mean", "max", "sum"]
@@ -48,6 +49,7 @@ def maximum_mean_discrepancy(
         ValueError: for fewer than two samples, shapes that do not fit, NaN or infinite values.
     """
     for name, samples in (("x", x), ("y", y)):
+        check_tensor(samples, name, "real")
         if samples.ndim != 2 or len(samples) < 2 or samples.shape[1] == 0:
             raise ValueError(f"{name} has the shape {tuple(samples.shape)}; expected (samples, features), samples >= 2")
         if not torch.isfinite(samples).all():
@@ -127,6 +129,9 @@ def weight_vectors(
         counted = counted_parameters(graph, parameters)
         removed = remove_symmetries(graph, states)
         states = {name: removed[name] for name in graph.shapes if name in counted}
+    if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
+        kinds = sorted({str(t.dtype) for t in states.values()})
+        raise SymmetryError(f"the states hold no real floating-point weights to compare, only {kinds}")
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in states.items():
         if tensor.is_floating_point():

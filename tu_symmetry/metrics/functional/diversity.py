@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.predictive import checked_probabilities
+from tu_symmetry.symmetry.states import check_tensor
 
 _ELEMENTS_AT_ONCE = 2**24
 
@@ -27,7 +28,7 @@ def pairwise_mutual_information(probs: Tensor) -> Tensor:
     Raises:
         ValueError: for other shapes, or values that are no probabilities.
     """
-    if probs.ndim != 3:
+    if check_tensor(probs, "probs").ndim != 3:
         raise ValueError(f"probs has the shape {tuple(probs.shape)}; expected (members, points, classes)")
     p = checked_probabilities(probs)
     members, points, classes = p.shape

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.symmetry.states import check_tensor
 
 Statistic = Literal["cramer_von_mises", "kolmogorov_smirnov"]
 
@@ -63,11 +65,12 @@ def marginal_homogeneity(
         statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
         draws: number of random relabelings; the least p-value is ``1 / (1 + draws)``.
         thresholds: number of pooled quantiles at which the distribution functions are compared.
-        generator: of the relabelings.
+        generator: of the relabelings; without one they cannot be repeated.
 
     Raises:
         ValueError: for other shapes, fewer than two samples or units, NaN or infinite weights.
     """
+    check_tensor(samples, "samples", "real")
     if samples.ndim < 3 or len(samples) < 2 or samples.shape[-2] < 2 or samples.shape[-1] == 0:
         raise ValueError(
             f"samples has the shape {tuple(samples.shape)}; expected (samples, units, weights) with at least 2 samples "
@@ -96,8 +99,9 @@ def marginal_homogeneity(
     deviation = differences(indicators)
     observed = summary(deviation)
     null = torch.empty(draws, dtype=torch.float64)
+    source = own_generator(generator)
     for k in range(draws):
-        labels = torch.rand(indicators.shape[:3], generator=generator).argsort(-1)
+        labels = torch.rand(indicators.shape[:3], generator=source, device=source.device).argsort(-1).cpu()
         null[k] = summary(differences(torch.take_along_dim(indicators, labels.unsqueeze(-1), dim=2)))
     # Sums of the same numbers in another order differ by rounding errors, which must not break ties.
     at_least = int((null >= observed * (1 - 1e-5)).sum())

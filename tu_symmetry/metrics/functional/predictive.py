@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tu_symmetry.symmetry.states import check_tensor
+
 
 def predictive_agreement(probs_a: Tensor, probs_b: Tensor) -> Tensor:
     """Share of points on which two predictives have the same most probable class.
@@ -53,6 +55,7 @@ def checked_probabilities(probs: Tensor, name: str = "probs") -> Tensor:
     Raises:
         ValueError: for empty tensors or values that are no probabilities.
     """
+    check_tensor(probs, name)
     if probs.ndim == 0 or 0 in probs.shape:
         raise ValueError(f"{name} has the shape {tuple(probs.shape)}; expected at least one of each axis")
     if not probs.is_floating_point():
@@ -72,7 +75,7 @@ def checked_probabilities(probs: Tensor, name: str = "probs") -> Tensor:
 
 
 def _mean_predictive(probs: Tensor, name: str) -> Tensor:
-    if probs.ndim not in (2, 3):
+    if check_tensor(probs, name).ndim not in (2, 3):
         raise ValueError(
             f"{name} has the shape {tuple(probs.shape)}; expected (points, classes), or (members, points, classes)"
         )
