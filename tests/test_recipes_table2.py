@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import functional_call, jacrev
 from torchvision.io import encode_jpeg, encode_png
 
+from tu_symmetry.datamodules.readers import CIFAR_ARCHIVE, TEXTURES_ARCHIVE
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -24,7 +25,7 @@ from tu_symmetry.tables import laplace_residual
 from tu_symmetry.tables.convnets import ResNet
 from tu_symmetry.tables.data import Batches
 from tu_symmetry.tables.engine import run_table
-from tu_symmetry.tables.images import CIFAR_ARCHIVE, CLASSES, IMAGES, TEXTURES_ARCHIVE
+from tu_symmetry.tables.images import CLASSES, IMAGES
 from tu_symmetry.tables.laplace_networks import matrices
 from tu_symmetry.tables.laplace_residual import CHOICES, Choice, EvidenceOptions, scores
 from tu_symmetry.tables.laplace_residual_report import name_of

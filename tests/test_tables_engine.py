@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tu_symmetry.tables.data import DataConfig, load_data, read_idx
+from tu_symmetry.tables.data import DataConfig, load_data
 from tu_symmetry.tables.engine import run_table
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.progress import Display
@@ -205,23 +205,6 @@ def test_digits_are_stratified_and_always_the_same() -> None:
     assert data.checksum != load_data(DataConfig("digits", train_size=1000), Path("nowhere")).checksum
     with pytest.raises(RecipeError, match="there are 1437 images"):
         load_data(DataConfig("digits", train_size=2000), Path("nowhere"))
-
-
-def test_idx_files_gzipped_or_not_and_damaged(tmp_path: Path) -> None:
-    import gzip
-    import struct
-
-    content = struct.pack(">HBBII", 0, 8, 2, 2, 3) + bytes(range(6))
-    (tmp_path / "plain").write_bytes(content)
-    (tmp_path / "packed.gz").write_bytes(gzip.compress(content))
-    expected = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
-    assert torch.equal(read_idx(tmp_path, "plain"), expected)
-    assert torch.equal(read_idx(tmp_path, "packed"), expected)
-    (tmp_path / "short").write_bytes(content[:-1])
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(content)[:-6])
-    for stem in ("short", "cut"):
-        with pytest.raises(RecipeError, match="delete it to have it downloaded"):
-            read_idx(tmp_path, stem)
 
 
 def test_grid_is_markdown_and_fits_a_terminal() -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import math
-import struct
-import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tu_symmetry.datamodules.readers import (
+    DataFileError,
+    IDXName,
+    LabeledImages,
+    download_idx,
+    idx_folder,
+    read_cifar,
+    read_digits,
+    read_idx_images,
+)
 from tu_symmetry.tables.recipe import DataConfig, RecipeError
 
-TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "kmnist": "KMNIST"}
+TORCHVISION: tuple[IDXName, ...] = ("mnist", "fashion_mnist", "kmnist")
 
 
 @dataclass(frozen=True)
@@ -81,20 +88,22 @@ def load_data(config: DataConfig, root: Path) -> Data:
     Raises:
         RecipeError: an unknown data set, sizes that it does not have, or data that can be neither found nor downloaded.
     """
-    if config.name == "digits":
-        parts = _digits()
-    elif config.name in TORCHVISION:
-        parts = _torchvision(TORCHVISION[config.name], root)
-    elif config.name == "cifar10":
-        parts = _cifar10(root)
-    else:
-        raise RecipeError(f"data.name {config.name!r}: the data sets are digits, cifar10, {', '.join(TORCHVISION)}")
-    train_x, train_y = _first(*parts[:2], config.train_size, "train_size")
-    test_x, test_y = _first(*parts[2:], config.test_size, "test_size")
+    with recipe_errors("; --data-root says where the data sets are"):
+        if config.name == "digits":
+            parts = read_digits()
+            train, test = parts["train"], parts["test"]
+        elif config.name in TORCHVISION:
+            train, test = _idx(config.name, root)
+        elif config.name == "cifar10":
+            train, test = read_cifar(root, "cifar10", "train"), read_cifar(root, "cifar10", "test")
+        else:
+            raise RecipeError(f"data.name {config.name!r}: the data sets are digits, cifar10, {', '.join(TORCHVISION)}")
+    train_x, train_y = _first(*train, config.train_size, "train_size")
+    test_x, test_y = _first(*test, config.test_size, "test_size")
     digest = hashlib.sha256()
     for tensor in (train_x, train_y, test_x, test_y):
         digest.update(tensor.contiguous().numpy().tobytes())
-    classes = int(max(parts[1].max(), parts[3].max())) + 1
+    classes = int(max(train.y.max(), test.y.max())) + 1
     scale = 16.0 if config.name == "digits" else 255.0
     return Data(
         train_x.float() / scale, train_y.long(), test_x.float() / scale, test_y.long(), classes, digest.hexdigest()[:16]
@@ -107,69 +116,16 @@ def _first(x: Tensor, y: Tensor, size: int | None, what: str) -> tuple[Tensor, T
     return x[:size], y[:size]
 
 
-def _digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1,437 training and 360 test images ``[n, 1, 8, 8]`` in 0..16, stratified, always the same split."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    bunch = load_digits()
-    split = train_test_split(bunch.images, bunch.target, test_size=360, stratify=bunch.target, random_state=0)
-    train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in split)
-    return train_x.to(torch.uint8).unsqueeze(1), train_y, test_x.to(torch.uint8).unsqueeze(1), test_y
-
-
-def _torchvision(name: str, root: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The images ``[n, 1, 28, 28]`` in 0..255 and labels of one of torchvision's MNIST-like sets."""
-    raw = root / name / "raw"
-    stems = [f"{split}-{kind}-ubyte" for split in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    if not all(_idx_file(raw, stem) for stem in stems):
-        from torchvision import datasets
-
-        try:
-            getattr(datasets, name)(root, download=True)
-        except (RuntimeError, OSError) as error:
-            raise RecipeError(
-                f"{name} is not in {raw} (its four idx files, gzipped or not) and could not be downloaded there; "
-                f"give --data-root with a folder that holds {name}/raw. The download said: {error}"
-            ) from error
-    train_x, train_y, test_x, test_y = (read_idx(raw, stem) for stem in stems)
-    return train_x.unsqueeze(1), train_y, test_x.unsqueeze(1), test_y
-
-
-def _cifar10(root: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The images ``[n, 3, 32, 32]`` in 0..255 and labels, from torchvision's ``cifar-10-batches-py``."""
-    from torchvision.datasets import CIFAR10
-
+@contextmanager
+def recipe_errors(hint: str = "") -> Iterator[None]:
+    """Data that cannot be read, as an error of the recipe, with a hint about this command's options."""
     try:
-        parts = [CIFAR10(root, train=train, download=True) for train in (True, False)]
-    except (RuntimeError, OSError) as error:
-        raise RecipeError(
-            f"CIFAR-10 is not in {root} (torchvision's folder cifar-10-batches-py) and could not be downloaded there; "
-            f"give --data-root with a folder that holds it. The download said: {error}"
-        ) from error
-    images = [torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous() for part in parts]
-    labels = [torch.tensor(part.targets, dtype=torch.uint8) for part in parts]
-    return images[0], labels[0], images[1], labels[1]
+        yield
+    except DataFileError as error:
+        raise RecipeError(f"{error}{hint}") from error
 
 
-def read_idx(folder: Path, stem: str) -> Tensor:
-    """Read an idx file of unsigned bytes, gzipped or not (torchvision itself reads only unzipped ones).
-
-    Raises:
-        RecipeError: a file that is truncated or of another format.
-    """
-    path = _idx_file(folder, stem)
-    assert path is not None, f"{folder / stem} vanished"
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        zeros, kind, ndim = struct.unpack_from(">HBB", content)
-        shape = struct.unpack_from(f">{ndim}I", content, 4)
-    except (OSError, EOFError, zlib.error, struct.error) as error:
-        raise RecipeError(f"{path} cannot be read as an idx file ({error}); delete it to have it downloaded") from error
-    if zeros != 0 or kind != 8 or len(content) != 4 + 4 * ndim + math.prod(shape):
-        raise RecipeError(f"{path} is no idx file of bytes, or it is truncated; delete it to have it downloaded again")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=4 + 4 * ndim).reshape(shape)
-
-
-def _idx_file(folder: Path, stem: str) -> Path | None:
-    return next((p for p in (folder / stem, folder / f"{stem}.gz") if p.is_file()), None)
+def _idx(name: IDXName, root: Path) -> tuple[LabeledImages, LabeledImages]:
+    if any(idx_folder(root, name, split, flat=False) is None for split in ("train", "test")):
+        download_idx(root, name)
+    return read_idx_images(root, name, "train", flat=False), read_idx_images(root, name, "test", flat=False)

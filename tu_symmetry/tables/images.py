@@ -8,25 +8,30 @@ decoded, into one file in the stage's folder.
 from __future__ import annotations
 
 import hashlib
-import tarfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
 
-from tu_symmetry.tables.data import Data, load_data
-from tu_symmetry.tables.recipe import DataConfig, RecipeError
+from tu_symmetry.datamodules.readers import (
+    CIFAR10_CLASSES,
+    read_cifar10_archive,
+    read_svhn,
+    read_textures,
+)
+from tu_symmetry.tables.data import Data, load_data, recipe_errors
+from tu_symmetry.tables.recipe import DataConfig
 from tu_symmetry.tables.stage import Input, Results, StageContext, stage
 
 IMAGES = "images.safetensors"
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-CIFAR_ARCHIVE = "cifar10-jpeg.tar.xz"
-TEXTURES_ARCHIVE = "dtd10-64.tar.xz"
+CLASSES = CIFAR10_CLASSES
+_HINT = (
+    "; --data-root says where the data sets are, --set images.source=cifar10 --set images.out_of_distribution=svhn "
+    "has torchvision's downloaded, and --set images.out_of_distribution=none leaves the latter out"
+)
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,13 @@ class ImagesOptions:
 def prepare_images(context: StageContext, options: ImagesOptions) -> Results:
     """Read the images into one file."""
     root = Path(options.root) if options.root is not None else context.data_root
-    tensors = _cifar10(options, root) if options.source == "cifar10" else _cifar10_jpeg(options, root)
-    if options.out_of_distribution != "none":
-        read = _svhn if options.out_of_distribution == "svhn" else _textures
-        tensors["ood_x"] = read(root, options.out_of_distribution_size, tensors["test_x"].shape[-1])
+    count = options.out_of_distribution_size
+    with recipe_errors(_HINT):
+        tensors = _cifar10(options, root) if options.source == "cifar10" else _cifar10_jpeg(options, root)
+        if options.out_of_distribution == "svhn":
+            tensors["ood_x"] = read_svhn(root, count)
+        elif options.out_of_distribution == "textures":
+            tensors["ood_x"] = read_textures(root, count, tensors["test_x"].shape[-1])
     temporary = context.folder / "images.tmp"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
     temporary.replace(context.folder / IMAGES)
@@ -96,72 +104,7 @@ def _cifar10(options: ImagesOptions, root: Path) -> dict[str, Tensor]:
 
 
 def _cifar10_jpeg(options: ImagesOptions, root: Path) -> dict[str, Tensor]:
-    wanted = {"train": options.train_size, "test": options.test_size}
-    images: dict[str, list[Tensor]] = {"train": [], "test": []}
-    labels: dict[str, list[int]] = {"train": [], "test": []}
-
-    def take(name: str) -> bool:
-        part, limit = name.partition("/")[0], wanted.get(name.partition("/")[0], 0)
-        return part in wanted and (limit is None or len(images[part]) < limit)
-
-    path = root / CIFAR_ARCHIVE
-    for name, image in _decoded(path, take):
-        part, label = name.partition("/")[0], PurePosixPath(name).stem.partition("_")[2]
-        if label not in CLASSES:
-            raise RecipeError(f"{path}: {name} names no class of CIFAR-10; members are train/00000_frog.jpg and so on")
-        images[part].append(image)
-        labels[part].append(CLASSES.index(label))
-    for part, limit in wanted.items():
-        if not images[part] or (limit is not None and len(images[part]) < limit):
-            raise RecipeError(f"{path} holds {len(images[part])} {part} images, {limit or 'some'} are wanted")
-    return {f"{part}_x": torch.stack(found) for part, found in images.items()} | {
-        f"{part}_y": torch.tensor(found, dtype=torch.uint8) for part, found in labels.items()
+    parts = read_cifar10_archive(root, options.train_size, options.test_size)
+    return {f"{part}_x": found.x for part, found in parts.items()} | {
+        f"{part}_y": found.y for part, found in parts.items()
     }
-
-
-def _textures(root: Path, count: int | None, size: int) -> Tensor:
-    path = root / TEXTURES_ARCHIVE
-    images = torch.stack([image for _, image in _decoded(path, lambda name: True)])
-    smaller = F.interpolate(images[_spaced(len(images), count, path)].float(), (size, size), mode="area")
-    return smaller.round().to(torch.uint8)
-
-
-def _svhn(root: Path, count: int | None, size: int) -> Tensor:
-    from torchvision.datasets import SVHN
-
-    try:
-        images = torch.from_numpy(SVHN(str(root), split="test", download=True).data)
-    except (RuntimeError, OSError) as error:
-        raise RecipeError(
-            f"SVHN is not in {root} (torchvision's test_32x32.mat) and could not be downloaded there; give a folder "
-            "that holds it with --data-root, or leave out-of-distribution images out with "
-            f"--set images.out_of_distribution=none. The download said: {error}"
-        ) from error
-    return images[_spaced(len(images), count, root)]
-
-
-def _spaced(available: int, count: int | None, where: Path) -> Tensor:
-    if count is not None and not 1 <= count <= available:
-        raise RecipeError(f"out_of_distribution_size is {count}, but there are {available} images in {where}")
-    return torch.linspace(0, available - 1, count or available, dtype=torch.float64).round().long()
-
-
-def _decoded(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Names and images ``[3, height, width]`` in bytes of the wanted members, in the archive's order."""
-    from torchvision.io import ImageReadMode, decode_image
-
-    if not path.is_file():
-        raise RecipeError(
-            f"{path} is missing: give the folder that holds it with --data-root, or have torchvision's "
-            "data sets downloaded with --set images.source=cifar10 --set images.out_of_distribution=svhn"
-        )
-    try:
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if member.isfile() and take(member.name):
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    buffer = torch.frombuffer(bytearray(content.read()), dtype=torch.uint8)
-                    yield member.name, decode_image(buffer, ImageReadMode.RGB)
-    except (tarfile.TarError, EOFError, OSError, RuntimeError) as error:
-        raise RecipeError(f"{path} cannot be read as an archive of images ({error}); get a fresh copy") from error

@@ -1,0 +1,294 @@
+"""Data modules: files of every form and damage, splits, orders, places in an epoch, and TorchUncertainty's loaders."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torchvision.io import encode_jpeg
+
+from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.datamodules import CIFARDataModule, DataFileError, DigitsDataModule, IDXDataModule
+from tu_symmetry.datamodules.loading import SeededOrder, TensorPairs
+from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, read_idx, read_idx_images
+from tu_symmetry.tables.data import DataConfig, load_data
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def idx(values: Tensor) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + bytes(values.flatten().tolist())
+
+
+def write_idx(folder: Path, count: int = 12, offset: int = 0, pack: bool = False) -> Tensor:
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(offset)
+    images = torch.randint(256, (count, 28, 28), generator=generator, dtype=torch.uint8)
+    labels = (torch.arange(count) % 10).to(torch.uint8)
+    for half in ("train", "t10k"):
+        for stem, tensor in ((f"{half}-images-idx3-ubyte", images), (f"{half}-labels-idx1-ubyte", labels)):
+            content = idx(tensor)
+            path = folder / (f"{stem}.gz" if pack else stem)
+            path.write_bytes(gzip.compress(content) if pack else content)
+    return images
+
+
+def test_idx_files_gzipped_or_not_and_damaged(tmp_path: Path) -> None:
+    content = struct.pack(">HBBII", 0, 8, 2, 2, 3) + bytes(range(6))
+    (tmp_path / "plain").write_bytes(content)
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(content))
+    expected = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    assert torch.equal(read_idx(tmp_path, "plain"), expected)
+    assert torch.equal(read_idx(tmp_path, "packed"), expected)
+    packed = bytearray(gzip.compress(content))
+    packed[12] ^= 255  # a flipped byte inside the compressed data
+    damaged = {"short": content[:-1], "cut.gz": gzip.compress(content)[:-6], "flip.gz": bytes(packed)}
+    damaged |= {"empty": b"", "foreign": b"\x89PNG\r\n\x1a\n" + bytes(30), "plain2.gz": content}
+    for name, bad in damaged.items():
+        (tmp_path / name).write_bytes(bad)
+        with pytest.raises(DataFileError, match=rf"{name}.*delete it to have it downloaded"):
+            read_idx(tmp_path, name.removesuffix(".gz"))
+
+
+@pytest.mark.parametrize("place", ["MNIST/raw", "MNIST", "."])
+@pytest.mark.parametrize("pack", [False, True])
+def test_idx_files_are_found_where_they_may_lie(tmp_path: Path, place: str, pack: bool) -> None:
+    images = write_idx(tmp_path / place, pack=pack)
+    module = IDXDataModule("mnist", tmp_path, download=False, train_size=5, test_size=3)
+    module.setup("fit")
+    assert torch.equal((module.train.x * 255).round().to(torch.uint8)[:, 0], images[:5])
+    assert len(module.test) == 3
+
+
+def test_what_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataFileError, match=r"kmnist: there is no train-images.*KMNIST/raw"):
+        IDXDataModule("kmnist", tmp_path, download=False).setup("fit")
+    write_idx(tmp_path)  # flat files belong to one data set: not taken for another one's
+    with pytest.raises(DataFileError, match="notmnist: there is no t10k-images"):
+        IDXDataModule("mnist", tmp_path, eval_ood=True, ood_dataset="notmnist", download=False).setup("test")
+    with pytest.raises(DataFileError, match="torchvision cannot download it"):
+        IDXDataModule("mnist", tmp_path, eval_ood=True, ood_dataset="notmnist").prepare_data()
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(torch.zeros(4, dtype=torch.uint8)))
+    with pytest.raises(DataFileError, match=r"\(12, 28, 28\).*\(4,\)"):
+        read_idx_images(tmp_path, "mnist", "train")
+    write_idx(tmp_path)
+    for wrong, match in (
+        ({"train_size": 13}, "train_size is 13, but there are 12"),
+        ({"val_size": 12}, "val_size is 12, but there are 12 training images"),
+        ({"val_size": 4, "train_size": 9}, "train_size is 9, but there are 8"),
+    ):
+        with pytest.raises(DataFileError, match=match):
+            IDXDataModule("mnist", tmp_path, download=False, **wrong).setup("fit")
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        IDXDataModule("mnist", tmp_path, batch_size=0)
+    with pytest.raises(ValueError, match="is the data set itself"):
+        IDXDataModule("mnist", tmp_path, eval_ood=True, ood_dataset="mnist")
+
+
+def test_digits_are_those_of_the_tables() -> None:
+    module = DigitsDataModule()
+    module.setup()
+    data = load_data(DataConfig("digits"), Path("nowhere"))
+    assert torch.equal(module.train.x, data.train_x) and torch.equal(module.train.y, data.train_y)
+    assert torch.equal(module.test.x, data.test_x) and torch.equal(module.test.y, data.test_y)
+    normalized = DigitsDataModule(normalize=True)
+    normalized.setup("fit")
+    assert abs(float(normalized.train.x.mean())) < 1e-3 and abs(float(normalized.train.x.std()) - 1) < 1e-3
+
+
+def test_training_validation_and_test_do_not_overlap() -> None:
+    module = DigitsDataModule(train_size=1000, val_size=437)
+    module.setup()
+    whole = DigitsDataModule()
+    whole.setup()
+    assert torch.equal(torch.cat([module.train.x, module.val.x]), whole.train.x)
+    assert whole.val is whole.test  # as TorchUncertainty's data modules do
+
+
+def test_ood_digits_keep_the_histogram_of_every_image() -> None:
+    module = DigitsDataModule(eval_ood=True, ood_size=50)
+    module.setup("test")
+    test, ood = module.test_dataloader()
+    x, shuffled = next(iter(test))[0], next(iter(ood))[0]
+    chosen = torch.linspace(0, 359, 50, dtype=torch.float64).round().long()
+    assert torch.equal(x[chosen].flatten(1).sort(1).values, shuffled.flatten(1).sort(1).values)
+    assert (x[chosen] != shuffled).flatten(1).any(1).all()
+
+
+def orders_of(module: DigitsDataModule, epochs: int = 3) -> list[Tensor]:
+    loader = module.train_dataloader()
+    found = []
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)  # type: ignore[attr-defined]
+        found.append(torch.cat([x for x, _ in loader], dim=1 if module.orders else 0))
+    return found
+
+
+def test_orders_are_functions_of_seed_and_epoch() -> None:
+    make = {seed: DigitsDataModule(batch_size=64, train_size=200, seed=seed) for seed in range(4)}
+    found = {seed: orders_of(module) for seed, module in make.items()}
+    again = orders_of(DigitsDataModule(batch_size=64, train_size=200, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(found[1], again, strict=True))
+    every = [order for orders in found.values() for order in orders]
+    assert all(not torch.equal(a, b) for i, a in enumerate(every) for b in every[:i])  # seed + 1 is no epoch + 1
+    for order in every:
+        assert torch.equal(order.flatten(1).sort(0).values, make[0].train.x.flatten(1).sort(0).values)
+
+
+def test_rows_of_many_orders_are_single_orders() -> None:
+    many = orders_of(DigitsDataModule(batch_size=64, train_size=200, seed=5, orders=3))
+    for m in range(3):
+        single = orders_of(DigitsDataModule(batch_size=64, train_size=200, seed=5 + m))
+        assert all(torch.equal(rows[m], order) for rows, order in zip(many, single, strict=True))
+
+
+def test_processes_share_an_epoch() -> None:
+    pairs = TensorPairs(torch.arange(20.0), torch.arange(20))
+    parts = [SeededOrder(pairs, num_replicas=3, rank=rank, seed=7) for rank in range(3)]
+    shares = [list(part) for part in parts]
+    assert [len(share) for share in shares] == [7, 7, 7]
+    assert {i for share in shares for i in share} == set(range(20))
+    whole = list(SeededOrder(pairs, num_replicas=1, rank=0, seed=7))
+    assert [i for group in zip(*shares, strict=True) for i in group][:20] == whole
+
+
+@pytest.mark.parametrize("size", ["full", None])
+def test_full_batches_are_the_set_itself(size: Any) -> None:
+    module = DigitsDataModule(batch_size=size)
+    (batch,) = list(module.train_dataloader())
+    assert batch[0] is module.train.x and batch[1] is module.train.y
+
+
+class Seen(LightningModule):
+    """Remembers its batches, and learns from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(64, 10)
+        self.batches: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batches.append(batch[0])
+        return nn.functional.cross_entropy(self.model(batch[0].flatten(1)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder: Path, **more: Any) -> Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, **(quiet | more))
+
+
+@pytest.mark.parametrize("steps", [3, 4, 6])  # in an epoch, at its end, in the next one
+def test_a_resumed_run_sees_the_batches_that_were_left(tmp_path: Path, steps: int) -> None:
+    torch.manual_seed(0)
+    start = Seen().state_dict()
+
+    def data() -> DigitsDataModule:
+        return DigitsDataModule(batch_size=50, train_size=190, seed=3, resident=True)
+
+    whole, cut, rest = Seen(), Seen(), Seen()
+    for module in (whole, cut):
+        module.load_state_dict(start)
+    trainer(tmp_path, max_epochs=3, enable_checkpointing=False).fit(whole, datamodule=data())
+    saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
+    trainer(tmp_path, max_steps=steps, callbacks=[saving]).fit(cut, datamodule=data())
+    trainer(tmp_path, max_epochs=3, enable_checkpointing=False).fit(
+        rest, datamodule=data(), ckpt_path=saving.best_model_path
+    )
+    joined = cut.batches + rest.batches
+    assert len(joined) == len(whole.batches) == 12
+    assert all(torch.equal(a, b) for a, b in zip(joined, whole.batches, strict=True))
+    assert all(torch.equal(t, rest.state_dict()[name]) for name, t in whole.state_dict().items())
+
+
+def test_laplace_takes_the_training_data_in_order(tmp_path: Path) -> None:
+    module, data = Seen(), DigitsDataModule(batch_size=50, train_size=190)
+    run = trainer(tmp_path, max_steps=1, enable_checkpointing=False)
+    run.fit(module, datamodule=data)
+    plain = plain_training_loader(run, module)
+    assert torch.equal(torch.cat([x for x, _ in plain]), data.train.x)
+    assert torch.equal(torch.cat([x for x, _ in data.postprocess_dataloader()]), data.train.x)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    with tarfile.open(tmp_path / CIFAR_ARCHIVE, "w:xz") as file:
+        for part, count in (("train", 8), ("test", 5)):
+            for i in range(count):
+                picture = torch.full((3, 32, 32), 20 * i, dtype=torch.uint8)
+                content = encode_jpeg(picture, quality=95).numpy().tobytes()
+                member = tarfile.TarInfo(f"{part}/{i:05d}_{CIFAR10_CLASSES[i % 10]}.jpg")
+                member.size = len(content)
+                file.addfile(member, io.BytesIO(content))
+    return tmp_path
+
+
+def test_cifar_from_an_archive(archive: Path) -> None:
+    module = CIFARDataModule(root=archive, source="archive", train_size=6, test_size=4)
+    module.setup("fit")
+    assert module.train.y.tolist() == list(range(6)) and module.test.y.tolist() == list(range(4))
+    assert torch.allclose(module.train.x.mean((1, 2, 3)) * 255, 20.0 * torch.arange(6), atol=2)
+    held = CIFARDataModule(root=archive, source="archive", val_size=3)
+    held.setup()
+    assert held.val.y.tolist() == [5, 6, 7] and held.test.y.tolist() == list(range(5))
+    content = (archive / CIFAR_ARCHIVE).read_bytes()
+    for damaged in (content[:200], content[:100] + bytes(50) + content[150:], b""):
+        (archive / CIFAR_ARCHIVE).write_bytes(damaged)
+        with pytest.raises(DataFileError, match="cannot be read as an archive"):
+            CIFARDataModule(root=archive, source="archive").setup("test")
+    with pytest.raises(ValueError, match="holds CIFAR-10"):
+        CIFARDataModule("cifar100", source="archive")
+
+
+def test_real_files(data_root: Path) -> None:
+    module = IDXDataModule("mnist", data_root, eval_ood=True, ood_dataset="notmnist", download=False)
+    module.setup()
+    assert (len(module.train), len(module.test), len(module.ood)) == (60_000, 10_000, 10_000)
+    assert module.train.y[:5].tolist() == [5, 0, 4, 1, 9] and module.train.x.max() == 1
+
+
+YAML = """
+seed_everything: 0
+trainer: {accelerator: cpu, devices: 1, max_epochs: 1, logger: false, enable_progress_bar: false,
+          enable_checkpointing: false, enable_model_summary: false}
+routine:
+  num_classes: 10
+  eval_ood: true
+  loss: {class_path: torch.nn.CrossEntropyLoss}
+  model:
+    class_path: torch_uncertainty.models.mlp.mlp
+    init_args: {in_features: 64, num_outputs: 10, hidden_dims: [16], flatten_start_dim: 1}
+data:
+  class_path: tu_symmetry.datamodules.DigitsDataModule
+  init_args: {batch_size: 100, val_size: 200, eval_ood: true, resident: true}
+optimizer: {class_path: torch.optim.Adam, init_args: {lr: 1.0e-2}}
+"""
+
+
+def test_torch_uncertainty_trains_and_tests_from_yaml(tmp_path: Path) -> None:
+    pytest.importorskip("torch_uncertainty")
+    from lightning.pytorch import LightningDataModule
+    from torch_uncertainty.routines import ClassificationRoutine
+    from torch_uncertainty.utils.cli import TULightningCLI
+
+    (tmp_path / "c.yaml").write_text(YAML)
+    cli = TULightningCLI(
+        ClassificationRoutine,
+        LightningDataModule,
+        subclass_mode_data=True,
+        args=["fit", "--config", str(tmp_path / "c.yaml"), "--data.init_args.batch_size=70"],
+    )
+    assert cli.datamodule.batch_size == 70
+    (found, *_) = cli.trainer.test(cli.routine, datamodule=cli.datamodule)
+    assert found["test/cls/Acc"] > 0.5 and 0 <= found["ood/AUROC"] <= 1

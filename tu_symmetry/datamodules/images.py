@@ -1,0 +1,495 @@
+"""LightningDataModules for image sets that fit in memory: digits, the MNIST family, and CIFAR.
+
+All of them give images in [0, 1] or normalized, the same splits and orders on every machine, out-of-distribution test
+sets where TorchUncertainty's routines look for them, and full batches for Hamiltonian Monte Carlo.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.datamodules.readers import (
+    CIFAR_ARCHIVE,
+    CIFARName,
+    DataFileError,
+    IDXName,
+    LabeledImages,
+    download_idx,
+    idx_folder,
+    read_cifar,
+    read_cifar10_archive,
+    read_digits,
+    read_idx_images,
+    read_svhn,
+    read_textures,
+)
+
+Part = Literal["train", "test", "ood"]
+BatchSize = int | Literal["full"] | None
+
+
+class ImageDataModule(LightningDataModule):
+    """What the data modules of this package share; a subclass says how its parts are read.
+
+    ``train`` is the first ``train_size`` images of the training half without its last ``val_size`` ones, which are
+    ``val``. Where ``val_size`` is 0, validation runs on the test set, as in TorchUncertainty's data modules. Test
+    loaders come as TorchUncertainty's routines expect them: the test set, then with ``eval_ood`` the
+    out-of-distribution set (labels there are those of that set and mean nothing).
+
+    Batches are read by index from tensors in memory, so there are no workers. Their order in an epoch is a function of
+    ``seed`` and the epoch; a run resumed in the middle of an epoch goes on with the batches that were left.
+
+    Args:
+        batch_size: of training batches; ``full`` or None for the whole training set in order.
+        eval_batch_size: of all other batches; None for whole sets.
+        train_size: number of training images, None for all that validation leaves.
+        val_size: number of validation images, the last of the training half.
+        test_size: number of test images, the first ones; None for all.
+        normalize: subtract the data set's mean and divide by its standard deviation (of the pixels in [0, 1], by
+            channel); else images are in [0, 1].
+        eval_ood: also test on the out-of-distribution set.
+        ood_size: number of its images, evenly spaced; None for all.
+        orders: for members trained at once: training batches are ``[orders, batch, ...]``, with an independent order
+            for each; the m-th is that of a data module with ``seed + m`` and no ``orders``.
+        resident: keep the tensors on the trainer's device, so that nothing is copied there batch by batch.
+        seed: of the orders.
+
+    Attributes:
+        num_classes: number of classes.
+        input_shape: ``(channels, height, width)``.
+        mean: of the training pixels in [0, 1], by channel.
+        std: likewise.
+    """
+
+    training_task: ClassVar[str] = "classification"
+    shift_severity: ClassVar[int] = 1
+    num_tta: ClassVar[int] = 1
+    eval_shift: ClassVar[bool] = False
+
+    num_classes: int
+    input_shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 255.0
+
+    def __init__(
+        self,
+        *,
+        batch_size: BatchSize,
+        eval_batch_size: int | None,
+        train_size: int | None,
+        val_size: int,
+        test_size: int | None,
+        normalize: bool,
+        eval_ood: bool,
+        ood_size: int | None,
+        orders: int | None,
+        resident: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        sizes = {"eval_batch_size": eval_batch_size, "train_size": train_size, "test_size": test_size}
+        sizes |= {"ood_size": ood_size, "orders": orders, "batch_size": None if batch_size == "full" else batch_size}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if val_size < 0 or seed < 0:
+            raise ValueError(f"val_size and seed must not be negative, got {val_size} and {seed}")
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.train_size = train_size
+        self.val_size = val_size
+        self.test_size = test_size
+        self.normalize = normalize
+        self.eval_ood = eval_ood
+        self.ood_size = ood_size
+        self.orders = orders
+        self.resident = resident
+        self.seed = seed
+        self._parts: dict[str, TensorPairs] = {}
+
+    @abstractmethod
+    def read(self, part: Part) -> LabeledImages:
+        """Read a whole part from its files: ``train``, ``test`` or ``ood``.
+
+        Raises:
+            DataFileError: files that are missing or damaged.
+        """
+
+    @property
+    def train(self) -> TensorPairs:
+        """The training set."""
+        return self._part("train")
+
+    @property
+    def val(self) -> TensorPairs:
+        """The validation set; the test set if ``val_size`` is 0."""
+        return self._part("val" if self.val_size else "test")
+
+    @property
+    def test(self) -> TensorPairs:
+        """The test set."""
+        return self._part("test")
+
+    @property
+    def ood(self) -> TensorPairs:
+        """The out-of-distribution set."""
+        return self._part("ood")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read what the stage needs (once), and move it to the trainer's device if it is to stay there."""
+        if stage in ("fit", None):
+            _ = self.train, self.val
+        if stage == "validate":
+            _ = self.val
+        if stage in ("test", "predict", None):
+            _ = self.test
+        if stage in ("test", None) and self.eval_ood:
+            _ = self.ood
+        if self.resident and self.trainer is not None:
+            device = self.trainer.strategy.root_device
+            for pairs in self._parts.values():
+                pairs.x, pairs.y = pairs.x.to(device), pairs.y.to(device)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Training batches; the whole set in order for a full batch."""
+        data = self.train
+        full = self.batch_size is None or self.batch_size == "full"
+        size = len(data) if full else int(self.batch_size)  # type: ignore[arg-type]
+        world, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        first, *others = (
+            SeededOrder(data, num_replicas=world, rank=rank, seed=self.seed + m, shuffle=not full)
+            for m in range(self.orders or 1)
+        )
+        return ResumableLoader(data, size, first, (first, *others) if self.orders else ())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Validation batches, in order."""
+        return self._in_order(self.val)
+
+    def test_dataloader(self) -> list[DataLoader[Any]]:
+        """Test batches, and with ``eval_ood`` out-of-distribution batches, in order."""
+        return [self._in_order(self.test), *([self._in_order(self.ood)] if self.eval_ood else [])]
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Test batches, in order."""
+        return self._in_order(self.test)
+
+    def postprocess_dataloader(self) -> DataLoader[Any]:
+        """Training batches, in order: what post-processing such as Laplace is fitted to."""
+        return self._in_order(self.train)
+
+    def _in_order(self, data: TensorPairs) -> DataLoader[Any]:
+        return DataLoader(data, batch_size=self.eval_batch_size or len(data), shuffle=False, collate_fn=as_it_is)
+
+    def _part(self, name: str) -> TensorPairs:
+        if name not in self._parts:
+            if name in ("train", "val"):
+                self._parts |= self._divided(self.read("train"))
+            elif name == "test":
+                self._parts["test"] = self._pairs(self._limited(self.read("test"), self.test_size, "test_size"))
+            else:
+                found = self.read("ood")
+                if self.ood_size is not None and self.ood_size > len(found.x):
+                    raise DataFileError(f"ood_size is {self.ood_size}, but there are {len(found.x)} such images")
+                count = self.ood_size or len(found.x)
+                chosen = torch.linspace(0, len(found.x) - 1, count, dtype=torch.float64).round().long()
+                self._parts["ood"] = self._pairs(LabeledImages(found.x[chosen], found.y[chosen]))
+        return self._parts[name]
+
+    def _divided(self, whole: LabeledImages) -> Mapping[str, TensorPairs]:
+        left = len(whole.x) - self.val_size
+        if left < 1:
+            raise DataFileError(f"val_size is {self.val_size}, but there are {len(whole.x)} training images")
+        train = self._limited(LabeledImages(whole.x[:left], whole.y[:left]), self.train_size, "train_size")
+        parts = {"train": self._pairs(train)}
+        if self.val_size:
+            parts["val"] = self._pairs(LabeledImages(whole.x[left:], whole.y[left:]))
+        return parts
+
+    def _limited(self, found: LabeledImages, size: int | None, what: str) -> LabeledImages:
+        if size is not None and size > len(found.x):
+            raise DataFileError(f"{what} is {size}, but there are {len(found.x)} images")
+        return LabeledImages(found.x[:size], found.y[:size])
+
+    def _pairs(self, found: LabeledImages) -> TensorPairs:
+        if tuple(found.x.shape[1:]) != self.input_shape:
+            raise DataFileError(
+                f"{type(self).__name__}: the files hold images of shape {tuple(found.x.shape[1:])}, expected "
+                f"{self.input_shape}; they are of another data set"
+            )
+        x = found.x.float() / self.scale
+        if self.normalize:
+            x = (x - _by_channel(self.mean)) / _by_channel(self.std)
+        return TensorPairs(x, found.y.long())
+
+
+class DigitsDataModule(ImageDataModule):
+    """Scikit-learn's digits, 1,437 training and 360 test images of 8 x 8 pixels; nothing is downloaded.
+
+    The split is stratified and always the same. The out-of-distribution set are the test images with their pixels in
+    a random order, each in its own: the same histograms, no shapes.
+
+    Args:
+        batch_size: see :class:`ImageDataModule`, also for all that follows.
+        eval_batch_size: of other batches.
+        train_size: number of training images.
+        val_size: number of validation images.
+        test_size: number of test images.
+        normalize: to mean 0 and standard deviation 1.
+        eval_ood: also test on the out-of-distribution set.
+        ood_size: number of its images.
+        orders: independent orders for members trained at once.
+        resident: keep the tensors on the trainer's device.
+        seed: of the orders.
+    """
+
+    num_classes = 10
+    input_shape = (1, 8, 8)
+    mean = (0.3054,)
+    std = (0.3761,)
+    scale = 16.0
+
+    def __init__(
+        self,
+        batch_size: BatchSize = 100,
+        eval_batch_size: int | None = 1000,
+        train_size: int | None = None,
+        val_size: int = 0,
+        test_size: int | None = None,
+        normalize: bool = False,
+        eval_ood: bool = False,
+        ood_size: int | None = None,
+        orders: int | None = None,
+        resident: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            normalize=normalize,
+            eval_ood=eval_ood,
+            ood_size=ood_size,
+            orders=orders,
+            resident=resident,
+            seed=seed,
+        )
+
+    def read(self, part: Part) -> LabeledImages:
+        """Read a whole part."""
+        if part != "ood":
+            return read_digits()[part]
+        test = read_digits()["test"]
+        order = torch.rand(len(test.x), 64, generator=torch.Generator().manual_seed(0)).argsort(1)
+        return LabeledImages(test.x.flatten(1).gather(1, order).view_as(test.x), test.y)
+
+
+_IDX_MOMENTS: dict[str, tuple[float, float]] = {
+    "mnist": (0.1307, 0.3081),
+    "fashion_mnist": (0.2860, 0.3530),
+    "kmnist": (0.1918, 0.3483),
+    "notmnist": (0.4266, 0.4589),  # of the test half
+}
+
+
+class IDXDataModule(ImageDataModule):
+    """MNIST, Fashion-MNIST, KMNIST or notMNIST from their IDX files, gzipped or not.
+
+    Files lie in ``root/MNIST/raw`` (as torchvision puts them), in ``root/MNIST``, or in ``root`` itself; of an
+    out-of-distribution set only the test half is needed, in one of the first two places. What is missing is
+    downloaded by torchvision, except notMNIST.
+
+    Args:
+        dataset: ``mnist``, ``fashion_mnist``, ``kmnist`` or ``notmnist``.
+        root: folder of data sets.
+        batch_size: see :class:`ImageDataModule`, also for all that follows.
+        eval_batch_size: of other batches.
+        train_size: number of training images.
+        val_size: number of validation images.
+        test_size: number of test images.
+        normalize: to mean 0 and standard deviation 1.
+        eval_ood: also test on the out-of-distribution set.
+        ood_dataset: the out-of-distribution set, normalized as the training set.
+        ood_size: number of its images.
+        orders: independent orders for members trained at once.
+        resident: keep the tensors on the trainer's device.
+        download: download what is missing.
+        seed: of the orders.
+
+    Raises:
+        ValueError: an out-of-distribution set that is the data set itself.
+    """
+
+    num_classes = 10
+    input_shape = (1, 28, 28)
+
+    def __init__(
+        self,
+        dataset: IDXName = "mnist",
+        root: str | Path = "data",
+        batch_size: BatchSize = 100,
+        eval_batch_size: int | None = 1000,
+        train_size: int | None = None,
+        val_size: int = 0,
+        test_size: int | None = None,
+        normalize: bool = False,
+        eval_ood: bool = False,
+        ood_dataset: IDXName = "fashion_mnist",
+        ood_size: int | None = None,
+        orders: int | None = None,
+        resident: bool = False,
+        download: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            normalize=normalize,
+            eval_ood=eval_ood,
+            ood_size=ood_size,
+            orders=orders,
+            resident=resident,
+            seed=seed,
+        )
+        if eval_ood and ood_dataset == dataset:
+            raise ValueError(f"ood_dataset is {dataset}, which is the data set itself: choose another")
+        self.dataset = dataset
+        self.ood_dataset = ood_dataset
+        self.root = Path(root)
+        self.download = download
+        mean, std = _IDX_MOMENTS[dataset]
+        self.mean, self.std = (mean,), (std,)
+
+    def prepare_data(self) -> None:
+        """Download what is missing, in one process."""
+        if not self.download:
+            return
+        if any(idx_folder(self.root, self.dataset, split) is None for split in ("train", "test")):
+            download_idx(self.root, self.dataset)
+        if self.eval_ood and idx_folder(self.root, self.ood_dataset, "test", flat=False) is None:
+            download_idx(self.root, self.ood_dataset)
+
+    def read(self, part: Part) -> LabeledImages:
+        """Read a whole part."""
+        if part == "ood":
+            return read_idx_images(self.root, self.ood_dataset, "test", flat=False)
+        return read_idx_images(self.root, self.dataset, part)
+
+
+class CIFARDataModule(ImageDataModule):
+    """CIFAR-10 or CIFAR-100, as torchvision stores them or, CIFAR-10, from an archive of JPEG images; not augmented.
+
+    Args:
+        dataset: ``cifar10`` or ``cifar100``.
+        root: folder of data sets: of torchvision's, or of the archive.
+        source: ``torchvision``, downloaded where it is missing; or ``archive``, the file ``cifar10-jpeg.tar.xz`` in
+            ``root`` with members ``train/00000_frog.jpg`` in canonical order.
+        batch_size: see :class:`ImageDataModule`, also for all that follows.
+        eval_batch_size: of other batches.
+        train_size: number of training images.
+        val_size: number of validation images.
+        test_size: number of test images.
+        normalize: to mean 0 and standard deviation 1 in every channel.
+        eval_ood: also test on the out-of-distribution set.
+        ood_dataset: ``svhn`` (torchvision's test set) or ``textures`` (the archive ``dtd10-64.tar.xz`` in ``root``).
+        ood_size: number of its images.
+        orders: independent orders for members trained at once.
+        resident: keep the tensors on the trainer's device.
+        download: have torchvision download what is missing.
+        seed: of the orders.
+
+    Raises:
+        ValueError: an archive of CIFAR-100, which there is none of.
+    """
+
+    input_shape = (3, 32, 32)
+
+    def __init__(
+        self,
+        dataset: CIFARName = "cifar10",
+        root: str | Path = "data",
+        source: Literal["torchvision", "archive"] = "torchvision",
+        batch_size: BatchSize = 128,
+        eval_batch_size: int | None = 1000,
+        train_size: int | None = None,
+        val_size: int = 0,
+        test_size: int | None = None,
+        normalize: bool = False,
+        eval_ood: bool = False,
+        ood_dataset: Literal["svhn", "textures"] = "svhn",
+        ood_size: int | None = None,
+        orders: int | None = None,
+        resident: bool = False,
+        download: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            train_size=train_size,
+            val_size=val_size,
+            test_size=test_size,
+            normalize=normalize,
+            eval_ood=eval_ood,
+            ood_size=ood_size,
+            orders=orders,
+            resident=resident,
+            seed=seed,
+        )
+        if source == "archive" and dataset != "cifar10":
+            raise ValueError(f"source 'archive' is {CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
+        self.dataset = dataset
+        self.root = Path(root)
+        self.source = source
+        self.ood_dataset = ood_dataset
+        self.download = download
+        hundred = dataset == "cifar100"
+        self.num_classes = 100 if hundred else 10
+        self.mean = (0.5071, 0.4867, 0.4408) if hundred else (0.4914, 0.4822, 0.4465)
+        self.std = (0.2673, 0.2564, 0.2762) if hundred else (0.2470, 0.2435, 0.2616)
+        self._archive: dict[str, LabeledImages] = {}
+
+    def prepare_data(self) -> None:
+        """Download what is missing, in one process."""
+        if self.download and self.source == "torchvision":
+            read_cifar(self.root, self.dataset, "train", download=True)
+        if self.download and self.eval_ood and self.ood_dataset == "svhn":
+            read_svhn(self.root, 1, download=True)
+
+    def read(self, part: Part) -> LabeledImages:
+        """Read a whole part (of an archive only what is asked for is decoded)."""
+        if part == "ood":
+            if self.ood_dataset == "svhn":
+                x: Tensor = read_svhn(self.root, self.ood_size, download=False)
+            else:
+                x = read_textures(self.root, self.ood_size, self.input_shape[-1])
+            return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8))
+        if self.source == "torchvision":
+            return read_cifar(self.root, self.dataset, part, download=False)
+        if part not in self._archive:  # one pass over the archive where both halves are about to be needed
+            limits: dict[str, int | None] = {"train": 0, "test": 0, part: None}
+            if part == "train" and not self.val_size:
+                limits = {"train": self.train_size, "test": self.test_size}
+            elif part == "test":
+                limits["test"] = self.test_size
+            self._archive |= read_cifar10_archive(self.root, limits["train"], limits["test"])
+        return self._archive.pop(part)
+
+
+def _by_channel(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values).view(-1, 1, 1)

@@ -1,0 +1,121 @@
+"""Batches of tensors by index, in an order that is a function of the seed and the epoch alone, and can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+
+Pair = tuple[Tensor, Tensor]
+
+
+class TensorPairs(Dataset[Pair]):
+    """Inputs and targets in memory (or on a device), read a whole batch at a time.
+
+    Attributes:
+        x: inputs ``[n, ...]``.
+        y: targets ``[n, ...]``.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x = x
+        self.y = y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Pair:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        """A batch; what a :class:`~torch.utils.data.DataLoader` asks for. The whole set in order is not copied."""
+        if len(indices) == len(self) and list(indices) == list(range(len(self))):
+            return self.x, self.y
+        chosen = torch.as_tensor(indices, device=self.x.device)
+        return self.x[chosen], self.y[chosen]
+
+
+class SeededOrder(DistributedSampler[Pair]):
+    """A shuffle that is a function of ``seed`` and the epoch alone; each process of a parallel run takes its share.
+
+    Orders of different seeds are independent: the seed of epoch 3 of seed 0 is not that of epoch 2 of seed 1, as it
+    would be in :class:`~torch.utils.data.DistributedSampler`, which adds the two.
+    """
+
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]  # torch types the samples, not the indices
+        return iter(self.order().tolist())
+
+    def order(self) -> Tensor:
+        """Indices of this process in this epoch; the first ones are repeated where the shares would be unequal."""
+        n = len(self.dataset)  # type: ignore[arg-type]
+        state = np.random.SeedSequence([self.seed, self.epoch]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
+        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
+        order = order[torch.arange(self.total_size) % n]
+        return order[self.rank : self.total_size : self.num_replicas]
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader in :class:`SeededOrder` whose place within the epoch is part of Lightning's checkpoints.
+
+    With several orders, batches are ``[orders, batch, ...]``: row ``m`` of a batch is what a loader with the ``m``-th
+    order alone would give.
+
+    Args:
+        dataset: what is read.
+        batch_size: of all batches but the last.
+        sampler: the order, or the first of several.
+        orders: all of several orders; empty for one.
+    """
+
+    def __init__(
+        self, dataset: TensorPairs, batch_size: int, sampler: SeededOrder, orders: Sequence[SeededOrder] = ()
+    ) -> None:
+        super().__init__(dataset, batch_size=batch_size, sampler=sampler, collate_fn=as_it_is)
+        self.orders = tuple(orders)
+        self._done = 0
+        self._resume: tuple[int, int] | None = None  # epoch, and batches of it that are done
+
+    def __iter__(self) -> Any:
+        return self._batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the orders of this epoch. Lightning does so by itself, through the sampler."""
+        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, int]:
+        """The place: the epoch, and how many of its batches have been given."""
+        return {"epoch": self.sampler.epoch, "done": self._done}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Resume that epoch after those batches; other epochs start at their beginning."""
+        self._resume = (state_dict["epoch"], state_dict["done"])
+
+    def _batches(self) -> Iterator[Pair]:
+        # A generator: nothing is read before the first batch is asked for, when Lightning has set the epoch.
+        epoch, resume = self.sampler.epoch, self._resume  # type: ignore[attr-defined]
+        self._resume = None
+        self._done = resume[1] if resume is not None and resume[0] == epoch else 0
+        dataset: TensorPairs = self.dataset  # type: ignore[assignment]
+        for order in self.orders:
+            order.set_epoch(epoch)
+        assert self.batch_size is not None
+        if self.orders:
+            table = torch.stack([order.order() for order in self.orders]).to(dataset.x.device)
+            for chosen in table.split(self.batch_size, dim=1)[self._done :]:
+                self._done += 1
+                yield dataset.x[chosen], dataset.y[chosen]
+            return
+        for indices in islice(BatchSampler(self.sampler, self.batch_size, drop_last=False), self._done, None):
+            self._done += 1
+            yield dataset.__getitems__(indices)
+
+
+def as_it_is(batch: Any) -> Any:
+    """What the data set gave (it gives whole batches already)."""
+    return batch
