@@ -532,7 +532,7 @@ def test_a_file_is_aligned_once_however_it_is_written(
 def test_a_run_killed_within_a_write_leaves_nothing_behind(
     graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Safetensors writes under a random name of its own first, and a killed process cannot take that away."""
+    """What it leaves under temporary names, files and folders, the next run takes away."""
     from tu_symmetry import files
 
     for name, state in zip(("a.pt", "b.pt"), planted(graph, 2)[0], strict=True):
@@ -543,15 +543,18 @@ def test_a_run_killed_within_a_write_leaves_nothing_behind(
     class Killed(BaseException):
         pass
 
-    def half(tensors: Any, path: Path, metadata: Any) -> None:
-        (Path(path).parent / ".tmpooRX3o").write_bytes(b"half")
+    def half(tensor: Tensor) -> memoryview:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", half)
-        patch.setattr(files.shutil, "rmtree", lambda *args, **kwargs: None)  # a killed process clears nothing
+        patch.setattr(files, "_content", half)
+        patch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # a killed process clears nothing
         with pytest.raises(Killed):
             align_files(graph, checkpoints, tmp_path / "out")
+    left = [p.name for p in (tmp_path / "out").iterdir() if files.SCRATCH.fullmatch(p.name)]
+    assert len(left) == 1
+    (tmp_path / "out" / ".a.safetensors.1a2b3c4d.tmp").mkdir()  # as the version before left them
+    (tmp_path / "out" / ".a.safetensors.1a2b3c4d.tmp" / ".tmpooRX3o").write_bytes(b"half")
     align_files(graph, checkpoints, tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 

@@ -1,37 +1,426 @@
-"""Tensors in files that are whole or not there at all."""
+"""Files that are whole or not there at all, and that tell when they have been changed.
+
+Every write of the library goes through here. A file is written under a temporary name beside it,
+``.NAME.1a2b3c4d.tmp``, and renamed: an interruption leaves the old file or the new one. What a killed process leaves
+under such a name is taken away by :func:`clear_scratch`.
+
+A *seal* is a BLAKE2b digest of a whole file inside that file, and beside it the versions that wrote it. Safetensors
+files carry it in their metadata, JSON files under the key ``sealed``. Reading checks it, so a flipped bit, a missing
+end, a weight that another program changed are errors and never numbers. Files that were written before there were
+seals are read with an :class:`UnsealedFileWarning`, because nothing can be checked there.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import struct
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import save_file
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+SCRATCH = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
+LOCK = ".lock"
+_DIGEST = "tu_symmetry.blake2b"
+_VERSIONS = "tu_symmetry.written_by"
+_SEAL = "sealed"
+_BLOCK = 1 << 20
+_ZEROS = b"0" * 64
+# The names that the safetensors format has for torch's dtypes, as far as this torch has them.
+_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "BOOL": "bool", "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, t) for name, t in _NAMES.items() if hasattr(torch, t)}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all; tied tensors are written under each of their names.
 
-    The safetensors library has temporary files of its own, under random names, which a killed run leaves behind: they
-    lie in a folder whose name tells what it is for. It also makes files that only their owner can read; here they get
-    the rights that any new file has.
+class FileError(ValueError):
+    """A file that is truncated, damaged or foreign; the message names it and says what to do."""
+
+
+class FolderInUseError(RuntimeError):
+    """Another process writes the folder."""
+
+
+class UnsealedFileWarning(UserWarning):
+    """A file of an older version, whose content cannot be checked."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the head of a safetensors file says.
+
+    Attributes:
+        metadata: the writer's own entries.
+        layout: name to shape and dtype of each tensor.
+        digest: the seal, 64 hexadecimal digits; None in a file without one.
+        versions: package to version of what wrote a sealed file.
     """
-    seen: set[int] = set()
-    separate: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        pointer = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if pointer in seen else tensor
-        seen.add(pointer)
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    scratch.mkdir()
+
+    metadata: dict[str, str]
+    layout: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    digest: str | None
+    versions: dict[str, str]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole or not at all
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a temporary name in the file's folder; what was written there takes the file's place when the block ends."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        written = scratch / path.name
-        save_file(separate, written, metadata=metadata)
-        written.chmod(scratch.stat().st_mode & 0o666)
-        os.replace(written, path)
+        yield temporary
+        os.replace(temporary, path)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a new, empty folder that takes its name when the block ends; that name must be free, or an empty folder."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Delete a folder whole or not at all: it loses its name first, and an interruption leaves scratch only."""
+    path = Path(path)
+    moved = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        os.replace(path, moved)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(moved, ignore_errors=True)
+
+
+def clear_scratch(folder: str | os.PathLike[str], *, recursive: bool = False) -> None:
+    """Take away what a killed process has left under temporary names; only where no other process writes."""
+    for left in sorted(Path(folder).iterdir() if Path(folder).is_dir() else ()):
+        if SCRATCH.fullmatch(left.name):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+        elif recursive and left.is_dir() and not left.is_symlink():
+            clear_scratch(left, recursive=True)
+
+
+@contextmanager
+def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep other processes from writing a folder; the operating system lets go however the process ends.
+
+    Args:
+        folder: must exist; it takes a file ``.lock``, which stays.
+
+    Raises:
+        FolderInUseError: another process, or another block of this one, holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(Path(folder) / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FolderInUseError(f"{folder} is in use by another run; wait for it, or choose another folder") from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file (UTF-8) whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# JSON
+
+
+def write_json(path: str | os.PathLike[str], value: Any, *, seal: bool = False) -> None:
+    """Write a JSON file whole or not at all.
+
+    Args:
+        path: of the file.
+        value: anything that JSON can hold; an object if it is to be sealed.
+        seal: add a digest of the content and the versions that wrote it, which :func:`read_json` checks.
+    """
+    if seal:
+        content = {**value, _SEAL: {"by": versions()}}
+        content[_SEAL]["blake2b"] = digest_of(content)
+        value = content
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Read a JSON object and check its seal, if it has one.
+
+    Returns:
+        The object without the seal, and the versions that wrote it; None for those of a file without a seal.
+
+    Raises:
+        FileError: no JSON object, or one that was changed after it was written.
+        OSError: no such file, or no right to read it.
+    """
+    try:
+        content = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is truncated, damaged or no JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise FileError(f"{path} holds {type(content).__name__}, not a JSON object")
+    seal = content.pop(_SEAL, None)
+    if seal is None:
+        return content, None
+    if not isinstance(seal, dict) or seal.get("blake2b") != digest_of({**content, _SEAL: {"by": seal.get("by")}}):
+        raise FileError(f"{path} was changed or damaged after it was written: its content does not have its digest")
+    return content, dict(seal["by"])
+
+
+def digest_of(value: Any) -> str:
+    """Digest of anything that JSON can hold."""
+    return _hash(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors
+
+
+def write_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a sealed safetensors file whole or not at all; the same content gives the same bytes.
+
+    The library's own writer keeps metadata in a random order, reports a full disk as an error without a number, and
+    leaves temporary files under random names; the format itself is a length (8 bytes), a header (JSON) and the bytes
+    of the tensors. The digest is of the whole file, with zeros where the digest stands.
+
+    Args:
+        path: of the file.
+        tensors: any dense tensors, on any device; tied ones are written under each of their names.
+        metadata: texts for the header.
+
+    Raises:
+        ValueError: a tensor that such a file cannot hold.
+        OSError: a folder that is not there or cannot be written, a full disk.
+    """
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
+            kind = "without data (meta)" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+            raise ValueError(f"{name!r} is a tensor {kind}, which a safetensors file cannot hold")
+    names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))  # aligned, as the format wants it
+    own = {_DIGEST: _ZEROS.decode(), _VERSIONS: json.dumps(versions())}
+    header: dict[str, Any] = {"__metadata__": {**dict(sorted((metadata or {}).items())), **own}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        shape, dtype = list(tensor.shape), _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    head = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+    digest = _hash(head)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(head)
+        for name in names:
+            content = _content(tensors[name])
+            for begin in range(0, len(content), _BLOCK):
+                block = content[begin : begin + _BLOCK]
+                digest.update(block)
+                file.write(block)
+        file.seek(head.index(f'"{_DIGEST}":"'.encode()) + len(_DIGEST) + 4)
+        file.write(digest.hexdigest().encode())
+
+
+def read_header(path: str | os.PathLike[str]) -> Header:
+    """Read the head of a safetensors file; no tensor is read and no seal is checked.
+
+    Raises:
+        FileError: a file that is truncated or no safetensors file.
+        OSError: no such file, or no right to read it.
+    """
+    with Path(path).open("rb") as file:
+        return _read_head(path, file.read(8), file.read)[0]
+
+
+def check_file(path: str | os.PathLike[str], *, warn: bool = True) -> Header:
+    """Read a safetensors file once and compare it with its seal.
+
+    Args:
+        path: of the file.
+        warn: whether a file without a seal is worth a warning.
+
+    Returns:
+        Its header.
+
+    Raises:
+        FileError: a file that is truncated, foreign, or was changed after it was written.
+        OSError: no such file, or no right to read it.
+    """
+    with Path(path).open("rb") as file:
+        header, head = _read_head(path, file.read(8), file.read)
+        if header.digest is None:
+            if warn:
+                warn_unsealed(path)
+            return header
+        digest = _hash(head.replace(header.digest.encode(), _ZEROS, 1))
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    if digest.hexdigest() != header.digest:
+        raise FileError(
+            f"{path} was changed or damaged after it was written: its content does not have its digest; restore it, or "
+            "make it again"
+        )
+    return header
+
+
+def read_safetensors(
+    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", warn: bool = True
+) -> tuple[dict[str, Tensor], Header]:
+    """Read the tensors of a safetensors file, and check its seal.
+
+    Args:
+        path: of the file.
+        device: where to put the tensors.
+        warn: whether a file without a seal is worth a warning.
+
+    Raises:
+        FileError: a file that is truncated, foreign, or was changed after it was written.
+        OSError: no such file, or no right to read it.
+    """
+    header = check_file(path, warn=warn)
+    with open_safetensors(path, device=device) as file:
+        return {name: file.get_tensor(name) for name in header.layout}, header
+
+
+def open_safetensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Any:
+    """``safetensors.safe_open`` with this module's errors.
+
+    Raises:
+        FileError: a file that is truncated or no safetensors file.
+    """
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except SafetensorError as error:
+        raise FileError(f"{path} is truncated or no safetensors file ({error})") from error
+
+
+def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[Header, bytes]:
+    """The parsed head of a safetensors file and its bytes; ``read`` gives the bytes after the length."""
+    size = os.stat(path).st_size
+    count = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+    if not 2 <= count <= size - 8:
+        raise FileError(f"{path} is truncated or no safetensors file")
+    text = read(count)
+    try:
+        content = json.loads(text)
+        entries = dict(content)
+        metadata = dict(entries.pop("__metadata__", None) or {})
+        layout = {n: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]]) for n, e in entries.items()}
+        end = max((int(e["data_offsets"][1]) for e in entries.values()), default=0)
+        versions_ = json.loads(metadata.pop(_VERSIONS, "{}"))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise FileError(f"{path} is damaged or no safetensors file (its header: {error})") from error
+    digest = metadata.pop(_DIGEST, None)
+    if not all(isinstance(text, str) for text in metadata.values()) or not isinstance(versions_, dict):
+        raise FileError(f"{path} is damaged or no safetensors file (its metadata are no texts)")
+    if (digest is None and versions_) or not (digest is None or (isinstance(digest, str) and len(digest) == 64)):
+        raise FileError(f"{path} is damaged: its digest is no digest")
+    if 8 + count + end != size:
+        raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {8 + count + end}")
+    return Header(metadata, layout, digest, versions_), length + text
+
+
+def _content(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor."""
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(dense.reshape(-1).view(torch.uint8).numpy())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Digests and versions
+
+
+def digest_file(path: str | os.PathLike[str]) -> str:
+    """Digest of a file's bytes."""
+    digest = _hash()
+    with Path(path).open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def digest_folder(folder: str | os.PathLike[str], *, without: Sequence[str] = ()) -> dict[str, str]:
+    """Digests of all files below a folder, by their names in it; ``without`` names some that are left out."""
+    folder = Path(folder)
+    found = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {name: digest_file(p) for name, p in found.items() if name not in without}
+
+
+def versions() -> dict[str, str]:
+    """What writes files here: this library's and torch's versions."""
+    from tu_symmetry import __version__
+
+    return {"tu_symmetry": __version__, "torch": str(torch.__version__).partition("+")[0]}
+
+
+def other_versions(written_by: Mapping[str, str] | None) -> str:
+    """Which other versions wrote something (``tu_symmetry 0.1.0, torch 2.11.0``); empty for those at work here.
+
+    Args:
+        written_by: package to version; None or empty where it is not known.
+    """
+    if not written_by:
+        return "an older version"
+    ours = versions()
+    return ", ".join(f"{k} {v}" for k, v in written_by.items() if v != ours.get(k))
+
+
+def warn_unsealed(path: str | os.PathLike[str]) -> None:
+    """Say that a file of an older version cannot be checked."""
+    warnings.warn(
+        f"{path} was written by an older version and carries no digest of its content, so damage would go unnoticed; "
+        "read it and write it again to have one",
+        UnsealedFileWarning,
+        stacklevel=3,
+    )
+
+
+def _hash(content: bytes = b"") -> Any:
+    return hashlib.blake2b(content, digest_size=32)
+
+
+def full_disk(error: OSError) -> bool:
+    """Whether a write failed because there is no more room for it."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

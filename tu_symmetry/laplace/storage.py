@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from tu_symmetry.files import write_safetensors
+from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock
 from tu_symmetry.laplace.curvature import Summary
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -37,8 +36,8 @@ _KINDS: dict[str, type[Block]] = {
 }
 
 
-class LaplaceFileError(ValueError):
-    """A file that is truncated, foreign, or of another network; the message names it."""
+class LaplaceFileError(FileError):
+    """A file that is truncated, changed, foreign, or of another network; the message names it."""
 
 
 def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
@@ -90,7 +89,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         model: the network, with the weights it had then.
 
     Raises:
-        LaplaceFileError: a truncated or foreign file, or another network.
+        LaplaceFileError: a file that is truncated, foreign or was changed, NaN in it, or another network.
         FileNotFoundError: no such file.
     """
     from tu_symmetry.laplace.model import LinearizedLaplace
@@ -152,19 +151,23 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; LinearizedLaplace.save writes one")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if "laplace" not in metadata:
-                raise LaplaceFileError(f"{path} is a safetensors file, but holds no Laplace approximation")
-            content = json.loads(metadata["laplace"])
-            if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-                raise LaplaceFileError(
-                    f"{path} has format {content.get('format')} {content.get('version')}; this version of the library "
-                    f"reads {_FORMAT} {_VERSION}"
-                )
-            return content, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise LaplaceFileError(f"{path} is no safetensors file, or it is truncated ({error})") from error
+        tensors, header = read_safetensors(path)
+        if "laplace" not in header.metadata:
+            raise LaplaceFileError(f"{path} is a safetensors file, but holds no Laplace approximation")
+        content = json.loads(header.metadata["laplace"])
+    except LaplaceFileError:
+        raise
+    except (FileError, json.JSONDecodeError) as error:
+        raise LaplaceFileError(f"{path} cannot be read: {error}") from error
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        raise LaplaceFileError(
+            f"{path} has format {content.get('format')} {content.get('version')}; this version of the library reads "
+            f"{_FORMAT} {_VERSION}"
+        )
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise LaplaceFileError(f"{path} holds NaN in {name!r}; fit and save again")
+    return content, tensors
 
 
 def _finite(value: float) -> float | None:

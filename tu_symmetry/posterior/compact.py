@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from tu_symmetry.alignment.align import align as align_states
-from tu_symmetry.files import write_safetensors
+from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
@@ -71,7 +70,8 @@ class CompactPosterior:
             metadata: anything that JSON can hold.
 
         Raises:
-            ValueError: names or shapes that do not fit each other, negative or non-finite standard deviations.
+            ValueError: names or shapes that do not fit each other, means, factors or standard deviations that are not
+                finite, negative standard deviations.
         """
         self.mean: State = {name: mean[name] for name in sorted(mean)}
         self.std: State = {name: std[name] for name in sorted(std)}
@@ -82,6 +82,10 @@ class CompactPosterior:
         unknown = self.std.keys() - self.mean.keys() or self.factors.keys() ^ (self.std.keys() if factors else set())
         if unknown or not self.std:
             raise ValueError(f"mean, std and factors are not of the same network: {sorted(unknown)[:6]}")
+        for what, tensors in (("mean", self.mean), ("factors", self.factors)):
+            for name, t in tensors.items():
+                if t.is_floating_point() and not torch.isfinite(t).all():
+                    raise ValueError(f"{what}[{name!r}] holds NaN or infinite values, which no posterior has")
         for name, sigma in self.std.items():
             if sigma.shape != self.mean[name].shape or not torch.isfinite(sigma).all() or (sigma < 0).any():
                 raise ValueError(
@@ -283,29 +287,35 @@ class CompactPosterior:
             graph: the posterior must be of this architecture.
 
         Raises:
-            SampleFileError: a truncated or foreign file, or a posterior of another architecture.
+            SampleFileError: a file that is truncated, foreign or was changed, NaN or infinite values in it, or a
+                posterior of another architecture.
         """
         parts: dict[str, State] = {"mean": {}, "std": {}, "factors": {}}
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                if header.get("format") != _FORMAT or header.get("version") != _VERSION:
-                    raise SampleFileError(
-                        f"{path} holds no compact posterior (format {header.get('format')!r}, version "
-                        f"{header.get('version')!r}); CompactPosterior.save writes {_FORMAT!r} {_VERSION}"
-                    )
-                for key in file.keys():  # noqa: SIM118
-                    part, _, name = key.partition("/")
-                    parts[part][name] = file.get_tensor(key)
-        except SafetensorError as error:
-            raise SampleFileError(f"{path} is truncated or no safetensors file ({error})") from error
+            tensors, head = read_safetensors(path)
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
+        header = head.metadata
+        if header.get("format") != _FORMAT or header.get("version") != _VERSION:
+            raise SampleFileError(
+                f"{path} holds no compact posterior (format {header.get('format')!r}, version "
+                f"{header.get('version')!r}); CompactPosterior.save writes {_FORMAT!r} {_VERSION}"
+            )
+        for key, tensor in tensors.items():
+            part, _, name = key.partition("/")
+            if part not in parts:
+                raise SampleFileError(f"{path} is damaged: it holds {key!r}, which is no part of a compact posterior")
+            parts[part][name] = tensor
         if graph is not None:
             try:
                 graph.check_state(parts["mean"], name=str(path))
             except SymmetryError as error:
                 raise SampleFileError(str(error)) from error
-        aliases = json.loads(header["aliases"])
-        return cls(**parts, aliases=aliases, metadata=json.loads(header["metadata"]))
+        try:
+            aliases, metadata = json.loads(header["aliases"]), json.loads(header["metadata"])
+            return cls(**parts, aliases=aliases, metadata=metadata)
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise SampleFileError(f"{path} is damaged: {error}") from error
 
     def as_module(
         self, model: nn.Module, n: int, generator: torch.Generator | None = None, *, vectorize: bool = True

@@ -3,8 +3,12 @@
 Every method writes the same files: members of an ensemble, HMC samples, snapshots of a run, draws from a Gaussian.
 A store is a folder with one small, constant file ``store.json`` (architecture, method, seed) and any number of shards
 ``00000000-<token>.safetensors``. A shard holds stacked states, and its header the chain and step of each of them; it
-is written under a temporary name and renamed, and no index is kept beside the shards, so nothing can go stale when a
-run is killed.
+is written under a temporary name and renamed. After it, its name and digest go to the end of ``shards.log``.
+
+What cannot happen in silence: a shard that was changed does not have its digest (see :mod:`tu_symmetry.files`; checked
+when its first state is read, so opening stays quick), a copy does not have the name it was written under, one of
+another store does not name this store, and one that was deleted or replaced stands in the log with its digest. A shard
+that is not in the log is no damage: a run was killed between the two writes.
 """
 
 from __future__ import annotations
@@ -16,15 +20,27 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tu_symmetry.files import write_safetensors
+from tu_symmetry.files import (
+    FileError,
+    Header,
+    check_file,
+    new_folder,
+    open_safetensors,
+    read_header,
+    read_json,
+    read_safetensors,
+    versions,
+    warn_unsealed,
+    write_json,
+    write_safetensors,
+)
 from tu_symmetry.symmetry.states import require_state
 from tu_symmetry.symmetry.states import unstack as unstack_states
 
@@ -35,11 +51,12 @@ State = dict[str, Tensor]
 _FORMAT = "tu_symmetry.samples"
 _VERSION = "1"
 _STORE = "store.json"
+_LOG = "shards.log"
 _SUFFIX = ".safetensors"
 
 
-class SampleFileError(ValueError):
-    """A file or folder that is truncated, foreign, or of another architecture; the message names it."""
+class SampleFileError(FileError):
+    """A file or folder that is truncated, changed, foreign, or of another architecture; the message names it."""
 
 
 class Layout(NamedTuple):
@@ -99,15 +116,16 @@ def load_state(
         device: where to put the tensors.
 
     Raises:
-        SampleFileError: no state dict in the file, a truncated or foreign file, or no name with that prefix.
+        SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
+            meta, quantized), or no name with that prefix.
     """
     path = Path(path)
     content: Any
     if path.suffix == _SUFFIX:
         try:
-            content = load_file(path, device=str(device))
-        except SafetensorError as error:
-            raise SampleFileError(f"{path} is no safetensors file, or it is truncated ({error})") from error
+            content, _ = read_safetensors(path, device=device, warn=False)  # most are other programs'
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
     else:
         try:
             with torch.serialization.safe_globals(list(allow)):
@@ -130,6 +148,11 @@ def load_state(
         raise SampleFileError(
             f"{path} holds {held}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
         )
+    for name, t in content.items():
+        if t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested:
+            kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
+            kind = "a quantized tensor" if t.is_quantized else kind
+            raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
     state = {str(name)[len(prefix) :]: t for name, t in content.items() if str(name).startswith(prefix)}
     if not state:
         raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
@@ -153,14 +176,20 @@ class SampleStore(Sequence[State]):
         metadata: architecture, method, seed and whatever else :meth:`create` was given.
         records: one :class:`SampleRecord` for each sample, in order.
         layout: name to shape and dtype of one state's tensors; None while the store is empty.
+        written_by: package to version of what made the store; empty for a store of a version that kept none.
     """
 
-    def __init__(self, folder: Path, metadata: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, metadata: dict[str, Any], store: str | None, written_by: Mapping[str, str]
+    ) -> None:
         self.folder = folder
         self.metadata = metadata
         self.records: list[SampleRecord] = []
         self.layout: dict[str, Layout] | None = None
+        self.written_by = dict(written_by)
+        self._store = store  # what tells this store from others; None in those made before there were seals
         self._next = 0
+        self._checked: dict[Path, tuple[int, int]] = {}  # shard to time and size of what was compared with its seal
 
     @classmethod
     def create(
@@ -192,40 +221,58 @@ class SampleStore(Sequence[State]):
             )
         metadata = {"architecture": architecture, "method": method, "seed": seed, **more}
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-        temporary.mkdir()
-        content = {"format": _FORMAT, "version": _VERSION, "metadata": metadata}
-        (temporary / _STORE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, folder)
-        return cls(folder, metadata)
+        content = {"format": _FORMAT, "version": _VERSION, "metadata": metadata, "store": secrets.token_hex(8)}
+        with new_folder(folder) as temporary:
+            write_json(temporary / _STORE, content, seal=True)
+            (temporary / _LOG).touch()
+        return cls(folder, metadata, content["store"], versions())
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None) -> SampleStore:
         """Open a store; the index is rebuilt from the shards' headers, no weights are read.
+
+        A store that an older version made carries no digests; it is read with a warning
+        (:class:`tu_symmetry.files.UnsealedFileWarning`), and only NaN and infinite weights are noticed.
 
         Args:
             folder: of a store.
             like: a state that the samples must agree with in names and shapes.
 
         Raises:
-            SampleFileError: no store, a shard that is truncated or foreign, or of another architecture. Nothing is
-                changed on disk.
+            SampleFileError: no store; a shard that is truncated or foreign, a copy of another, of another store or
+                architecture; one that is gone. Reading its states raises it for a shard whose content was changed.
+                Nothing is changed on disk.
         """
         folder = Path(folder)
         description = folder / _STORE
         try:
-            content = json.loads(description.read_text(encoding="utf-8"))
+            content, written_by = read_json(description)
         except FileNotFoundError:
             raise SampleFileError(
                 f"{folder} is no sample store: it has no {_STORE}. SampleStore.create makes one"
             ) from None
-        except (ValueError, OSError) as error:
-            raise SampleFileError(f"{description} cannot be read ({error})") from error
-        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+        except OSError as error:
+            raise SampleFileError(f"{description} cannot be read ({error.strerror})") from error
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
+        metadata = content.get("metadata")
+        if content.get("format") != _FORMAT or content.get("version") != _VERSION or not isinstance(metadata, dict):
             raise SampleFileError(f"{description} does not describe a sample store of format {_FORMAT} {_VERSION}")
-        store = cls(folder, content["metadata"])
-        for shard in sorted(folder.glob(f"*{_SUFFIX}")):
-            store._read_header(shard)
+        if "store" in content and written_by is None:
+            raise SampleFileError(f"{description} is damaged: it has no digest of its content; restore it")
+        store = cls(folder, metadata, content.get("store"), written_by or {})
+        if store._store is None:
+            warn_unsealed(description)
+        logged = store._read_log()
+        shards = sorted(folder.glob(f"*{_SUFFIX}"))
+        gone = sorted(logged.keys() - {shard.name for shard in shards})
+        if gone:
+            raise SampleFileError(
+                f"{folder / gone[0]} is gone ({len(gone)} of {len(logged)} shards): restore it, or, if its samples are "
+                f"to be done without, take its line out of {folder / _LOG}"
+            )
+        for shard in shards:
+            store._read_header(shard, logged)
         if like is not None and store.layout is not None:
             found = {n: e._replace(dtype=like[n].dtype) if n in like else e for n, e in store.layout.items()}
             _require_same(found, layout_of(like), str(folder), "the state that was given", SampleFileError)
@@ -270,7 +317,8 @@ class SampleStore(Sequence[State]):
             "metadata": json.dumps(self.metadata),
         }
         path = self.folder / f"{self._next:08d}-{secrets.token_hex(4)}{_SUFFIX}"
-        write_safetensors(path, stack, header)
+        write_safetensors(path, stack, header | {"file": path.name} | ({"store": self._store} if self._store else {}))
+        self._log(path)
         self._add(path, chains, steps)
         self.layout = layout_of(stack, stacked=True)
 
@@ -287,7 +335,7 @@ class SampleStore(Sequence[State]):
 
     def __iter__(self) -> Iterator[State]:
         for shard, indices in self._by_shard(range(len(self))):
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 for i in indices:
                     position = self.records[i].position
                     yield {n: file.get_slice(n)[position : position + 1][0].clone() for n in file.keys()}  # noqa: SIM118
@@ -303,7 +351,7 @@ class SampleStore(Sequence[State]):
         for place, i in enumerate(wanted):
             places[i].append(place)
         for shard, indices_ in self._by_shard(sorted(places)):
-            with _open(shard) as file:
+            with self._open(shard) as file:
                 for name, target in result.items():
                     rows = file.get_slice(name)
                     for i in indices_:
@@ -339,20 +387,90 @@ class SampleStore(Sequence[State]):
         if group:
             yield self.records[group[0]].shard, group
 
-    def _read_header(self, shard: Path) -> None:
-        with _open(shard) as file:
-            header = file.metadata() or {}
-            if header.get("format") != _FORMAT or header.get("version") != _VERSION:
-                raise SampleFileError(
-                    f"{shard} was not written by a sample store (format {header.get('format')!r}); move it elsewhere"
-                )
-            chains, steps = json.loads(header["chain"]), json.loads(header["step"])
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            layout = {n: Layout(tuple(s.get_shape()[1:]), s[:0].dtype) for n, s in slices.items()}
+    def _read_header(self, shard: Path, logged: Mapping[str, str]) -> None:
+        """Take a shard into the index; everything is checked but the bytes of its weights."""
+        try:
+            header = read_header(shard)
+        except FileError as error:
+            raise SampleFileError(
+                f"{error}; restore it, or move it out of the folder and its line out of {_LOG}"
+            ) from error
+        said = header.metadata
+        if said.get("format") != _FORMAT or said.get("version") != _VERSION:
+            raise SampleFileError(
+                f"{shard} was not written by a sample store (format {said.get('format')!r}); move it elsewhere"
+            )
+        if said.get("file", shard.name) != shard.name:
+            raise SampleFileError(f"{shard} is a copy of {said['file']}, or was renamed; a shard has one name only")
+        sealed = self._store is not None or shard.name in logged
+        if sealed and header.digest is None:
+            raise SampleFileError(
+                f"{shard} carries no digest, so it was not written into this store; move it elsewhere"
+            )
+        if sealed and said.get("store") != self._store:
+            raise SampleFileError(f"{shard} belongs to another store than {self.folder}; move it elsewhere")
+        if logged.get(shard.name, header.digest) != header.digest:
+            raise SampleFileError(f"{shard} was replaced or damaged: {_LOG} has another digest for it; restore it")
+        try:
+            chains, steps = ([int(number) for number in json.loads(said[key])] for key in ("chain", "step"))
+            lengths = {shape[0] for shape, _ in header.layout.values()} | {len(chains), len(steps)}
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise SampleFileError(f"{shard} is damaged: its header has no chains and steps ({error})") from error
+        if len(lengths) != 1 or not header.layout:
+            raise SampleFileError(f"{shard} is damaged: {len(chains)} chains and {len(steps)} steps for its states")
+        there = {(r.chain, r.step): r.shard for r in self.records}
+        twice = next((there[pair] for pair in zip(chains, steps, strict=True) if pair in there), None)
+        if twice is not None:
+            raise SampleFileError(
+                f"{shard} holds samples that {twice.name} holds too; one is a copy: move it elsewhere"
+            )
+        layout = {name: Layout(shape[1:], dtype) for name, (shape, dtype) in header.layout.items()}
         if self.layout is not None:
             _require_same(layout, self.layout, str(shard), "the shards before it", SampleFileError)
         self.layout = layout
         self._add(shard, chains, steps)
+
+    def _read_log(self) -> dict[str, str]:
+        """Shards that were written, with their digests."""
+        path = self.folder / _LOG
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            if self._store is None:
+                return {}
+            raise SampleFileError(
+                f"{path} is gone, which says which shards there are; restore it, or make an empty file of that name if "
+                "all shards are there"
+            ) from None
+        logged = {}
+        # Each entry is written as "\nNAME DIGEST\n", so an empty line stands before and after it. The last line, and
+        # one that another follows at once, are what a killed run has not written out; its shard is there all the same.
+        for line, following in pairwise(lines):
+            name, _, digest = line.decode("ascii", "replace").partition(" ")
+            if not line or following:
+                continue
+            if len(digest) != 64 or not name.endswith(_SUFFIX):
+                raise SampleFileError(f"{path} is damaged at {line[:40]!r}; restore it")
+            logged[name] = digest
+        return logged
+
+    def _log(self, shard: Path) -> None:
+        """One write to the end of the file, so that writers at the same time do not mix their lines."""
+        with (self.folder / _LOG).open("ab", buffering=0) as file:
+            file.write(f"\n{shard.name} {read_header(shard).digest}\n".encode())
+
+    def _open(self, shard: Path) -> Any:
+        """A shard to read states from; its content is compared with its seal when it is read for the first time."""
+        found = shard.stat()
+        try:
+            if self._checked.get(shard) != (found.st_mtime_ns, found.st_size):
+                _require_finite(shard, check_file(shard, warn=False))
+                self._checked[shard] = found.st_mtime_ns, found.st_size
+            return open_safetensors(shard)
+        except SampleFileError:
+            raise
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
 
     def _add(self, shard: Path, chains: Sequence[int], steps: Sequence[int]) -> None:
         self.records += [SampleRecord(c, s, shard, i) for i, (c, s) in enumerate(zip(chains, steps, strict=True))]
@@ -381,13 +499,11 @@ class SampleStore(Sequence[State]):
             raise ValueError(f"(chain, step) {there[:3] or pairs[:3]} would be twice in {self.folder}")
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise SampleFileError(
-            f"{path} is truncated or no safetensors file ({error}); restore it, or move it out of the folder"
-        ) from error
+def _require_finite(shard: Path, header: Header) -> None:
+    with open_safetensors(shard) as file:
+        for name, (_, dtype) in header.layout.items():
+            if dtype.is_floating_point and not torch.isfinite(file.get_tensor(name)).all():
+                raise SampleFileError(f"{shard} holds NaN or infinite values in {name!r}; it is damaged, restore it")
 
 
 def _require_same(
