@@ -284,18 +284,38 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_a_network_that_cannot_run_in_double_precision_is_named_by_verification() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+class OnlySingle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return only_single(self.second(torch.relu(self.first(x))))
+
+
+def test_a_network_that_cannot_run_in_double_precision_is_verified_in_single() -> None:
+    x = torch.randn(2, 3)
+    graph = tus.discover_symmetries(OnlySingle(), x)
+    tus.verify_symmetries(graph, OnlySingle(), x, on_failure="raise")
+    assert graph.verified and [g.size for g in graph.permutations] == [4]
+    wrong = graph.without("first").with_permutation("mine", {"first.weight": 0, "second.weight": 1})
+    with pytest.raises(tus.SymmetryError, match=r"'mine' is no symmetry.*3e-05|'mine' is no symmetry"):
+        wrong.require_verified()
+
+
+def test_a_network_that_does_not_run_is_named_by_verification() -> None:
+    class Net(OnlySingle):
+        fails = False
 
         def forward(self, x: Tensor) -> Tensor:
-            return only_single(self.second(torch.relu(self.first(x))))
+            if self.fails:
+                raise RuntimeError("no such device")
+            return super().forward(x)
 
-    graph = tus.discover_symmetries(Net(), torch.randn(2, 3))
-    assert [g.size for g in graph.permutations] == [4]
-    with pytest.raises(tus.SymmetryError, match=r"does not run in float64.*expected Float32"):
+    model, x = Net(), torch.randn(2, 3)
+    graph = tus.discover_symmetries(model, x)
+    Net.fails = True
+    with pytest.raises(tus.SymmetryError, match=r"does not run on the CPU.*no such device"):
         graph.require_verified()
     assert not graph.verified
 
@@ -382,8 +402,9 @@ class Forgetful(nn.Module):
 
 
 def test_outputs_that_differ_are_never_passed_over() -> None:
-    graph = tus.discover_symmetries(Forgetful(), torch.randn(2, 3))
-    Forgetful.calls = 0  # the second pass of verification is the first with other weights
-    with pytest.raises(tus.SymmetryError, match="all of them together"):
-        graph.require_verified()
-    assert not graph.verified
+    for calls, message in ((0, "does not compute the same twice"), (-4, "all of them together")):
+        graph = tus.discover_symmetries(Forgetful(), torch.randn(2, 3))
+        Forgetful.calls = calls
+        with pytest.raises(tus.SymmetryError, match=message):
+            graph.require_verified()
+        assert not graph.verified

@@ -16,6 +16,7 @@ _EXPORTS: dict[str, str] = {
     "ScaleGroup": "symmetry.graph",
     "SymmetryError": "symmetry.graph",
     "SymmetryGraph": "symmetry.graph",
+    "SymmetryWarning": "symmetry.graph",
     "apply_permutation": "symmetry.action",
     "apply_scale": "symmetry.action",
     "move_optimizer_state": "symmetry.action",
@@ -28,6 +29,9 @@ _EXPORTS: dict[str, str] = {
     "discover_symmetries": "symmetry.discovery",
     "register_rule": "symmetry.rules",
     "verify_symmetries": "symmetry.verification",
+    "Certificate": "symmetry.certificate",
+    "certify": "symmetry.certificate",
+    "require_certificate": "symmetry.certificate",
     "Alignment": "alignment.align",
     "Matching": "alignment.matching",
     "activation_matching": "alignment.activations",
@@ -71,6 +75,7 @@ __all__ = [*sorted(_EXPORTS), "__version__"]
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.action import apply_permutation, apply_scale, move_optimizer_state
+    from tu_symmetry.symmetry.certificate import Certificate, certify, require_certificate
     from tu_symmetry.symmetry.elements import (
         compose,
         identity_permutation,
@@ -85,6 +90,7 @@ if TYPE_CHECKING:
         ScaleGroup,
         SymmetryError,
         SymmetryGraph,
+        SymmetryWarning,
     )
 
 

@@ -72,7 +72,7 @@ def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
         if name not in known:
-            raise SymmetryError(f"no permutation group {name!r} in this graph; it has {sorted(known)}")
+            raise graph.unknown_group(name, known)
         if tuple(p.shape) != known[name].shape:
             raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
     check_permutation(permutation)
@@ -141,9 +141,9 @@ def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Ten
     """All log-factors in the order of ``ScaleTerm.index``, float64, with a zero at the end for index -1."""
     check_elements(log_scale, "log_scale")
     groups = (*graph.scales, *graph.normalizations)
-    unknown = sorted(log_scale.keys() - {g.name for g in groups})
-    if unknown:
-        raise SymmetryError(f"no scale group {unknown} in this graph; it has {[g.name for g in groups]}")
+    known = {g.name for g in groups}
+    for name in sorted(log_scale.keys() - known):
+        raise graph.unknown_group(name, known)
     parts = []
     for group in groups:
         value = log_scale.get(group.name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from tu_symmetry.symmetry.extraction import Extraction
 from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
+from tu_symmetry.symmetry.probe import Probe
 from tu_symmetry.symmetry.scales import scale_groups
 from tu_symmetry.symmetry.states import kind_of
 from tu_symmetry.symmetry.tracing import interpret, tied_names, trace
@@ -49,6 +51,7 @@ def discover_symmetries(
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     aliases = tied_names(model)
+    probe = Probe.of(model, args, kwargs, generator=torch.Generator().manual_seed(0))
     traced = trace(model, args, kwargs, record=branches == "record")
     ledger = interpret(traced)
     state = model.state_dict()
@@ -60,7 +63,7 @@ def discover_symmetries(
     scales, normalizations, terms = scale_groups(ledger, order, shapes, buffers)
     unused = [n for n in order if n not in ledger.parameters and state[n].is_floating_point()]
     pinned += [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
-    graph = SymmetryGraph(
+    return SymmetryGraph(
         permutations=tuple(permutations),
         scales=scales,
         normalizations=normalizations,
@@ -73,12 +76,5 @@ def discover_symmetries(
         architecture=type(model).__name__,
         branch=traced.branch,
         kinds={name: kind_of(state[name].dtype) for name in aliases},
+        probe=probe,
     )
-
-    def verify(graph: SymmetryGraph) -> None:
-        from tu_symmetry.symmetry.verification import verify_symmetries
-
-        verify_symmetries(graph, model, args, kwargs)
-
-    graph._verifier = verify
-    return graph

@@ -12,18 +12,26 @@ A graph holds no weights. Every index tensor in it is a position along an axis o
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.probe import Probe
+
 
 class SymmetryError(RuntimeError):
     """A symmetry that does not hold, or weights that do not belong to the graph; the message names the culprit."""
+
+
+class SymmetryWarning(UserWarning):
+    """Symmetries were claimed that do not hold, and were left out; the message names them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,6 +179,11 @@ class SymmetryGraph:
         branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
             same way as the example.
         verified: whether :func:`verify_symmetries` has passed.
+        failed: groups that were taken out because they failed verification: name to reason.
+        by_hand: names of the groups that :meth:`with_permutation` added.
+        probe: the network that the graph was discovered on, without its weights, and the example inputs: what verifies
+            the graph before its first use, and measures certificates. None for a graph that was unpickled: a module is
+            not stored with it.
     """
 
     permutations: tuple[PermutationGroup, ...]
@@ -186,16 +199,22 @@ class SymmetryGraph:
     branch: str | None = None
     kinds: dict[str, str] = field(default_factory=dict)
     verified: bool = False
-    _verifier: Callable[[SymmetryGraph], None] | None = field(default=None, repr=False)
+    failed: dict[str, str] = field(default_factory=dict)
+    by_hand: frozenset[str] = frozenset()
+    probe: Probe | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_verifier": None}  # the model stays behind when a graph is copied or pickled
+        return self.__dict__ | {"probe": None}  # modules are not pickled: they may be of any class
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SymmetryGraph:
+        return replace(self, **{f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self)})
 
     def __getitem__(self, name: str) -> PermutationGroup | ScaleGroup:
         for group in self.groups():
             if group.name == name:
                 return group
-        raise KeyError(f"no group {name!r}; the groups are {[g.name for g in self.groups()]}")
+        reason = f" (it {self.failed[name]})" if name in self.failed else ""
+        raise KeyError(f"no group {name!r}{reason}; the groups are {[g.name for g in self.groups()]}")
 
     def groups(self) -> Iterator[PermutationGroup | ScaleGroup]:
         """All groups: permutations, then scales, then normalizations."""
@@ -222,17 +241,27 @@ class SymmetryGraph:
         """
         for name in names:
             self[name]
-        gone = set(names)
+        return self._without({g: "left out by hand" for g in self.groups() if g.name in names})
+
+    def _take_out(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> None:
+        """Take groups out of this very graph, as :meth:`without` does: claims that failed verification."""
+        less = self._without(reasons)
+        for changed in ("permutations", "scales", "normalizations", "scale_terms", "pinned", "by_hand"):
+            setattr(self, changed, getattr(less, changed))
+        self.failed = self.failed | {group.name: reason for group, reason in reasons.items()}
+
+    def _without(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> SymmetryGraph:
         pins = [
-            Pin(m.parameter, m.axis, self.shapes[m.parameter][m.axis], "left out by hand")
+            Pin(m.parameter, m.axis, self.shapes[m.parameter][m.axis], reasons[g])
             for g in self.permutations
-            if g.name in gone
+            if g in reasons
             for m in g.members
         ]
+        gone = {g.name for g in reasons if isinstance(g, PermutationGroup)}
         number: list[int] = []
         start = 0
         for group in (*self.scales, *self.normalizations):
-            kept = group.name not in gone
+            kept = group not in reasons
             number += range(start, start + group.size) if kept else [-1] * group.size
             start += group.size if kept else 0
         renumbered = torch.tensor([*number, -1])  # the last entry answers for the index -1
@@ -243,14 +272,13 @@ class SymmetryGraph:
         return replace(
             self,
             permutations=tuple(
-                replace(g, parent=None if g.parent in gone else g.parent)
-                for g in self.permutations
-                if g.name not in gone
+                replace(g, parent=None if g.parent in gone else g.parent) for g in self.permutations if g not in reasons
             ),
-            scales=tuple(g for g in self.scales if g.name not in gone),
-            normalizations=tuple(g for g in self.normalizations if g.name not in gone),
+            scales=tuple(g for g in self.scales if g not in reasons),
+            normalizations=tuple(g for g in self.normalizations if g not in reasons),
             scale_terms={name: held for name, held in terms.items() if held},
             pinned=(*self.pinned, *dict.fromkeys(pins)),
+            by_hand=self.by_hand - gone,
         )
 
     def with_permutation(self, name: str, axes: Mapping[str, int]) -> SymmetryGraph:
@@ -266,8 +294,11 @@ class SymmetryGraph:
         Raises:
             SymmetryError: if a name is unknown or taken, axes differ in size, or another group moves one of them.
         """
-        if any(g.name == name for g in self.groups()) or "/" in name:
-            raise SymmetryError(f"the name {name!r} is taken, or holds a slash (which is for nested groups)")
+        if "/" in name or any(g.name == name or g.name.startswith(name + "/") for g in self.groups()):
+            raise SymmetryError(
+                f"the name {name!r} is taken (by a group, or as the parent of one), or holds a slash (which is for "
+                "nested groups)"
+            )
         alias = {other: first for first, names in self.aliases.items() for other in names}
         unknown = [n for n in axes if n not in alias]
         if unknown or not axes:
@@ -292,23 +323,37 @@ class SymmetryGraph:
             self,
             permutations=(*self.permutations, PermutationGroup(name, size, members)),
             pinned=tuple(p for p in self.pinned if given.get(p.parameter) != p.axis),
+            by_hand=self.by_hand | {name},
             verified=False,
         )
+
+    def unknown_group(self, name: str, groups: Iterable[str]) -> SymmetryError:
+        """The error for a name that none of ``groups`` has: it may have failed verification."""
+        if name in self.failed:
+            return SymmetryError(
+                f"the group {name!r} was taken out of this graph, because it {self.failed[name]}; the elements of the "
+                "groups that hold come from random_permutation(graph), random_scale(graph) or a matching made now"
+            )
+        return SymmetryError(f"no group {name!r} in this graph; it has {sorted(groups)}")
 
     def require_verified(self) -> None:
         """Verify now if that has not happened yet; called by everything that transforms weights.
 
+        Groups that fail are taken out of the graph, with a :class:`SymmetryWarning`; see :func:`verify_symmetries`.
+
         Raises:
-            SymmetryError: if verification fails, or the graph has lost its model and was never verified.
+            SymmetryError: if verification fails, or the graph has lost its probe and was never verified.
         """
         if self.verified:
             return
-        if self._verifier is None:
+        if self.probe is None:
             raise SymmetryError(
-                "this symmetry graph has not been verified and holds no model to verify it with; "
+                "this symmetry graph has not been verified and holds no network to verify it with; "
                 "call verify_symmetries(graph, model, example_inputs) first"
             )
-        self._verifier(self)
+        from tu_symmetry.symmetry.verification import verify
+
+        verify(self, self.probe)
 
     def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
         """Check that a state dict, or a stack of them, belongs to this architecture.

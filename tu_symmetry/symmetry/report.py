@@ -70,6 +70,8 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
         for reason, n in reasons.most_common()
     )
     facts.append(("pinned", pinned or "nothing"))
+    if graph.failed:
+        facts.append(("failed", "; ".join(f"{name}: {reason}" for name, reason in graph.failed.items())))
     facts.append(("no rule for", ", ".join(graph.unknown_operators) or "none: every operator that was met has one"))
     if graph.branch:
         facts.append(("branch", f"recorded for inputs that go the example's way at {graph.branch}"))

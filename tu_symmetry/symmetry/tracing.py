@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import operator
 import traceback
@@ -22,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from tu_symmetry.symmetry.algebra import Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
 from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.probe import copied, own_copy
 from tu_symmetry.symmetry.rules import Call, Rule, unknown
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
@@ -65,7 +65,7 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()}).eval()  # export reads no values of weights
+    model = own_copy(model).eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -119,7 +119,7 @@ def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
 
 
 def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str | None) -> Trace:
-    model = copy.deepcopy(model)
+    model = copied(model)
     state = model.state_dict(keep_vars=True)
     tensors = {first: state[first].detach() for first in tied_names(model)}
 

@@ -1,0 +1,146 @@
+"""Certificates: the change of a network's own outputs, beside what the rounding of its weights explains."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from cases import CASES, Case
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+
+SAMPLE = [c for c in CASES if c.name in {"mlp_relu", "cnn_flatten", "GroupedConv", "MultiScaleLinearAttention"}]
+
+
+def network() -> tuple[nn.Module, Tensor]:
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    return model, torch.randn(4, 5)
+
+
+def damaged(state: dict[str, Tensor], group: tus.PermutationGroup) -> dict[str, Tensor]:
+    """A state of which one axis of one tensor moved, and nothing else."""
+    member = group.members[0]
+    tensor = state[member.parameter]
+    return state | {member.parameter: tensor.roll(1, dims=tensor.ndim - 1 if tensor.ndim == 1 else member.axis)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", SAMPLE, ids=lambda c: c.name)
+def test_certificates_hold_for_right_moves_and_for_no_wrong_one(case: Case, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    model = case.build().double()
+    graph = tus.discover_symmetries(model, case.inputs())
+    state = {n: t.to(dtype) for n, t in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(2)
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator), state)
+    permuted = tus.certify(graph, state, moved)
+    assert permuted.holds and permuted.change <= permuted.allowed < 1e-9, str(permuted)
+    assert permuted.dtype == torch.float64  # nothing was rounded
+    scaled = tus.apply_scale(graph, tus.random_scale(graph, generator=generator, std=0.5), state)
+    certificate = tus.certify(graph, state, scaled)
+    assert certificate.holds, str(certificate)
+    assert certificate.allowed < max(200 * torch.finfo(dtype).eps, 1e-12)  # bfloat16 and a few cancellations: 1.5
+    assert certificate.dtype == (dtype if graph.scales else torch.float64)
+    for group in graph.permutations:
+        wrong = tus.certify(graph, state, damaged(moved, group))
+        assert not wrong.holds and wrong.change > 1e-3, (group.name, str(wrong))
+        with pytest.raises(tus.SymmetryError, match=r"aligned weights: the outputs .* They change by"):
+            tus.require_certificate(wrong, "aligned weights")
+
+
+def test_every_sample_of_a_stack_is_certified() -> None:
+    model, x = network()
+    graph = tus.discover_symmetries(model, x)
+    stack = {n: torch.stack([t, 2 * t, -t]) for n, t in model.state_dict().items()}
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph), stack)
+    certificate = tus.certify(graph, stack, moved)
+    assert certificate.holds and certificate.samples == 3 and certificate.outputs == 3 * 12
+    moved["0.bias"] = moved["0.bias"].clone()
+    moved["0.bias"][2] += 1.0
+    worst = tus.certify(graph, stack, moved)
+    assert not worst.holds and "OUTPUTS CHANGED in the worst of 3 samples" in str(worst)
+    one = tus.certify(graph, *({n: t[:2] for n, t in s.items()} for s in (stack, moved)))
+    assert one.holds
+
+
+def test_a_change_of_one_part_in_a_million_is_seen_in_double_precision_and_explained_in_bfloat16() -> None:
+    model, x = network()
+    graph = tus.discover_symmetries(model, x)
+    state = {n: t.double() for n, t in model.state_dict().items()}
+    nearly = state | {"4.bias": state["4.bias"] * (1 + 1e-6)}
+    assert not tus.certify(graph, state, nearly).holds
+    assert not tus.certify(graph, {n: t.float() for n, t in state.items()}, state).dtype.is_complex
+    rounded = {n: t.bfloat16() for n, t in state.items()}
+    certificate = tus.certify(graph, state, rounded)
+    assert certificate.holds and certificate.change > 1e-4 and certificate.dtype == torch.bfloat16
+
+
+def test_the_epsilon_of_a_normalization_is_explained_as_far_as_it_goes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    x = torch.randn(4, 5, dtype=torch.float64)
+    graph = tus.discover_symmetries(model, x)
+    (group,) = (g for g in graph.normalizations if not g.exact)
+    state = dict(model.state_dict())
+    for factor, holds in ((0.2, True), (-0.2, True), (-6.0, False)):  # at e^-6 the epsilon outweighs the variance
+        scaled = tus.apply_scale(graph, {group.name: torch.full((group.size,), factor)}, state)
+        certificate = tus.certify(graph, state, scaled)
+        assert certificate.holds is holds and certificate.change > 1e-9, (factor, str(certificate))
+
+
+def test_integer_outputs_and_infinite_ones_are_certified() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.b(torch.relu(self.a(x)))
+            return logits.argmax(-1), torch.full((3,), -torch.inf, dtype=x.dtype)
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(64, 5)
+    graph = tus.discover_symmetries(model, x)
+    state = dict(model.state_dict())
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
+    assert tus.certify(graph, state, moved).holds
+    wrong = tus.certify(graph, state, moved | {"b.weight": -moved["b.weight"]})
+    assert wrong.change == torch.inf and not wrong.holds
+
+
+def test_a_certificate_takes_given_inputs_and_a_graph_that_lost_its_network_takes_a_model() -> None:
+    model, x = network()
+    graph = tus.discover_symmetries(model, x)
+    graph.require_verified()
+    state = dict(model.state_dict())
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
+    assert tus.certify(graph, state, moved, example_inputs=torch.randn(10, 5)).outputs == 30
+    lost = pickle.loads(pickle.dumps(graph))
+    assert lost.probe is None and copy.deepcopy(graph).probe is graph.probe
+    with pytest.raises(tus.SymmetryError, match=r"holds no network to run.*model=model"):
+        tus.certify(lost, state, moved)
+    with pytest.raises(tus.SymmetryError, match="without example inputs"):
+        tus.certify(lost, state, moved, model=model)
+    assert tus.certify(lost, state, moved, model=model, example_inputs=x).holds
+    with pytest.raises(tus.SymmetryError, match="different numbers of sample axes"):
+        tus.certify(graph, state, {n: t.unsqueeze(0) for n, t in moved.items()})
+    with pytest.raises(tus.SymmetryError, match="no samples"):
+        tus.certify(graph, *({n: t.unsqueeze(0)[:0] for n, t in s.items()} for s in (state, moved)))
+
+
+def test_a_graph_keeps_no_weights_alive() -> None:
+    model, x = network()
+    weights = [weakref.ref(p) for p in model.parameters()]
+    graph = tus.discover_symmetries(model, x)
+    assert graph.probe is not None
+    held = sum(p.untyped_storage().nbytes() for p in graph.probe.module.parameters())
+    assert held == 8 * len(weights)  # a scalar each
+    del model
+    gc.collect()
+    assert all(w() is None for w in weights)
+    graph.require_verified()  # it is enough to verify

@@ -1,0 +1,242 @@
+"""Certificates: how much the outputs of a user's own network change between two states that should compute the same.
+
+Verification shows that a symmetry holds for random weights. A certificate is measured on the very weights that were
+transformed: the change of the outputs on example inputs, beside the change that the rounding of the weights explains.
+
+Laws (tests/test_certificate.py): a certificate holds for every element of every group, in float64, float32 and
+bfloat16, and does not hold where one tensor of a group is left behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.probe import Difference, Probe, Reference, perturb_
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The change of a network's outputs from one state to another, and what rounding explains of it.
+
+    Both numbers are of the one output entry, over all samples, whose change exceeds what is allowed for it by the
+    largest factor (or comes closest to it), relative to that entry's own scale: its magnitude, or what it changes by
+    when the weights change by their own size, whichever matters.
+
+    Attributes:
+        change: relative change; inf where integer outputs, or the places of NaN and infinite outputs, differ.
+        allowed: relative change that is explained by the rounding of the weights and of the computation (and, where
+            only the epsilon of a normalization breaks the symmetry, by that epsilon: at most 1e-3).
+        dtype: the lowest precision among the weights that were rounded; float64 where weights only changed places.
+        outputs: number of output entries that were compared, over all samples.
+        samples: number of pairs of states that were compared: one, or those of a stack.
+    """
+
+    change: float
+    allowed: float
+    dtype: torch.dtype
+    outputs: int
+    samples: int = 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the change of the outputs is explained."""
+        return self.change <= self.allowed
+
+    def __str__(self) -> str:
+        of = f" in {'each' if self.holds else 'the worst'} of {self.samples} samples" if self.samples > 1 else ""
+        explains = f"rounding ({str(self.dtype).removeprefix('torch.')}) explains {self.allowed:.1e}"
+        entries = f"{self.outputs} output entr{'y' if self.outputs == 1 else 'ies'}"
+        if self.change == 0:
+            return f"outputs are the same{of} ({entries})"
+        verb = "outputs are the same" if self.holds else "OUTPUTS CHANGED"
+        return f"{verb}{of}: relative change {self.change:.1e}, {explains} ({entries})"
+
+
+def certify(
+    graph: SymmetryGraph,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    *,
+    example_inputs: Tensor | tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+) -> Certificate:
+    """Measure how much the outputs of a network change between two states that should compute the same function.
+
+    The network runs in float64, in evaluation mode, with constants for noise, on the inputs that the graph was
+    discovered with or on those given. What rounding explains is measured too: a tensor whose entries only changed
+    places was not rounded, every other one is perturbed by the rounding of its own dtype, a few times. A certificate
+    takes six runs of the network for each sample (eight where a normalization's epsilon plays a role).
+
+    Args:
+        graph: the architecture's symmetry graph; its ``probe`` is the network.
+        before: state dict, or a stack of states with leading sample axes.
+        after: the transformed one, of the same shape.
+        example_inputs: an input tensor, or the tuple of positional arguments of ``forward``; those of discovery where
+            left out (with noise in place of constant inputs, on which a network shows little).
+        example_kwargs: keyword arguments of ``forward``; looked at only with ``example_inputs``.
+        model: the module, where the graph has lost its probe (by pickling); only its structure is used.
+
+    Returns:
+        The certificate of the sample that fares worst.
+
+    Raises:
+        SymmetryError: if there is no network or no input to run, or a state is not of this architecture.
+    """
+    probe = graph.probe
+    if model is not None:
+        if example_inputs is None:
+            raise SymmetryError("certify was given a model without example inputs: pass example_inputs=... too")
+        probe = Probe.of(model, example_inputs, example_kwargs)
+    elif probe is None:
+        raise SymmetryError(
+            "this symmetry graph holds no network to run: it was unpickled or built by hand (probes are not "
+            "stored). Pass the module and inputs: certify(graph, before, after, model=model, example_inputs=x)"
+        )
+    elif example_inputs is not None:
+        probe = probe.given(example_inputs, example_kwargs)
+    leading = graph.check_state(before, finite=False, name="the state before")
+    if graph.check_state(after, finite=False, name="the state after") != leading:
+        raise SymmetryError("the states before and after have different numbers of sample axes")
+    first = next(iter(before.values()), torch.zeros(()))
+    shape = first.shape[:leading]
+    if any(t.shape[:leading] != shape for state in (before, after) for t in state.values()):
+        raise SymmetryError("the tensors of the two states have different numbers of samples")
+    if 0 in shape:
+        raise SymmetryError("the states hold no samples, so there is nothing to certify")
+    inexact = any(not g.exact for g in (*graph.scales, *graph.normalizations))
+    found = [
+        _one(probe, {n: t[place] for n, t in before.items()}, {n: t[place] for n, t in after.items()}, inexact)
+        for place in _places(tuple(shape))
+    ]
+    worst = max(found, key=lambda f: (not f[0].holds, f[0].change / max(f[0].allowed, 1e-300)))[0]
+    dtypes = [dtype for _, dtype in found]
+    return Certificate(
+        worst.change,
+        worst.allowed,
+        max(dtypes, key=lambda d: torch.finfo(d).eps),
+        sum(f.outputs for f, _ in found),
+        len(found),
+    )
+
+
+def require_certificate(certificate: Certificate, name: str) -> Certificate:
+    """Refuse transformed weights whose outputs changed by more than rounding explains.
+
+    Args:
+        certificate: what :func:`certify` measured.
+        name: what to call the weights, or the operation, in the error.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        SymmetryError: if it does not hold.
+    """
+    if not certificate.holds:
+        explained = f"rounding in {str(certificate.dtype).removeprefix('torch.')} explains {certificate.allowed:.1e}"
+        raise SymmetryError(
+            f"{name}: the outputs of the transformed network are not those of the one before. They change by "
+            f"{certificate.change:.1e} relative to their own scale; {explained}. Either the weights do not belong to "
+            "the network that the graph was discovered on (another configuration, inputs that take another branch), "
+            "or a symmetry is claimed wrongly: run verify_symmetries(graph, model, example_inputs) with inputs like "
+            "your data, and report the architecture if that passes."
+        )
+    return certificate
+
+
+def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, shape)))
+
+
+def _one(
+    probe: Probe, before: dict[str, Tensor], after: dict[str, Tensor], inexact: bool
+) -> tuple[Difference, torch.dtype]:
+    """Compare two states; the dtype is the lowest precision to which a tensor was rounded between them."""
+    rounding: dict[str, float] = {}
+    dtype = torch.float64
+    for name, old in before.items():
+        new = after[name]
+        if not (old.is_floating_point() or old.is_complex()) or _same_entries(old, new):
+            continue
+        for kind in (old.dtype, new.dtype):
+            rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
+            real = torch.zeros((), dtype=kind).real.dtype if kind.is_complex else kind
+            dtype = max(dtype, real, key=lambda d: torch.finfo(d).eps)
+    outputs = probe.run(before)
+    moved = probe.run(after)
+    explained: list[Tensor] | None = None
+    if inexact and rounding:
+        exact = probe.without_epsilons()
+        explained = _epsilon_effect((outputs, exact.run(before)), (moved, exact.run(after)))
+    reference = Reference(outputs)
+    generator = torch.Generator().manual_seed(0)
+    shared: dict[int, Tensor] = {}
+    wide = {n: shared.setdefault(id(t), _wide(t)) for n, t in before.items()}
+
+    def measure(times: int) -> Difference:
+        for _ in range(times):
+            copies = {id(t): t.clone() for t in wide.values()}
+            noisy = {n: copies[id(t)] for n, t in wide.items()}
+            perturb_(noisy, lambda n: max(rounding.get(n, 0.0), COMPUTATION * probe.epsilon), generator)
+            reference.change(outputs, probe.run(noisy), 1.0)
+        return reference.difference(moved, FACTOR, epsilon=probe.epsilon, explained=explained)
+
+    found = measure(4)
+    if not found.holds and found.change != float("inf"):
+        found = measure(12)  # an entry that four draws of the noise hardly moved by chance
+    return found, dtype
+
+
+FACTOR = 4.0  # how often the largest of a few draws of rounding noise the change may be
+COMPUTATION = 128  # rounding errors of the computation itself, in units of the last place of every weight
+MOST_OF_EPSILON = 1e-3
+
+
+def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+    """For each output entry the change that the epsilons make in the two states, together; at most 1e-3 of it."""
+    total: list[Tensor] = []
+    for k in range(len(pairs[0][0])):
+        size = pairs[0][0][k]
+        if not (size.is_floating_point() or size.is_complex()):
+            total.append(torch.zeros(()))
+            continue
+        effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), torch.zeros(()))
+        effect = torch.where(torch.isfinite(effect), effect, 0.0)
+        total.append(torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0)))
+    return total
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.detach().to("cpu", torch.complex128)
+    return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach().cpu()
+
+
+def _same_entries(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same entries, in whatever order: by a sum of hashes of their bits."""
+    if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    return _content(a) == _content(b)
+
+
+def _content(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    flat = flat + 0.0  # -0 is 0
+    bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()])
+    total = 0
+    for piece in bits.split(2**21):
+        x = piece.to(torch.int64)
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # the splitmix64 finalizer
+            x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+        total += int((x ^ ((x >> 31) & ((1 << 33) - 1))).sum())
+    return total % 2**64

@@ -1,0 +1,555 @@
+"""Running a network with weights that are given to it: the module without its own, and how outputs are compared."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tu_symmetry.symmetry.graph import SymmetryError
+
+
+class Probe:
+    """A network without its weights, and inputs to run it on: enough to compare what two states compute.
+
+    The module is a copy on the CPU, in evaluation mode, whose parameters and floating-point or complex buffers take no
+    memory and have no values; nothing of the model that it was made from is kept alive. Every run is in float64 (or in
+    the best precision that the network's operators know, see :attr:`epsilon`), with constants for noise, and on a copy
+    of the module, so that nothing is carried from one run to the next.
+
+    Attributes:
+        module: the hollow copy.
+        args, kwargs: the inputs, float64 on the CPU.
+        epsilon: relative rounding of the lowest precision that any run had to use: that of float64, unless an operator
+            exists in lower precision only.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.module = module
+        self.args = args
+        self.kwargs = dict(kwargs)
+        self.epsilon = torch.finfo(torch.float64).eps
+        self._precision = torch.float64
+        self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        example_inputs: Tensor | tuple[Any, ...],
+        example_kwargs: Mapping[str, Any] | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Probe:
+        """Make the hollow copy of a model; the model is left as it is.
+
+        Args:
+            model: any module.
+            example_inputs: an input tensor, or the tuple of positional arguments of ``forward``.
+            example_kwargs: keyword arguments of ``forward``.
+            generator: if given, constant floating-point inputs (zeros, ones) are replaced by noise: on an input of
+                zeros the first layer's weights would play no role.
+
+        Raises:
+            SymmetryError: if the model changes its own weights when it is switched to evaluation mode.
+        """
+        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        return cls(hollow(model), *_double((args, dict(example_kwargs or {})), generator))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
+        return self  # nothing in it changes
+
+    def given(self, example_inputs: Tensor | tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None) -> Probe:
+        """The same network with other inputs, as they are."""
+        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        return Probe(self.module, *_double((args, dict(example_kwargs or {})), None))
+
+    def without_epsilons(self) -> Probe:
+        """The same network with every attribute that looks like a normalization's epsilon set to (almost) zero."""
+        module = _sharing(self.module)
+        for part in module.modules():
+            for key, value in vars(part).items():
+                if "eps" in key and isinstance(value, float):
+                    setattr(part, key, 1e-100)  # some operators refuse zero
+        return Probe(module, self.args, self.kwargs)
+
+    def random_state(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Random weights for the network: see :func:`random_state`."""
+        return random_state(self.module, generator)
+
+    def run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors among the network's outputs for a state, which is not changed.
+
+        Args:
+            state: name to tensor; floating-point tensors of any precision, on any device.
+
+        Raises:
+            SymmetryError: if the network does not run, in double precision or in any other.
+        """
+        try:
+            return self._attempt(state)
+        except Exception as error:
+            first = error
+        if self._precision == torch.float64:
+            for precision in (torch.float32, torch.bfloat16):
+                self._precision = precision
+                try:
+                    return self._attempt(state)
+                except Exception:
+                    self._precision = torch.float64
+        raise SymmetryError(
+            f"the network does not run on the CPU, where symmetries are verified: {first}\nLikely cause: an operator "
+            "that knows only another device (a fused kernel), or weights that must not be replaced by random ones. "
+            "Choose the model's plain implementation of that operator."
+        ) from first
+
+    def _attempt(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        precision = self._precision
+        given: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}  # tied names stay tied
+        kept: dict[int, str] = {}  # where tensors of the state itself lie, which nothing may write to
+        for name, tensor in state.items():
+            if id(tensor) not in seen:
+                own = tensor.detach().to(device="cpu", dtype=_like(tensor.dtype, precision))
+                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
+                    if name in self._written:
+                        own = own.clone()
+                    else:
+                        kept[own.untyped_storage().data_ptr()] = name
+                seen[id(tensor)] = own
+            given[name] = seen[id(tensor)]
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: t.to(_like(t.dtype, precision), copy=True), (self.args, self.kwargs)
+        )
+        # some modules keep what they computed from weights: each run has a model of its own, which shares the tensors
+        module = _sharing(self.module)
+        exactly = _Exactly(precision, kept)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
+                torch.manual_seed(0)
+                output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+        except _WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
+            self._written |= {error.name}
+            return self._attempt(state)
+        self.epsilon = max(self.epsilon, exactly.epsilon)
+        return [t.clone() for t in tensors_of(output)]
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
+
+    Modules that do something of their own when they are switched to evaluation mode (empty what they kept of their
+    weights, merge an adapter) do it on real copies of the weights first.
+
+    Raises:
+        SymmetryError: if that changes the weights, so that a state dict means another function than the one traced.
+    """
+    if switches(model):
+        model = copied(model)
+        before = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
+        for training in (True, False):
+            model.train(training)
+            after = model.state_dict(keep_vars=True)
+            changed = [n for n in before if n not in after or not torch.equal(before[n], after[n])]
+            if changed:
+                raise SymmetryError(
+                    f"{type(model).__name__} changes {changed[0]!r} when it is switched to "
+                    f"{'training' if training else 'evaluation'} mode (an adapter that is merged into the weights, for "
+                    "example), so its state dict computes different functions in the two modes. Merge it for good, or "
+                    "switch the merging off, and discover the symmetries again."
+                )
+    held: dict[int, Any] = {}
+    for tensor in model.state_dict(keep_vars=True).values():
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        if floating and tensor.layout == torch.strided:
+            empty = torch.zeros((), dtype=_like(tensor.dtype, torch.float64)).expand(tensor.shape)
+            held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        else:
+            value = _kept_value(tensor)
+            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in held:  # buffers that the state dict leaves out
+            value = _kept_value(tensor)
+            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+    return _copied(model, held).train().eval()  # which empties what some modules keep of their weights
+
+
+def switches(model: nn.Module) -> bool:
+    """Whether some part of a module has its own way of being switched between training and evaluation."""
+    return any(
+        type(m).train is not nn.Module.train or type(m).eval is not nn.Module.eval
+        for m in model.modules()
+        if not isinstance(m, torch.jit.ScriptModule)
+    )
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy with weights of its own, of any module: also of one that keeps tensors with a gradient's history."""
+    return _copied(model, {})
+
+
+def own_copy(model: nn.Module) -> nn.Module:
+    """A copy to trace: it shares the parameters, unless switching it to evaluation mode may write to them."""
+    return copied(model) if switches(model) else _copied(model, {id(p): p for p in model.parameters()})
+
+
+def _sharing(model: nn.Module) -> nn.Module:
+    """A copy that shares parameters and buffers."""
+    return _copied(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    for part in model.modules():
+        for value in vars(part).values():
+            for leaf in _leaves(value):
+                if not leaf.is_leaf and id(leaf) not in memo:
+                    memo[id(leaf)] = leaf.detach().clone()
+    return copy.deepcopy(model, memo)
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _like(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
+    """The dtype in which a tensor is computed with: integers as they are, all else in the given precision."""
+    if dtype.is_complex:
+        return torch.complex128 if precision == torch.float64 else torch.complex64
+    return precision if dtype.is_floating_point else dtype
+
+
+def _kept_value(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device="cpu", dtype=_like(tensor.dtype, torch.float64), copy=True)
+
+
+class _WrittenTo(BaseException):
+    """The forward pass is about to write to a tensor of the state; no handler of the module's own may swallow it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class _Exactly(TorchDispatchMode):
+    """Computes in one precision throughout, with constants for noise.
+
+    A symmetry of a stochastic layer holds in law: its noise has to move with the units, and constants do so by
+    themselves. Lower precisions inside the network (casts, new tensors, constants that are no buffers) would round what
+    is to be compared, or not fit the weights. An operator that does not exist in double precision is computed in the
+    best precision that it knows, which ``epsilon`` then tells.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, precision: torch.dtype, kept: Mapping[int, str]) -> None:
+        super().__init__()
+        self.precision = precision
+        self.kept = kept
+        self.epsilon = torch.finfo(precision).eps
+        order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        self.lower = frozenset(order[order.index(precision) + 1 :])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        mixed = any(a.dtype == self.precision for a in held)
+        if kwargs.get("dtype") in self.lower:
+            kwargs["dtype"] = self.precision
+        schema = getattr(func, "_schema", None)
+        if mixed and schema is not None and not schema.is_mutable and any(a.dtype in self.lower for a in held):
+            args, kwargs = tree_map_only(Tensor, self._raised, (args, kwargs))
+        if schema is not None and schema.is_mutable:
+            self._guard(schema, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not mixed or schema is None or schema.is_mutable:
+                raise
+            result = self._rounded(func, args, kwargs, error)
+        name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
+        if isinstance(result, Tensor) and (not held or name in ("lift_fresh", "lift", "zeros_like", "ones_like")):
+            result = self._raised(result)
+        if name == "bernoulli":
+            result.fill_(1)
+        elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
+            result.fill_(0.7)
+        elif name == "normal":
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            result.copy_(given.get("mean", 0.0) + 0.7 * given.get("std", 1.0))
+        return result
+
+    def _guard(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for k, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[k] if k < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(written):
+                    if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.numel():
+                        name = self.kept.get(tensor.untyped_storage().data_ptr())
+                        if name is not None:
+                            raise _WrittenTo(name)
+
+    def _raised(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.precision) if tensor.dtype in self.lower else tensor
+
+    def _rounded(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """An operator without this precision, in the next one that it has."""
+        for dtype in (torch.float32, torch.bfloat16):
+            if dtype not in self.lower:
+                continue
+
+            def round_to(tensor: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+                return tensor.to(dtype) if tensor.dtype == self.precision else tensor
+
+            try:
+                result = func(*tree_map_only(Tensor, round_to, args), **tree_map_only(Tensor, round_to, kwargs))
+            except (RuntimeError, TypeError, ValueError):
+                continue
+            self.epsilon = max(self.epsilon, torch.finfo(dtype).eps)
+            return tree_map_only(Tensor, self._raised, result)
+        raise error
+
+
+# -- random weights ---------------------------------------------------------------------------------------------
+
+
+def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+    """Random float64 weights of moderate size for every floating-point or complex tensor of a module, on the CPU.
+
+    Matrices are scaled by their fan-in; vectors (biases, affine parameters) vary about one or zero; running variances
+    are positive. Integer, boolean and sparse tensors stay as they are. Tied names share one tensor.
+    """
+    drawn: dict[int, Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in drawn:
+            drawn[id(tensor)] = _draw(name, tensor.detach(), generator)
+        state[name] = drawn[id(tensor)]
+    return state
+
+
+def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.cpu().clone()
+    dtype = _like(tensor.dtype, torch.float64)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=dtype)
+    last = name.rpartition(".")[2]
+    if "var" in last and not tensor.is_complex():
+        return 0.5 + noise.abs()
+    if tensor.ndim >= 2:
+        fan_in = tensor[0].numel()
+        return noise.mul_((1.5 / max(fan_in, 1)) ** 0.5)
+    if "mean" in last or "bias" in last:
+        return 0.3 * noise
+    return 1.0 + 0.3 * noise
+
+
+def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], generator: torch.Generator) -> None:
+    """Multiply every entry of the floating-point tensors by ``1 + amount(name) * u``, u uniform in (-1, 1), in place.
+
+    Names that hold the same tensor object are perturbed once.
+    """
+    done: set[int] = set()
+    for name, tensor in state.items():
+        size = amount(name)
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        if id(tensor) in done or not floating or tensor.layout != torch.strided or size == 0:
+            continue
+        done.add(id(tensor))
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
+        for piece in flat.split(2**21) if flat.ndim == 1 else (flat,):
+            noise = torch.rand(piece.shape, generator=generator, dtype=torch.float64)
+            piece.mul_(noise.mul_(2 * size).add_(1 - size).to(_real(piece.dtype)))
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return {torch.complex128: torch.float64, torch.complex64: torch.float32}.get(dtype, dtype)
+
+
+# -- comparing outputs ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far two evaluations are apart at the output where they differ most, by what is allowed there.
+
+    Attributes:
+        change: of that output, relative to its own scale (its magnitude and its sensitivity to the weights); inf
+            where integer outputs or the places of non-finite ones differ.
+        allowed: on the same scale.
+        outputs: number of entries that were compared.
+    """
+
+    change: float
+    allowed: float
+    outputs: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether no entry changed by more than is allowed."""
+        return self.change <= self.allowed
+
+
+class Reference:
+    """The outputs of one state, and for each entry how much it may change by rounding.
+
+    An entry's sensitivity is measured: the weights are perturbed a few times by relative noise, and the largest change
+    of the entry, divided by the noise, is what it would change by (linearly) if all weights changed by their own size.
+    That is an entry's own scale: a logit masked to -1e9 has one of rounding size, an entry that is zero by construction
+    has none, and neither says anything about the entries beside it. An entry may change by ``tolerance`` times its
+    scale, and by a few units in its own last place.
+    """
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self.outputs = outputs
+        self.sensitivity = [
+            torch.zeros(t.shape, dtype=torch.float64) if _floating(t) else torch.zeros(()) for t in outputs
+        ]
+        self.unstable = [torch.zeros(t.shape, dtype=torch.bool) for t in outputs]
+
+    def change(self, before: list[Tensor], after: list[Tensor], noise: float) -> None:
+        """Take in how outputs changed when the weights were perturbed by relative noise."""
+        for k, (a, b) in enumerate(zip(before, after, strict=True)):
+            if a.shape != b.shape or a.shape != self.outputs[k].shape:
+                raise SymmetryError("the shapes of the network's outputs change with the weights: nothing to compare")
+            if not _floating(a):
+                self.unstable[k] |= a != b
+                continue
+            change = _distance(a, b).div_(noise)
+            change[~torch.isfinite(change)] = 0
+            torch.maximum(self.sensitivity[k], change, out=self.sensitivity[k])
+
+    def problem(self, tolerance: float) -> str | None:
+        """Why a comparison with these outputs would prove nothing, or None."""
+        if not self.outputs or not any(t.numel() for t in self.outputs):
+            return "the network returns no tensor (or empty ones only), so that nothing can be verified"
+        floating = [(t, s) for t, s in zip(self.outputs, self.sensitivity, strict=True) if _floating(t) and t.numel()]
+        if len(floating) < sum(t.numel() > 0 for t in self.outputs):
+            return None  # integers are compared as they are
+        if not any(bool(torch.isfinite(t).any()) for t, _ in floating):
+            return (
+                "the network's outputs are all NaN or infinite for random weights of moderate size, so that nothing "
+                "can be verified; pass example inputs of ordinary magnitude"
+            )
+        if not any(bool(s.any()) for _, s in floating):
+            return "the network's outputs do not depend on its weights, so that nothing can be verified"
+        if not any(bool((tolerance * s < 1e-2 * t.abs()).logical_and(s > 0).any()) for t, s in floating):
+            return (
+                "the network's outputs are dominated by rounding for random weights of moderate size, so that nothing "
+                "can be verified; pass example inputs of ordinary magnitude, or more of them"
+            )
+        return None
+
+    def difference(
+        self, outputs: list[Tensor], tolerance: float, *, epsilon: float, explained: list[Tensor] | None = None
+    ) -> Difference:
+        """Compare with the outputs of another state.
+
+        Args:
+            outputs: of the other state.
+            tolerance: allowed change of each entry relative to its sensitivity.
+            epsilon: rounding of the precision that was computed in.
+            explained: further change allowed for each entry, absolute.
+        """
+        worst, change, allowed, count = -1.0, 0.0, 0.0, 0
+        if len(outputs) != len(self.outputs):
+            return Difference(math.inf, 0.0, len(outputs))
+        for k, (a, b) in enumerate(zip(self.outputs, outputs, strict=True)):
+            count += a.numel()
+            if a.shape != b.shape:
+                return Difference(math.inf, 0.0, count)
+            if not _floating(a):
+                if bool(((a != b) & ~self.unstable[k]).any()):
+                    return Difference(math.inf, 0.0, count)
+                continue
+            finite = torch.isfinite(a)
+            if not _same_pattern(a, b):
+                return Difference(math.inf, 0.0, count)
+            distance = _distance(a, b)
+            magnitude = a.abs().to(torch.float64)
+            limit = tolerance * self.sensitivity[k] + 64 * epsilon * magnitude
+            if explained is not None:
+                limit = limit + explained[k]
+            distance, limit = distance[finite], limit[finite]
+            moved = distance > 0
+            if not bool(moved.any()):
+                continue
+            distance, limit = distance[moved], limit[moved]
+            own = (magnitude + self.sensitivity[k])[finite][moved]
+            excess = distance / limit
+            at = int(excess.argmax())
+            if float(excess[at]) > worst:
+                worst = float(excess[at])
+                scale = float(own[at]) or math.nan
+                change, allowed = float(distance[at]) / scale, float(limit[at]) / scale
+                if math.isnan(change):
+                    return Difference(math.inf, 0.0, count)
+        return Difference(change, allowed, count)
+
+
+def _floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """``|a - b|`` in float64; NaN or inf where either is not finite."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return (a.to(wide) - b.to(wide)).abs()
+
+
+def _same_pattern(a: Tensor, b: Tensor) -> bool:
+    """Whether the entries that are NaN, inf and -inf stand at the same places."""
+    if a.is_complex():
+        return _same_pattern(a.real, b.real) and _same_pattern(a.imag, b.imag)
+    x, y = (torch.where(torch.isfinite(t), 0.0, t) for t in (a, b))
+    return torch.equal(torch.isnan(x), torch.isnan(y)) and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+
+
+def tensors_of(nested: Any) -> list[Tensor]:
+    """All tensors among the outputs of a network, dense; numbers count as tensors."""
+    if isinstance(nested, Tensor):
+        return [nested.to_dense() if nested.layout != torch.strided else nested]
+    if isinstance(nested, (bool, int, float, complex)):
+        wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
+        return [torch.as_tensor(nested, dtype=wide)]
+    if isinstance(nested, Mapping):
+        return [t for item in nested.values() for t in tensors_of(item)]
+    if isinstance(nested, (list, tuple, set, frozenset)):
+        return [t for item in nested for t in tensors_of(item)]
+    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        return [t for field in dataclasses.fields(nested) for t in tensors_of(getattr(nested, field.name))]
+    return []
+
+
+def _double(nested: Any, generator: torch.Generator | None) -> Any:
+    """Inputs in float64 on the CPU; with a generator constant inputs (zeros, ones) are replaced by noise."""
+    if isinstance(nested, Tensor):
+        if not (nested.is_floating_point() or nested.is_complex()):
+            return nested.detach().to("cpu", copy=True)
+        tensor = _kept_value(nested)
+        if generator is None or tensor.layout != torch.strided or tensor.numel() < 2:
+            return tensor
+        constant = bool((tensor == tensor.flatten()[0]).all())
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) if constant else tensor
+    if isinstance(nested, tuple) and hasattr(nested, "_fields"):
+        return type(nested)(*(_double(item, generator) for item in nested))
+    if isinstance(nested, (list, tuple)):
+        return type(nested)(_double(item, generator) for item in nested)
+    if isinstance(nested, dict):
+        return {k: _double(v, generator) for k, v in nested.items()}
+    return nested
