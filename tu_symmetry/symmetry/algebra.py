@@ -39,6 +39,7 @@ class Value:
         reasons: for each axis why it is pinned (empty where it is not).
         scale: terms of the log-scale; ``()`` for a tensor that does not scale.
         parameter: name, if this is a parameter or buffer itself.
+        fill: the number that every entry holds, if this is known to be such a constant (padding, zeros).
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Value:
     reasons: tuple[str, ...]
     scale: tuple[Term, ...] = ()
     parameter: str | None = None
+    fill: float | None = None
 
     @property
     def ndim(self) -> int:
@@ -111,6 +113,26 @@ def among(array: Array, values: Array) -> NDArray[np.bool_]:
         return np.zeros(array.shape, dtype=bool)
     known = np.sort(values, axis=None)
     return known[np.minimum(np.searchsorted(known, array), len(known) - 1)] == array
+
+
+def merge_fixed(x: Array, y: Array) -> Array:
+    """One component for two that meet: units first, and one code for each pair of fixed positions that meet.
+
+    Both components can be told from the result, but for units that met units (these are tied) or fixed positions
+    (these are pinned or told apart by a mark)::
+
+        x = [u0, u1, -1, -1, -2]    y = [v0, -1, v2, -1, -1]    ->    [u0, u1, v2, -1, -2]
+    """
+    both = (x < 0) & (y < 0)
+    merged = np.where(x >= 0, x, y)
+    if both.any():
+        pairs = distinct_rows(np.stack([x[both], y[both]], axis=1))
+        if len(pairs) == len(distinct(x[both])):  # the left side tells them all apart
+            merged[both] = x[both]
+        elif len(pairs) > len(distinct(y[both])):
+            _, kinds = np.unique(np.stack([-x[both], -y[both]], axis=1), axis=0, return_inverse=True)
+            merged[both] = code(kinds.reshape(-1).astype(np.int64))
+    return merged
 
 
 def pinned_value(shape: Sequence[int], reason: str) -> Value:
@@ -214,13 +236,16 @@ class Ledger:
         self.parameters[name] = value = replace(value, scale=scale)
         return value
 
-    def uniform(self, shape: Sequence[int]) -> Value:
-        """A tensor whose entries are all alike: every position has the same code, so any order is as good."""
+    def uniform(self, shape: Sequence[int], fill: float | None = None) -> Value:
+        """A tensor whose entries are all alike: every position has the same code, so any order is as good.
+
+        ``fill`` is the number that they hold, where it is known.
+        """
         shape = tuple(shape)
         labels = tuple(
             (along(np.full(n, -1, dtype=np.int64), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape)
         )
-        return Value(shape, labels, ("",) * len(shape))
+        return Value(shape, labels, ("",) * len(shape), fill=fill)
 
     def noise(self, shape: Sequence[int]) -> Value:
         """Random numbers with independent entries: units of their own on each axis, as a parameter has them."""
@@ -306,38 +331,91 @@ class Ledger:
             shared = self._share(a, b, axis, others) or self._share(b, a, axis, others)
             if shared:
                 return shared
-        arrays = np.broadcast_arrays(*a, *b)
+        arrays = [np.asarray(z) for z in np.broadcast_arrays(*a, *b)]
         left, right = arrays[: len(a)], arrays[len(a) :]
+        if len(a) == len(b) == 1:
+            return self._unify_single(a, b, left[0], right[0], reason_a or reason_b)
         if len(a) == len(b):
+            merged: list[Array] = []
             for x, y in zip(left, right, strict=True):
                 both = (x >= 0) & (y >= 0)
                 if both.any():
                     self.ties.append((x[both], y[both]))
                 clash = (x >= 0) != (y >= 0)
-                if len(a) > 1:
-                    clash |= (x < 0) & (y < 0) & (x != y)
+                fixed = (x < 0) & (y < 0)
+                if (x[fixed] != y[fixed]).any():
+                    pairs = distinct_rows(np.stack([x[fixed], y[fixed]], axis=1))
+                    if not len(pairs) == len(distinct(x[fixed])) == len(distinct(y[fixed])):  # no mere renaming
+                        clash |= fixed & (x != y)
+                if clash.any():
                     self.pin_label((z[clash] for z in arrays), "meets another position of a factored axis")
-                elif clash.any():  # units that meet alike positions (equal constants) stay alike
-                    for units, fixed in ((x, y), (y, x)):
-                        here = (units >= 0) & (fixed < 0)
-                        if here.any() and (fixed[here] != fixed[here][0]).any():
-                            mark = (np.where(here, units, -1), fixed, reason_a or reason_b or "meets a fixed position")
-                            self.marks.append(mark)
-            if len(a) == 1 and not (a[0] >= 0).any():
-                return b
-            if len(b) == 1 and not (b[0] >= 0).any():
-                return a
-            nested_a = sum(z.size for z in a)
-            return a if nested_a <= sum(z.size for z in b) else b
+                merged.append(x if not (clash.any() or (x[fixed] != y[fixed]).any()) else tighten(merge_fixed(x, y)))
+            if all(x is m for x, m in zip(left, merged, strict=True)):
+                nested_a = sum(z.size for z in a)
+                return a if nested_a <= sum(z.size for z in b) else b
+            return tuple(merged)
         if len(a) == 1 or len(b) == 1:
             single, several = (left[0], right) if len(a) == 1 else (right[0], left)
-            self.pin_label((z[single < 0] for z in several), "meets a fixed position")
-            free = single >= 0
+            met = single < 0
+            self.pin_label((z[met] for z in several), "meets a fixed position")
+            free = ~met
             self.bindings.append((single[free], tuple(z[free] for z in several)))
-            return b if len(a) == 1 else a
+            label = b if len(a) == 1 else a
+            if not met.any() or (single[met] == single[met][0]).all():
+                return label
+            first = merge_fixed(several[0], np.where(met, single, np.where(several[0] < 0, several[0], -1)))
+            return (tighten(np.where(met, first, several[0])), *label[1:])
         self.pin_label(a, "factored in two ways")
         self.pin_label(b, "factored in two ways")
         return ()
+
+    def _unify_single(self, a: Label, b: Label, x: Array, y: Array, reason: str) -> Label:
+        """Two labels of one component each, broadcast to ``x`` and ``y``: tie units, tell apart what meets constants.
+
+        The result carries the units of both sides. A padded tensor that is added to another one, say::
+
+            pad(h) = [-1, u0, u1, -1]    b(x) = [v0, v1, v2, v3]    ->    [v0, u0, u1, v3], where u0 ~ v1, u1 ~ v2
+
+        Here ``v0`` and ``v3`` meet alike constants and stay alike; constants that differ would tell them apart.
+        """
+        moving_x, moving_y = x >= 0, y >= 0
+        both = moving_x & moving_y
+        if both.any():
+            self.ties.append((x[both], y[both]))
+        if both.all():
+            return self._finer(a, b, x, y)
+        merged = merge_fixed(x, y)
+        tags = np.where(both, 1, np.where(moving_x, y, x))
+        here = merged >= 0
+        if here.any() and (tags[here] != tags[here][0]).any():
+            rows = distinct_rows(np.stack([merged[here], tags[here]], axis=1))
+            if len(rows) > len(distinct(merged[here])):  # a unit that meets several: one new unit for each of them
+                _, inverse = np.unique(np.stack([merged[here], tags[here]], axis=1), axis=0, return_inverse=True)
+                units = self.fresh_units(len(rows))[inverse.reshape(-1)]
+                self.ties.append((units, merged[here]))
+                merged = merged.copy()
+                merged[here] = units
+            self.marks.append((np.where(here, merged, -1), tags, reason or "meets a fixed position"))
+        for label, whole in ((a, x), (b, y)):
+            if np.array_equal(merged, whole):
+                return label
+        return (tighten(merged),)
+
+    def _finer(self, a: Label, b: Label, x: Array, y: Array) -> Label:
+        """Of two labels whose units were tied: the one that tells apart what the other does (or a new one)."""
+        if a[0].size != b[0].size:
+            return a if a[0].size < b[0].size else b
+        count_a, count_b = len(distinct(a[0])), len(distinct(b[0]))
+        if count_a == a[0].size:
+            return a
+        if count_b == b[0].size:
+            return b
+        rows, inverse = np.unique(np.stack([x.reshape(-1), y.reshape(-1)], axis=1), axis=0, return_inverse=True)
+        if len(rows) in (count_a, count_b):
+            return a if len(rows) == count_a else b
+        units = self.fresh_units(len(rows))
+        self.ties += [(units, rows[:, 0]), (units, rows[:, 1])]
+        return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
 
     def _share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
         """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so."""
@@ -388,8 +466,16 @@ class Ledger:
         if both.any():
             self.ties.append((x[both], y[both]))
         clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
+        if not clash.any():
+            return first
         self.pin_label((x[clash], y[clash]), "differs along an axis that is summed over")
-        return first
+        # what was pinned, and what stands for several fixed positions, still tells the results apart
+        lines = np.moveaxis(component, axis, -1).reshape(-1, component.shape[axis])
+        _, kinds = np.unique(lines, axis=0, return_inverse=True)
+        fixed = (lines < 0).all(axis=1)
+        unit = np.take_along_axis(lines, (lines >= 0).argmax(axis=1)[:, None], 1)[:, 0]
+        merged = np.where(fixed, code(kinds.reshape(-1).astype(np.int64)), unit)
+        return np.expand_dims(merged.reshape([n for k, n in enumerate(component.shape) if k != axis]), axis)
 
     def drop(self, value: Value, axis: int, *, keep: bool = False) -> Value:
         """The value after a reduction over ``axis``: nothing that remains may depend on it."""
@@ -490,7 +576,11 @@ class Ledger:
         if not gone and len(index) == 1:
             labels[kept.index(axis)] = ()
         return Value(
-            shape, tuple(labels), tuple(value.reasons[k] for k in kept), tuple((c, pick(v)) for c, v in value.scale)
+            shape,
+            tuple(labels),
+            tuple(value.reasons[k] for k in kept),
+            tuple((c, pick(v)) for c, v in value.scale),
+            fill=value.fill,
         )
 
     def expand(self, value: Value, shape: Sequence[int]) -> Value:
@@ -531,17 +621,26 @@ class Ledger:
             if k == axis or first.shape[k] == 1:
                 continue
             own = [v.labels[k] for v in values]
-            if nested and all(len(label) == 1 and label[0].shape[axis] == 1 for label in own):
-                labels[k] = (tighten(_join([c for (c,) in own], axis)),)
+            spread = any(c.shape[axis] > 1 for label in own for c in label)
+            if (nested or spread) and own[0] and len({len(label) for label in own}) == 1:
+                sized = [self._materialize(v, k, axis) for v in values]
+                labels[k] = tuple(tighten(_join([p[r] for p in sized], axis)) for r in range(len(own[0])))
                 continue
+            if spread:
+                values = [self.unnest(v, axis) for v in values]
+                first, *rest = values
+                labels[k] = first.labels[k]
             for value in rest:
                 labels[k] = self.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k])
         parts = [self._materialize(v, axis) for v in values]
         arity = max(len(p) for p in parts)
-        filled = [(*p, *(np.full_like(p[0], -1) for _ in range(arity - len(p)))) for p in parts]
         joined: Label = ()
-        if any((c >= 0).any() for p in filled for c in p):
-            joined = tuple(_join([p[r] for p in filled], axis) for r in range(arity))
+        if any((c >= 0).any() for p in parts for c in p):
+            filled = [(*p, *(np.full_like(p[0], -1) for _ in range(arity - len(p)))) for p in parts]
+            origin = self._origins(values)
+            joined = tuple(
+                _apart([p[r] for p in filled], origin, axis) if len(values) > 1 else filled[0][r] for r in range(arity)
+            )
         scale: tuple[Term, ...] = ()
         if any(v.scale for v in values):
             singles = [self.single(v) for v in values]
@@ -557,11 +656,19 @@ class Ledger:
         reasons[axis] = reasons[axis] or next((v.reasons[axis] for v in values if v.reasons[axis]), "")
         return Value(tuple(shape), tuple(labels), tuple(reasons), scale)
 
-    def _materialize(self, value: Value, axis: int) -> Label:
+    @staticmethod
+    def _origins(values: Sequence[Value]) -> list[int]:
+        """A number for each of the values: the same for one that comes twice, and for equal constants."""
+        keys = [("fill", v.fill) if v.fill is not None else ("value", id(v)) for v in values]
+        return [keys.index(key) for key in keys]
+
+    def _materialize(self, value: Value, axis: int, along_too: int | None = None) -> Label:
+        """The components of an axis in their full length; along a second axis as well, if one is given."""
         if value.labels[axis]:
-            size = value.shape[axis]
             return tuple(
-                np.broadcast_to(c, tuple(size if k == axis else n for k, n in enumerate(c.shape)))
+                np.broadcast_to(
+                    c, tuple(value.shape[k] if k in (axis, along_too) else n for k, n in enumerate(c.shape))
+                )
                 for c in value.labels[axis]
             )
         return (along(code(np.arange(value.shape[axis], dtype=np.int64)), axis, value.ndim),)
@@ -646,6 +753,30 @@ def _join(arrays: Sequence[Array], axis: int) -> Array:
     other = np.broadcast_shapes(*(tuple(1 if k == axis else n for k, n in enumerate(a.shape)) for a in arrays))
     full = [np.broadcast_to(a, tuple(a.shape[k] if k == axis else n for k, n in enumerate(other))) for a in arrays]
     return np.concatenate(full, axis)
+
+
+def _apart(arrays: Sequence[Array], origins: Sequence[int], axis: int) -> Array:
+    """Concatenate components; fixed positions of different origins get different codes.
+
+    ``[x[:2], h, x[2:]]`` has the codes (-1, -2) in its first and in its last piece, which are no more alike than any
+    other two inputs: ``[-1, -2 | u0, u1 | -1, -2]`` becomes ``[-1, -2 | u0, u1 | -3, -4]``.
+    """
+    joined = _join(arrays, axis)
+    fixed = joined < 0
+    if not fixed.any():
+        return joined
+    origin = _join(
+        [
+            np.full([n if k == axis else 1 for k, n in enumerate(a.shape)], o, dtype=np.int64)
+            for a, o in zip(arrays, origins, strict=True)
+        ],
+        axis,
+    )
+    rows = np.stack([np.broadcast_to(origin, joined.shape)[fixed], -joined[fixed]], axis=1)
+    _, kinds = np.unique(rows, axis=0, return_inverse=True)
+    joined = joined.copy()
+    joined[fixed] = code(kinds.reshape(-1).astype(np.int64))
+    return joined
 
 
 def _simplify(components: list[Array]) -> Label:

@@ -507,26 +507,59 @@ class Extraction:
         table = self._table
         held = distinct(np.concatenate([c[c >= 0].reshape(-1) for c in label]))
         for node in self._groups_over(distinct(self.colors[held]).tolist()):
-            # which unit of this group (or of a block in it) each position belongs to
-            owner = np.full(shape, -1, dtype=np.int64)
-            slot = np.zeros(shape, dtype=np.int64)
-            for component in label:
-                moving = component >= 0
-                index = table[node.color][0][np.where(moving, component, 0)]
-                inner = table[node.color][1][np.where(moving, component, 0)]
-                hit = moving & (index >= 0)
-                owner[hit] = index[hit]
-                slot[hit] = slot[hit] * 100_003 + inner[hit]  # a position may hold several units of one block
-            if not (owner >= 0).any():
-                continue
-            rest = np.zeros(shape, dtype=np.uint64)
-            for component in label:
-                mine = table[node.color][0][np.where(component >= 0, component, 0)]
+            moving = [c for c in label if among(c, np.flatnonzero(table[node.color][0] >= 0)).any()]
+            for part in self._parts(node, moving):
+                member = self._member(node, name, axis, nested, *self._owners(node, name, axis, label, part, shape))
+                node.members.append(member) if member is not None else None
+
+    def _parts(self, node: _Node, moving: list[Array]) -> list[list[Array]]:
+        """The components of a label that a group moves together, those of each part in one step.
+
+        A head and a unit in it name the same head twice: one step moves both. The entries of a flattened Gram matrix
+        ``(h_i h_j)`` have a unit of one group for its row and one for its column: the rows are moved first, then the
+        columns, and each step is a permutation of the whole axis.
+        """
+        index = self._table[node.color][0]
+        parts: list[list[Array]] = []
+        for component in moving:
+            own = np.where(component >= 0, index[np.where(component >= 0, component, 0)], -1)
+            for part in parts:
+                other = np.where(part[0] >= 0, index[np.where(part[0] >= 0, part[0], 0)], -1)
+                x, y = np.broadcast_arrays(own, other)
+                if not ((x >= 0) & (y >= 0) & (x != y)).any():
+                    part.append(component)
+                    break
+            else:
+                parts.append([component])
+        return parts
+
+    def _owners(
+        self, node: _Node, name: str, axis: int, label: Label, part: list[Array], shape: tuple[int, ...]
+    ) -> tuple[Array, Array, Hash]:
+        """For each position the unit of a group that it belongs to, its slot in the unit, and what else is there."""
+        index, inner = self._table[node.color]
+        owner = np.full(shape, -1, dtype=np.int64)
+        slot = np.zeros(shape, dtype=np.int64)
+        for component in part:
+            component = np.broadcast_to(component, shape)
+            hit = component >= 0
+            hit = hit & (index[np.where(hit, component, 0)] >= 0)
+            owner[hit] = index[component[hit]]
+            slot[hit] = slot[hit] * 100_003 + inner[component[hit]]  # a position may hold several units of one block
+        rest = np.zeros(shape, dtype=np.uint64)
+        for component in label:
+            if any(component is mine for mine in part):
+                mine = index[np.where(component >= 0, component, 0)]
                 foreign = ~((component >= 0) & (mine >= 0))
                 rest = _combine(rest, np.where(foreign, self._relative(component), 0))
-            member = self._member(node, name, axis, nested, owner, slot, rest)
-            if member is not None:
-                node.members.append(member)
+                continue
+            rest = _combine(rest, self._relative(component))
+            size = node.units.shape[-1]
+            theirs = np.where(component >= 0, index[np.where(component >= 0, component, 0)], -1) // size
+            elsewhere = (theirs >= 0) & (owner >= 0) & (theirs != owner // size)
+            if elsewhere.any():  # a unit of another block of this group
+                rest = _combine(rest, np.where(elsewhere, 1 + theirs, 0))
+        return owner, slot, rest
 
     def _relative(self, component: Array) -> Hash:
         """Units by their color and their place in their block, everything else as it is."""

@@ -26,6 +26,7 @@ from tu_symmetry.symmetry.rules import Call, Rule, unknown
 
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
 INPUT = "input of the network"
+FILLS = tuple(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ class _Interpreter:
         array = (
             tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
         )
-        value = self.ledger.uniform(array.shape)
+        alike = array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
+        value = self.ledger.uniform(array.shape, float(array.flat[0]) if alike else None)
         for axis, size in enumerate(array.shape):
             if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
                 continue
@@ -244,7 +246,12 @@ class _Interpreter:
             node.name,
             _read_outputs(node),
         )
+        # a parameter that comes twice is no longer free to be nested as one of its places asks
+        places = [a for a in nodes if isinstance(self.env[a], Parameter)]
+        self.ledger.used |= {self.env[a].name for a in places if nodes.count(a) > 1}
         values = _apply(RULES.get(rule_name, unknown), call)
+        if rule_name not in FILLS:  # what is computed from constants is no longer the number that they hold
+            values = [v if v.fill is None else replace(v, fill=None) for v in values]
         for value in values:
             self.ledger.observe(value)
         for h in _flatten(held):

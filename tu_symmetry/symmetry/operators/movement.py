@@ -284,9 +284,15 @@ def _pad(call: Call) -> Value:
             for side, n in zip((0, 1), extra, strict=True):
                 if n > 0:
                     shape = (*result.shape[:axis], n, *result.shape[axis + 1 :])
+                    blank = call.ledger.uniform(shape, 0.0 if filler is None else float(filler))
+                    lengthwise = [any(c.shape[axis] > 1 for c in label) for label in result.labels]
                     blank = replace(
-                        pinned_value(shape, "padding"),
-                        labels=tuple(() if j == axis else result.labels[j] for j in range(value.ndim)),
+                        blank,
+                        labels=tuple(
+                            own if j == axis else tuple(own[0] for _ in label) if lengthwise[j] else label
+                            for j, (own, label) in enumerate(zip(blank.labels, result.labels, strict=True))
+                        ),
+                        reasons=("padding",) * len(shape),
                     )
                     pieces.insert(0 if side == 0 else len(pieces), blank)
             if len(pieces) > 1:

@@ -231,7 +231,9 @@ def _item(call: Call) -> Value:
 
 @register_rule("ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 def _alike(call: Call) -> Value:
-    return call.ledger.uniform(call.shape)
+    name = call.operator.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
+    held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
+    return call.ledger.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
 @register_rule("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal")
