@@ -8,7 +8,7 @@ Blocks form a forest: a head holds its query-key and its value units.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -189,6 +189,7 @@ class Extraction:
         self.ledger = ledger
         self._cached_key: list[int] = []
         self._cached_table: dict[int, tuple[Array, Array]] = {}
+        self._places: Array = np.empty(0, dtype=np.int64)  # of each unit in its block
         self.twins: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
         self.splits: list[tuple[Array, Array]] = []  # blocks of one color that hold the same units, told apart by a tag
         self.tags: list[tuple[Array, Array]] = []  # the same, of earlier rounds, by the ledger's units
@@ -507,37 +508,43 @@ class Extraction:
         table = self._table
         held = distinct(np.concatenate([c[c >= 0].reshape(-1) for c in label]))
         for node in self._groups_over(distinct(self.colors[held]).tolist()):
-            moving = [c for c in label if among(c, np.flatnonzero(table[node.color][0] >= 0)).any()]
-            for part in self._parts(node, moving):
-                member = self._member(node, name, axis, nested, *self._owners(node, name, axis, label, part, shape))
+            for part in self._parts(table[node.color][0], label):
+                member = self._member(
+                    node, name, axis, nested, *self._owners(node, table[node.color], label, part, shape)
+                )
                 node.members.append(member) if member is not None else None
 
-    def _parts(self, node: _Node, moving: list[Array]) -> list[list[Array]]:
+    @staticmethod
+    def _parts(index: Array, label: Label) -> list[list[Array]]:
         """The components of a label that a group moves together, those of each part in one step.
 
         A head and a unit in it name the same head twice: one step moves both. The entries of a flattened Gram matrix
         ``(h_i h_j)`` have a unit of one group for its row and one for its column: the rows are moved first, then the
         columns, and each step is a permutation of the whole axis.
         """
-        index = self._table[node.color][0]
+        if len(label) == 1:
+            return [list(label)]
         parts: list[list[Array]] = []
-        for component in moving:
+        owners: list[Array] = []
+        for component in label:
             own = np.where(component >= 0, index[np.where(component >= 0, component, 0)], -1)
-            for part in parts:
-                other = np.where(part[0] >= 0, index[np.where(part[0] >= 0, part[0], 0)], -1)
-                x, y = np.broadcast_arrays(own, other)
+            if not (own >= 0).any():
+                continue
+            for part, theirs in zip(parts, owners, strict=True):
+                x, y = np.broadcast_arrays(own, theirs)
                 if not ((x >= 0) & (y >= 0) & (x != y)).any():
                     part.append(component)
                     break
             else:
                 parts.append([component])
+                owners.append(own)
         return parts
 
     def _owners(
-        self, node: _Node, name: str, axis: int, label: Label, part: list[Array], shape: tuple[int, ...]
+        self, node: _Node, table: tuple[Array, Array], label: Label, part: list[Array], shape: tuple[int, ...]
     ) -> tuple[Array, Array, Hash]:
         """For each position the unit of a group that it belongs to, its slot in the unit, and what else is there."""
-        index, inner = self._table[node.color]
+        index, inner = table
         owner = np.full(shape, -1, dtype=np.int64)
         slot = np.zeros(shape, dtype=np.int64)
         for component in part:
@@ -547,11 +554,11 @@ class Extraction:
             owner[hit] = index[component[hit]]
             slot[hit] = slot[hit] * 100_003 + inner[component[hit]]  # a position may hold several units of one block
         rest = np.zeros(shape, dtype=np.uint64)
-        for component in label:
+        for component in label if len(label) > 1 else ():
             if any(component is mine for mine in part):
                 mine = index[np.where(component >= 0, component, 0)]
                 foreign = ~((component >= 0) & (mine >= 0))
-                rest = _combine(rest, np.where(foreign, self._relative(component), 0))
+                rest = _combine(rest, np.where(foreign, self._relative(component), 0) if foreign.any() else 0)
                 continue
             rest = _combine(rest, self._relative(component))
             size = node.units.shape[-1]
@@ -563,12 +570,9 @@ class Extraction:
 
     def _relative(self, component: Array) -> Hash:
         """Units by their color and their place in their block, everything else as it is."""
-        place: Array = np.arange(self.classes.count)
-        for node in self.nodes:
-            place[node.units] = np.arange(node.units.shape[-1])
         moving = component >= 0
         unit = np.where(moving, component, 0)
-        return np.where(moving, _combine(self.colors[unit], place[unit]), _combine(component))
+        return np.where(moving, _combine(self.colors[unit], self._places[unit]), _combine(component))
 
     def _groups_over(self, colors: list[int]) -> list[_Node]:
         """The groups that units of these colors belong to, and those that these are nested in."""
@@ -586,7 +590,7 @@ class Extraction:
     def _table(self) -> dict[int, tuple[Array, Array]]:
         """For each group: the flat index of the unit that a class belongs to, and its slot within that unit."""
         key = [id(n) for n in self.nodes]
-        if self._cached_key == key:
+        if self._cached_key == key and len(self._places):
             return self._cached_table
         table: dict[int, tuple[Array, Array]] = {}
         for node in self.nodes:
@@ -603,6 +607,9 @@ class Extraction:
                     slot[other.units.reshape(-1)] = offset + np.tile(np.arange(per), node.units.size)
                     offset += per
             table[node.color] = (index, slot)
+        self._places = np.arange(self.classes.count)
+        for node in self.nodes:
+            self._places[node.units] = np.arange(node.units.shape[-1])
         self._cached_table, self._cached_key = table, key
         return table
 
@@ -610,8 +617,15 @@ class Extraction:
         self, node: _Node, name: str, axis: int, nested: list[int], owner: Array, slot: Array, rest: Hash
     ) -> PermutationMember | None:
         size = owner.shape[axis]
+        shape = owner.shape
         if not nested:
-            grid = self._positions(node, owner.reshape(-1), slot.reshape(-1), rest.reshape(-1), size)
+            grid = self._positions(
+                node,
+                owner.reshape(-1),
+                slot.reshape(-1),
+                rest.reshape(-1),
+                lambda: self._roles_along(name, axis, shape).reshape(-1),
+            )
             return PermutationMember(name, axis, torch.from_numpy(grid.reshape(*node.units.shape, -1)))
         if len(nested) > 1:
             raise _Contradiction(node, "nested along two axes of a parameter")
@@ -637,8 +651,19 @@ class Extraction:
             if len(distinct(flat[0][row][flat[0][row] >= 0])) != units_per_block:
                 self._still(node, np.asarray(flat[0], np.int64), np.asarray(flat[1], np.int64))
                 return None
+
+            def roles(row: int = row) -> Hash:
+                return np.moveaxis(self._roles_along(name, axis, shape), (rows_axis, axis), (0, 1)).reshape(-1, size)[
+                    row
+                ]
+
             positions = self._positions(
-                node, flat[0][row] - block_ids[0] * units_per_block, flat[1][row], flat[2][row], size, units_per_block
+                node,
+                flat[0][row] - block_ids[0] * units_per_block,
+                flat[1][row],
+                flat[2][row],
+                roles,
+                units_per_block,
             )
             if index is None:
                 index = np.zeros((blocks, *positions.shape), dtype=np.int64)
@@ -671,7 +696,13 @@ class Extraction:
             raise _Contradiction(node, "blocks lie differently in the rows of a parameter")
 
     def _positions(
-        self, node: _Node, owner: Array, slot: Array, rest: Hash, size: int, count: int | None = None
+        self,
+        node: _Node,
+        owner: Array,
+        slot: Array,
+        rest: Hash,
+        roles: Callable[[], Hash],
+        count: int | None = None,
     ) -> Array:
         """Positions along an axis of each unit, ``[units, copies]``, in an order that corresponds between units."""
         count = node.units.size if count is None else count
@@ -683,7 +714,64 @@ class Extraction:
         grid = order.reshape(count, -1)
         if (slot[grid] != slot[grid[:1]]).any() or (rest[grid] != rest[grid[:1]]).any():
             raise _Contradiction(node, "units that lie differently in a parameter")
+        same = (slot[grid[0, 1:]] == slot[grid[0, :-1]]) & (rest[grid[0, 1:]] == rest[grid[0, :-1]])
+        if same.any():  # several tensors' entries for one unit: which is which?
+            role = roles()
+            order = held[np.lexsort((held, role[held], rest[held], slot[held], owner[held]))]
+            sorted_grid = order.reshape(count, -1)
+            if (role[sorted_grid] != role[sorted_grid[:1]]).any():
+                raise _Contradiction(node, "units whose copies cannot be told apart")
+            if (role[grid] != role[grid[:1]]).any():  # the order in which they stand is another for each unit
+                return sorted_grid
         return grid
+
+    def _roles_along(self, name: str, axis: int, shape: tuple[int, ...]) -> Hash:
+        """For each position along a parameter's axis, what its units are tied to, in the resolved label's shape."""
+        total = np.zeros((), dtype=np.uint64)
+        for component in self.ledger.parameters[name].labels[axis]:
+            for k, n in enumerate(shape):
+                component = component.take([0], k) if n == 1 and component.shape[k] > 1 else component
+            total = _combine(total, np.where(component >= 0, self._roles[np.where(component >= 0, component, 0)], 0))
+        return np.broadcast_to(total, shape)
+
+    @cached_property
+    def _roles(self) -> Hash:
+        """Colors of the units before ties: those with one color take the same part in all demands.
+
+        Ties make one class of the units of ``h`` and ``g`` wherever ``h + g`` is computed. In ``c(roll(cat([h, g])))``
+        each class then has two positions along the columns of ``c``, and which of them holds ``h`` depends on the
+        unit: columns ``[g3, h0, h1, h2, h3, g0, g1, g2]`` have the classes ``[3, 0, 1, 2, 3, 0, 1, 2]``. A column's
+        role says that it was tied to a unit of ``h`` (or of ``g``), by the same tie and on the same side.
+        """
+        ledger = self.ledger
+        role = np.zeros(max(ledger.units, 1), dtype=np.uint64)
+        with np.errstate(over="ignore"):
+            for seen, (label, _, _) in enumerate(ledger.seen):
+                for r, component in enumerate(label):
+                    context = _combine(seen, r, *(np.where(c < 0, c, 0) for c in label if c is not component))
+                    spread, tag = np.broadcast_arrays(component, context)
+                    np.add.at(role, spread[spread >= 0], tag[spread >= 0])
+            for number, (component, positions, _) in enumerate(ledger.marks):
+                spread, tag = np.broadcast_arrays(component, _combine(number, positions, 7))
+                np.add.at(role, spread[spread >= 0], tag[spread >= 0])
+            links = [(x.reshape(-1), y.reshape(-1)) for x, y in ledger.ties]
+            for units, parts in ledger.bindings:
+                links += [(units.reshape(-1), part.reshape(-1)) for part in parts]
+            if not links:
+                return role
+            left, right = (np.concatenate(side) for side in zip(*links, strict=True))
+            number = np.repeat(np.arange(len(links)), [len(x) for x, _ in links])
+            bound = right < 0
+            np.add.at(role, left[bound], _combine(number[bound], right[bound], 3))
+            left, right, number = left[~bound], right[~bound], number[~bound]
+            known = len(distinct(role))
+            while True:
+                refined = _mix(role)
+                np.add.at(refined, left, _combine(role[right], number, 1))
+                np.add.at(refined, right, _combine(role[left], number, 2))
+                role, before, known = refined, known, len(np.unique(refined))
+                if known == before:
+                    return role
 
     def _pins(self, order: list[str]) -> Iterator[Pin]:
         free = np.zeros(self.classes.count, dtype=bool)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.algebra import Value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
