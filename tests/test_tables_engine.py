@@ -5,20 +5,37 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
+from tu_symmetry.files import lock_folder
 from tu_symmetry.tables.data import DataConfig, load_data
 from tu_symmetry.tables.engine import run_table
 from tu_symmetry.tables.grid import Grid
+from tu_symmetry.tables.models import build_model
 from tu_symmetry.tables.progress import Display
-from tu_symmetry.tables.recipe import RecipeError, StageConfig, TableConfig, load_recipe, parse
+from tu_symmetry.tables.recipe import (
+    ModelConfig,
+    RecipeError,
+    StageConfig,
+    TableConfig,
+    check_numbers,
+    load_recipe,
+    parse,
+)
+from tu_symmetry.tables.sampling import HMCOptions
 
 TESTS = Path(__file__).parent
 
@@ -140,14 +157,249 @@ def test_foreign_folders_are_left_alone(recipe: Path) -> None:
 
 
 def test_a_run_folder_serves_one_run_at_a_time(recipe: Path) -> None:
-    import fcntl
-
     out = recipe.parent / "run"
     out.mkdir()
-    with (out / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(RecipeError, match="in use by another run"):
-            run(recipe)
+    with lock_folder(out), pytest.raises(RecipeError, match="in use by another run"):
+        run(recipe)
+
+
+def died(work: Callable[[], Any], seconds: float) -> None:
+    """Run something in a copy of this process and kill -9 it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def quiet(recipe: Path, out: Path, *overrides: str, fresh: bool = False) -> dict[str, Any]:
+    display = Display(Console(quiet=True))
+    return run_table(recipe, out=out, overrides=overrides, fresh=fresh, display=display)
+
+
+def test_killed_anywhere_any_number_of_times_it_comes_to_the_same_end(recipe: Path, tmp_path: Path) -> None:
+    """Also where old results are being replaced, which is when the walk has other steps or everything is fresh."""
+    draw, out = random.Random(0), tmp_path / "run"
+    expected = {steps: quiet(recipe, tmp_path / f"whole{steps}", f"walk.steps={steps}") for steps in (4, 9)}
+    started = time.perf_counter()
+    quiet(recipe, tmp_path / "timed", fresh=True)
+    seconds = time.perf_counter() - started
+    for number in range(40):
+        steps, fresh = draw.choice((4, 9)), draw.random() < 0.4
+        died(lambda s=steps, f=fresh: quiet(recipe, out, f"walk.steps={s}", fresh=f), 1.5 * seconds * draw.random())
+        if number % 4 == 3:
+            found = quiet(recipe, out, f"walk.steps={steps}")
+            assert (
+                found["walk"]["walk"] == expected[steps]["walk"]["walk"] and found["twice"] == expected[steps]["twice"]
+            )
+            assert {p.name for p in out.iterdir()} == {".lock", "results.json", "twice", "walk"}
+            assert {p.name for p in (out / "walk").iterdir()} == {"stage.json", "walk.safetensors"}
+
+
+@pytest.mark.parametrize("replace", ["os.replace", "shutil.rmtree", "pathlib.Path.mkdir", "pathlib.Path.write_bytes"])
+def test_interrupted_at_every_step_on_disk_it_goes_on(
+    replace: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = quiet(recipe, tmp_path / "whole")
+
+    class Killed(BaseException):
+        pass
+
+    for number in range(60):
+        out, left = tmp_path / f"run{number}", number
+        quiet(recipe, out, "seed=5")  # an old result, which has to make room
+        owner, _, name = replace.rpartition(".")
+        module: Any = {"os": os, "shutil": shutil, "pathlib.Path": Path}[owner]
+        original = getattr(module, name)
+
+        def dying(*arguments: Any, original: Any = original, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed  # and what a `finally` wants to do on the way out fails too, as in a process that is dead
+            return original(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, dying)
+            try:
+                quiet(recipe, out)
+                break
+            except Killed:
+                pass
+        assert quiet(recipe, out)["twice"] == expected["twice"]
+        assert {p.name for p in out.iterdir()} == {".lock", "results.json", "twice", "walk"}
+    assert number >= 2
+
+
+def test_a_partial_folder_without_a_mark_is_empty(recipe: Path) -> None:
+    """As the version before left them; what lies in one is kept under another name."""
+    out = recipe.parent / "run"
+    (out / "walk.partial").mkdir(parents=True)
+    (out / "twice.partial").mkdir()
+    (out / "twice.partial" / "thesis.txt").write_text("mine")
+    _, text = run(recipe)
+    assert made(text) == {"walk", "twice"} and "nothing is known of it" in text
+    (aside,) = out.glob("twice.partial.*.unmarked")
+    assert (aside / "thesis.txt").read_text() == "mine"
+
+
+def test_a_stage_that_was_killed_leaves_no_scratch(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_INTERRUPT_AT", "3")
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe)
+    monkeypatch.delenv("TOY_INTERRUPT_AT")
+    partial = recipe.parent / "run" / "walk.partial"
+    (partial / "samples").mkdir()
+    (partial / "samples" / ".00000000-1a2b3c4d.safetensors.1a2b3c4d.tmp").write_bytes(b"half")
+    (partial / ".walk.safetensors.1a2b3c4d.tmp").mkdir()
+    assert run(recipe)[0]["walk"]["found"] == 3
+    names = {p.name for p in (recipe.parent / "run" / "walk").rglob("*")}
+    assert names == {"stage.json", "walk.safetensors", "samples"}
+
+
+@pytest.mark.parametrize("file", ["walk/walk.safetensors", "walk/stage.json", "twice/stage.json"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "swapped"])
+def test_results_that_were_changed_are_refused(file: str, damage: str, recipe: Path) -> None:
+    run(recipe)
+    path = recipe.parent / "run" / file
+    content = path.read_bytes()
+    if damage == "flipped":
+        at = content.index(b'"end"') if b'"end"' in content else len(content) - 20
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    elif damage == "cut":
+        path.write_bytes(content[:-5])
+    elif damage == "gone":
+        path.unlink()
+    else:
+        quiet(recipe, recipe.parent / "other", "seed=1")
+        path.write_bytes((recipe.parent / "other" / file).read_bytes())
+    if damage == "swapped" and file.endswith("stage.json"):
+        _, text = run(recipe)  # the mark of another seed: its stage is made again
+        assert path.parent.name in made(text)
+        return
+    with pytest.raises(RecipeError, match=rf"{path.parent}.*--(fresh|out)") as raised:
+        run(recipe)
+    assert "\n" not in str(raised.value)
+    shutil.rmtree(path.parent)  # as the message says
+    assert path.parent.name in made(run(recipe)[1])
+
+
+def test_a_whole_stage_copied_over_another_is_made_again(recipe: Path) -> None:
+    run(recipe)
+    out = recipe.parent / "run"
+    shutil.rmtree(out / "twice")
+    shutil.copytree(out / "walk", out / "twice")
+    results, text = run(recipe)
+    assert made(text) == {"twice"} and "end" in results["twice"]
+
+
+def test_a_result_of_another_version_is_kept_and_said(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("tu_symmetry.__version__", "0.0.1")
+        run(recipe)
+    _, text = run(recipe)
+    assert made(text) == set() and text.count("done before by tu_symmetry 0.0.1") == 2
+    for name in ("walk", "twice"):  # of a version without seals
+        mark = recipe.parent / "run" / name / "stage.json"
+        content = json.loads(mark.read_text())
+        mark.write_text(json.dumps({k: content[k] for k in ("fingerprint", "status", "results")}))
+    _, text = run(recipe)
+    assert made(text) == set()
+    assert text.count("done before by an older version; its files cannot be checked") == 2
+
+
+def test_a_damaged_file_in_a_partial_folder_is_named(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_INTERRUPT_AT", "3")
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe)
+    monkeypatch.delenv("TOY_INTERRUPT_AT")
+    path = recipe.parent / "run" / "walk.partial" / "walk.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(
+        RecipeError, match=r"stage walk: .*walk\.safetensors is truncated.*walk\.partial starts the stage"
+    ):
+        run(recipe)
+
+
+def test_numbers_that_no_option_can_mean_are_refused(recipe: Path) -> None:
+    for override, message in [
+        ("walk.steps=0", "steps must be at least 1, got 0"),
+        ("walk.steps=-3", "steps must be at least 1, got -3"),
+        ("walk.scale=-0.5", "scale must be at least 0, got -0.5"),
+        ("walk.scale=.nan", "scale must be at least 0, got nan"),
+        ("walk.scale=.inf", "scale must be at least 0, got inf"),
+    ]:
+        with pytest.raises(RecipeError, match=message):
+            run(recipe, override)
+    with pytest.raises(RecipeError, match="burn_in must be at least 0, got -5"):
+        check_numbers(HMCOptions(burn_in=-5), "hmc")
+    check_numbers(HMCOptions(burn_in=0), "hmc")
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BOMB, "aliases stand for more than 100000 values"),
+        ("a: &a {x: 1}\nb: &b {<<: *a, y: *a}\ntitle: T\ntitle: U\n", "'title' stands twice"),
+        ("title: T\nstages: [walk]\ndata: {name: digits, name: mnist}\n", "'name' stands twice"),
+        ("title: &a [*a]\n", "stand for more than"),
+        ("title: " + "[" * 800 + "]" * 800, "nested too deeply"),
+        ("title: 2020-13-45\n", "no valid YAML"),
+        ("title: T\nstages: [walk, walk]\n", "'walk' is listed twice"),
+        ("title: T\nstages: [../walk]\n", r"'\.\./walk' is no name of a stage"),
+        ("title: T\nstages: [walk.partial]\n", "is no name of a stage"),
+        ("title: T\nstages: [[walk]]\n", "is no name of a stage"),
+        ("title: " + "x" * 2_000_000, "too long"),
+    ],
+    ids=range(11),
+)
+def test_yaml_that_means_harm_or_nothing(content: str, message: str, recipe: Path) -> None:
+    (recipe / "table.yaml").write_text(content)
+    started = time.perf_counter()
+    with pytest.raises(RecipeError, match=message):
+        run(recipe)
+    assert time.perf_counter() - started < 30
+
+
+def test_yaml_has_to_be_utf_8(recipe: Path) -> None:
+    (recipe / "table.yaml").write_bytes("title: Größe\nstages: [walk]\n".encode("latin-1"))
+    with pytest.raises(RecipeError, match=r"table\.yaml is no text in UTF-8 \(byte 9\)"):
+        run(recipe)
+    (recipe / "table.yaml").write_bytes("title: Größe\nstages: [walk, twice]\n".encode("utf-8-sig"))
+    run(recipe)
+
+
+CALLED: list[str] = []
+
+
+def careless(**options: Any) -> None:
+    CALLED.append("careless")
+
+
+def careful(in_features: int, num_classes: int) -> nn.Linear:
+    CALLED.append("careful")
+    return nn.Linear(in_features, num_classes)
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "builtins.print", "test_tables_engine.careless", "pathlib.Path", "os.path"]
+)
+def test_what_a_recipe_names_is_looked_at_before_it_is_called(name: str) -> None:
+    data = load_data(DataConfig("digits", 20, 20), Path("nowhere"))
+    CALLED.clear()
+    with pytest.raises(RecipeError, match=f"{name} is neither a class of .* so it was not called"):
+        build_model(ModelConfig(name, {"command": "true"}), data)
+    assert CALLED == []
+    assert isinstance(build_model(ModelConfig("test_tables_engine.careful"), data), nn.Linear)
 
 
 @pytest.mark.parametrize(

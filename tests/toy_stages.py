@@ -7,8 +7,8 @@ import signal
 from dataclasses import dataclass
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 
@@ -29,14 +29,13 @@ class NoOptions:
 def count(context: StageContext, options: CountOptions) -> Results:
     """A random walk that saves each step; TOY_KILL_AT ends the process there, as kill -9 does."""
     path = context.folder / "walk.safetensors"
-    walk = load_file(path)["walk"] if path.exists() else torch.zeros(1)
+    walk = read_tensors(path)["walk"] if path.exists() else torch.zeros(1)
     found = len(walk) - 1
     with context.track("walking", options.steps) as tracker:
         while len(walk) <= options.steps:
             step = torch.randn(1, generator=context.generator(str(len(walk))))
             walk = torch.cat([walk, walk[-1:] + options.scale * step])
-            save_file({"walk": walk}, path.with_suffix(".tmp"))
-            path.with_suffix(".tmp").replace(path)
+            write_safetensors(path, {"walk": walk})
             tracker.update(len(walk) - 1)
             if len(walk) - 1 == int(os.environ.get("TOY_KILL_AT", -1)):
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -178,7 +178,7 @@ def write_json(path: str | os.PathLike[str], value: Any, *, seal: bool = False) 
         seal: add a digest of the content and the versions that wrote it, which :func:`read_json` checks.
     """
     if seal:
-        content = {**value, _SEAL: {"by": versions()}}
+        content = {**json.loads(json.dumps(value)), _SEAL: {"by": versions()}}  # names as JSON has them
         content[_SEAL]["blake2b"] = digest_of(content)
         value = content
     write_text(path, json.dumps(value, indent=1) + "\n")
@@ -322,6 +322,11 @@ def read_safetensors(
     header = check_file(path, warn=warn)
     with open_safetensors(path, device=device) as file:
         return {name: file.get_tensor(name) for name in header.layout}, header
+
+
+def read_tensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """The tensors of :func:`read_safetensors`."""
+    return read_safetensors(path, device=device)[0]
 
 
 def open_safetensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections import Counter, defaultdict
 from html import escape
 from itertools import groupby
-from pathlib import Path
 
+from tu_symmetry.files import write_text
 from tu_symmetry.symmetry.graph import PermutationGroup, ScaleGroup, SymmetryGraph
 from tu_symmetry.symmetry.report import member_text, shape_text, summary
 
@@ -65,13 +64,7 @@ def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) ->
         ]
     )
     if path is not None:
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        try:
-            temporary.write_text(page, encoding="utf-8")
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(path, page)
     return page
 
 

@@ -9,19 +9,17 @@ temperature 1 and with a tuned one. The same without any permutation is the cont
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.tables.data import Batches
-from tu_symmetry.tables.engine import write_json
 from tu_symmetry.tables.models import build_model
 from tu_symmetry.tables.predict import logits, unstack
 from tu_symmetry.tables.recipe import ModelConfig, RecipeError
@@ -117,9 +115,9 @@ def train_members(context: StageContext, options: MembersOptions) -> Results:
 
             states.append(_train(context, options, k, shown))
     stacked = {name: torch.stack([s[name] for s in states]).cpu() for name in states[0]}
-    save_file(stacked, context.folder / MEMBERS)
+    write_safetensors(context.folder / MEMBERS, stacked)
     for k in range(options.members):
-        (context.folder / f"member-{k}.pt").unlink()
+        (context.folder / f"member-{k}.safetensors").unlink()
     return {
         "title": options.title,
         "model": asdict(_model_config(options)),
@@ -145,12 +143,9 @@ def _train(context: StageContext, options: MembersOptions, k: int, shown: Callab
     optimizer = torch.optim.SGD(
         model.parameters(), options.learning_rate, options.momentum, weight_decay=options.weight_decay
     )
-    checkpoint, epoch = context.folder / f"member-{k}.pt", 0
+    checkpoint, epoch = context.folder / f"member-{k}.safetensors", 0
     if checkpoint.exists():
-        saved = torch.load(checkpoint, map_location=context.device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        epoch = saved["epoch"]
+        epoch = _restore(checkpoint, model, optimizer)
     model.train()
     while epoch < options.epochs:
         generator = context.generator(f"member {k} epoch {epoch}")
@@ -166,15 +161,27 @@ def _train(context: StageContext, options: MembersOptions, k: int, shown: Callab
             optimizer.step()
             summed += loss.detach()
         epoch += 1
-        _save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, checkpoint)
+        _save(checkpoint, model, optimizer, epoch)
         shown(epoch, float(summed) / steps)
     return model.state_dict()
 
 
-def _save(content: Mapping[str, Any], path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    torch.save(dict(content), temporary)
-    temporary.replace(path)
+def _save(path: Path, model: nn.Module, optimizer: torch.optim.SGD, epoch: int) -> None:
+    """The network, the momentum of its parameters (in their order; none where momentum is 0) and the epochs done."""
+    momenta = {f"momentum/{i}": optimizer.state[p].get("momentum_buffer") for i, p in enumerate(model.parameters())}
+    tensors = {f"model/{name}": t for name, t in model.state_dict().items()}
+    tensors |= {name: t for name, t in momenta.items() if t is not None}
+    write_safetensors(path, tensors | {"epoch": torch.tensor(epoch)})
+
+
+def _restore(path: Path, model: nn.Module, optimizer: torch.optim.SGD) -> int:
+    """What :func:`_save` kept; the epochs done."""
+    saved = read_tensors(path, device=next(model.parameters()).device)
+    model.load_state_dict({n.removeprefix("model/"): t for n, t in saved.items() if n.startswith("model/")})
+    for i, p in enumerate(model.parameters()):
+        if f"momentum/{i}" in saved:
+            optimizer.state[p]["momentum_buffer"] = saved[f"momentum/{i}"]
+    return int(saved["epoch"])
 
 
 def _augmented(x: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
@@ -200,7 +207,7 @@ def _network(context: StageContext) -> tuple[nn.Module, SymmetryGraph, list[Stat
         model = build_model(config, context.data).to(context.device).eval()
     graph = discover_symmetries(model, context.data.train_x[:2])
     graph.require_verified()
-    return model, graph, list(unstack(load_file(members.folder / MEMBERS, device=str(context.device))))
+    return model, graph, list(unstack(read_tensors(members.folder / MEMBERS, device=context.device)))
 
 
 def _first_images(context: StageContext, count: int, batch_size: int = 1000) -> Batches:
@@ -288,15 +295,13 @@ def _permutations(
 
 def _write_permutations(path: Path, permutations: Sequence[Permutation]) -> None:
     tensors = {f"{k}/{name}": p for k, element in enumerate(permutations) for name, p in element.items()}
-    temporary = path.with_suffix(".tmp")
-    save_file({name: p.contiguous() for name, p in tensors.items()}, temporary)
-    temporary.replace(path)
+    write_safetensors(path, tensors)
 
 
 def read_permutations(path: Path) -> list[Permutation]:
     """The elements that a matching stage wrote, one for each network."""
     found: dict[int, Permutation] = {}
-    for key, tensor in load_file(path).items():
+    for key, tensor in read_tensors(path).items():
         k, _, name = key.partition("/")
         found.setdefault(int(k), {})[name] = tensor
     return [found[k] for k in sorted(found)]
@@ -319,12 +324,12 @@ def measure_barriers(context: StageContext, options: BarriersOptions) -> Results
     matching = context.inputs["matching"]
     pairs = pairs_of(len(states))
     cache = context.folder / "measured.json"
-    measured: dict[str, Any] = json.loads(cache.read_text(encoding="utf-8")) if cache.exists() else {}
+    measured: dict[str, Any] = read_json(cache)[0] if cache.exists() else {}
 
     def once(key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
         if key not in measured:
             measured[key] = measure(*arguments)
-            write_json(cache, measured)
+            write_json(cache, measured, seal=True)
         tracker.update(len(measured), at=key)
         return measured[key]
 

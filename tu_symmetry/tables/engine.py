@@ -4,6 +4,10 @@ Each stage works in ``<run folder>/<stage>.partial`` and is renamed to ``<run fo
 ``stage.json`` holds the results and a fingerprint: a hash of the stage's kind, version and options, of data, model and
 seed, and of the fingerprints of its inputs. A stage whose fingerprint is unchanged is skipped; a partial folder with
 the right fingerprint is handed to the stage again, which goes on from the files in it; others are made anew.
+
+A kill at any moment leaves something to go on from: a partial folder gets its name with its mark inside, a folder that
+is to be deleted loses its name first, and a partial folder whose mark says ``done`` only has to be renamed. The mark
+also holds the digests of the stage's files; a result that was changed, replaced or lost since is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-import shutil
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,10 +25,23 @@ from typing import Any
 
 import torch
 
+from tu_symmetry.files import (
+    FileError,
+    FolderInUseError,
+    clear_scratch,
+    digest_file,
+    digest_folder,
+    lock_folder,
+    new_folder,
+    other_versions,
+    read_json,
+    remove_folder,
+    write_json,
+)
 from tu_symmetry.tables.data import Data, load_data
 from tu_symmetry.tables.environment import describe_environment
 from tu_symmetry.tables.progress import Display
-from tu_symmetry.tables.recipe import Recipe, RecipeError, load_recipe, parse
+from tu_symmetry.tables.recipe import Recipe, RecipeError, check_numbers, load_recipe, parse
 from tu_symmetry.tables.stage import Input, Results, StageContext, StageKind, stage_kind
 
 MARK = "stage.json"
@@ -64,20 +81,39 @@ def run_table(
         Stage name to its results.
 
     Raises:
-        RecipeError: a recipe or override that cannot be used, foreign files in the run folder, no such device.
+        RecipeError: a recipe or override that cannot be used, foreign files in the run folder, a result in it that was
+            changed after it was made, another run in it, no such device, a stage that refuses its options.
+        OSError: a run folder that cannot be written, a full disk.
     """
     recipe = load_recipe(folder, overrides)
+    if out is not None and not str(out).strip():
+        raise RecipeError("--out is empty; name a run folder, or leave it out for runs/<recipe>")
     run_folder = Path(out) if out is not None else Path("runs") / recipe.name
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise RecipeError(
-            f"--device {device}: torch sees no CUDA device here; use --device cpu or a machine with a GPU"
-        )
+    if next((p for p in (run_folder, *run_folder.parents) if p.exists() and not p.is_dir()), None):
+        raise RecipeError(f"{run_folder} is a file or lies in one, and a run needs a folder; choose another with --out")
+    where = _device(device)
     display = display or Display()
     data = load_data(recipe.table.data, Path(data_root))
     steps = _plan(recipe, data)
     run_folder.mkdir(parents=True, exist_ok=True)
-    with _lock(run_folder):
-        return _run(recipe, steps, run_folder, data, Path(data_root), torch.device(device), fresh, display)
+    try:
+        with lock_folder(run_folder):
+            clear_scratch(run_folder)
+            return _run(recipe, steps, run_folder, data, Path(data_root), where, fresh, display)
+    except FolderInUseError as error:
+        raise RecipeError(f"{error} with --out") from None
+
+
+def _device(name: str) -> torch.device:
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise RecipeError(f"--device {name}: torch sees no CUDA device here; use --device cpu or a machine with a GPU")
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).sum().item()  # a device that torch knows may still not be there
+    except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise RecipeError(f"--device {name!r} cannot be used here; use cpu or cuda. torch said: {said}") from error
+    return device
 
 
 def _plan(recipe: Recipe, data: Data) -> list[_Step]:
@@ -88,6 +124,7 @@ def _plan(recipe: Recipe, data: Data) -> list[_Step]:
         where = str(recipe.folder / f"{name}.yaml")
         kind = stage_kind(config.stage)
         options = parse(kind.options, config.options, f"{where}: options")
+        check_numbers(options, f"{where}: options")
         roles = {role.rstrip("?") for role in kind.inputs}
         required = {role for role in kind.inputs if not role.endswith("?")}
         if not required <= config.inputs.keys() <= roles:
@@ -125,8 +162,13 @@ def _run(
     results: dict[str, Results] = {}
     resident = data.to(device)
     environment = describe_environment(device)
+    if not fresh:
+        for step in steps:
+            _finish(step, run_folder)
     marks = {step.name: _read_mark(run_folder / step.name) for step in steps}
     done = [s.name for s in steps if not fresh and (marks[s.name] or {}).get("fingerprint") == s.fingerprint]
+    for name in done:
+        _check_files(run_folder / name, marks[name] or {})
     display.plan(recipe.table.title, [s.name for s in steps], done)
     for number, step in enumerate(steps):
         final = run_folder / step.name
@@ -134,15 +176,20 @@ def _run(
         if step.name in done:
             assert mark is not None
             results[step.name] = mark["results"]
-            display.skipped(step.name)
+            unchecked = "" if "files" in mark else "; its files cannot be checked"
+            other = other_versions(mark["written_by"])
+            display.skipped(step.name, f"by {other}{unchecked}" if other else "")
             continue
         partial = final.with_name(f"{step.name}.partial")
+        _set_unmarked_aside(partial, display)
         old = _read_mark(partial)
         resumed = old is not None and old["fingerprint"] == step.fingerprint and not fresh
-        if not resumed:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            _write_mark(partial, {"fingerprint": step.fingerprint, "status": "running"})
+        if resumed:
+            clear_scratch(partial, recursive=True)
+        else:
+            remove_folder(partial)
+            with new_folder(partial) as made:
+                _write_mark(made, {"fingerprint": step.fingerprint, "status": "running"})
         context = StageContext(
             name=step.name,
             table=recipe.table,
@@ -157,7 +204,7 @@ def _run(
         following = next((s.name for s in steps[number + 1 :] if s.name not in done), None)
         with display.stage(step.name, resumed=resumed, following=following) as status:
             started, processor = time.perf_counter(), time.process_time()
-            outcome = plain(step.kind.run(context, step.options))
+            outcome = plain(_stage_results(step, context))
             seconds = time.perf_counter() - started
             status.done(outcome)
         mark = {
@@ -169,15 +216,63 @@ def _run(
             "resumed": resumed,
             "environment": environment,
         }
+        clear_scratch(partial, recursive=True)
+        mark["files"] = digest_folder(partial, without=[MARK])
         _write_mark(partial, mark)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(partial, final)
+        _finish(step, run_folder)
         marks[step.name] = mark
         results[step.name] = outcome
         _write_results(recipe, run_folder, steps, marks, environment)
     _write_results(recipe, run_folder, steps, marks, environment)
     return results
+
+
+def _stage_results(step: _Step, context: StageContext) -> Results:
+    try:
+        return step.kind.run(context, step.options)
+    except RecipeError:
+        raise
+    except FileError as error:
+        raise RecipeError(f"stage {step.name}: {error} (deleting {context.folder} starts the stage over)") from error
+    except ValueError as error:  # what functions say about arguments that they cannot use
+        raise RecipeError(f"stage {step.name}: {' '.join(str(error).split())}") from error
+
+
+def _finish(step: _Step, run_folder: Path) -> None:
+    """Give a stage that is done its name, also one that a killed run has left without."""
+    partial, final = run_folder / f"{step.name}.partial", run_folder / step.name
+    if not (partial / MARK).is_file():
+        return
+    mark = _read_mark(partial)
+    if mark is not None and mark["status"] == "done" and mark["fingerprint"] == step.fingerprint:
+        _read_mark(final)  # a foreign folder of that name is not ours to delete
+        remove_folder(final)
+        os.replace(partial, final)
+
+
+def _check_files(folder: Path, mark: Mapping[str, Any]) -> None:
+    """Refuse a result whose files are not those that the stage wrote."""
+    for name, digest in mark.get("files", {}).items():
+        path = folder / name
+        if not path.is_file() or digest_file(path) != digest:
+            state = "was changed or replaced after it was made" if path.is_file() else "is gone"
+            raise RecipeError(
+                f"{path} {state}: restore it, or delete the folder {folder} to have the stage run again (--fresh runs "
+                "all of them)"
+            )
+
+
+def _set_unmarked_aside(partial: Path, display: Display) -> None:
+    """A partial folder without a mark counts as empty; should something lie in it, it is kept under another name."""
+    if not partial.is_dir() or (partial / MARK).exists():
+        return
+    clear_scratch(partial)
+    try:
+        partial.rmdir()
+    except OSError:
+        aside = partial.with_name(f"{partial.name}.{secrets.token_hex(4)}.unmarked")
+        os.replace(partial, aside)
+        display.note(f"{partial} holds no {MARK}, so nothing is known of it; it is now {aside}")
 
 
 def plain(value: Any) -> Any:
@@ -191,13 +286,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file under a temporary name and rename it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _write_results(
@@ -215,41 +303,19 @@ def _write_results(
 
 
 def _write_mark(folder: Path, mark: Mapping[str, Any]) -> None:
-    write_json(folder / MARK, mark)
+    write_json(folder / MARK, {**mark, "seal": True}, seal=True)
 
 
 def _read_mark(folder: Path) -> dict[str, Any] | None:
     if not folder.exists():
         return None
     try:
-        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        if "fingerprint" in mark and "status" in mark:
-            return dict(mark)
-    except (OSError, ValueError, TypeError):
+        mark, written_by = read_json(folder / MARK)
+        if {"fingerprint", "status"} <= mark.keys() and (written_by or "seal" not in mark):
+            return {**mark, "written_by": written_by}
+    except (OSError, FileError):
         pass
     raise RecipeError(
         f"{folder} exists but holds no readable {MARK}, so this program did not write it or it is damaged; "
         "move it away, or give another run folder with --out"
     )
-
-
-class _lock:
-    """Keeps two processes from writing one run folder; the operating system frees it however the process ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / ".lock"
-
-    def __enter__(self) -> None:
-        import fcntl
-
-        self.file = self.path.open("w")
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.file.close()
-            raise RecipeError(
-                f"{self.path.parent} is in use by another run; wait for it, or give another run folder with --out"
-            ) from None
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tu_symmetry.datamodules.readers import (
@@ -22,6 +21,7 @@ from tu_symmetry.datamodules.readers import (
     read_svhn,
     read_textures,
 )
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.tables.data import Data, load_data, recipe_errors
 from tu_symmetry.tables.recipe import DataConfig
 from tu_symmetry.tables.stage import Input, Results, StageContext, stage
@@ -68,9 +68,7 @@ def prepare_images(context: StageContext, options: ImagesOptions) -> Results:
             tensors["ood_x"] = read_svhn(root, count)
         elif options.out_of_distribution == "textures":
             tensors["ood_x"] = read_textures(root, count, tensors["test_x"].shape[-1])
-    temporary = context.folder / "images.tmp"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary)
-    temporary.replace(context.folder / IMAGES)
+    write_safetensors(context.folder / IMAGES, tensors)
     sizes = {name.removesuffix("_x"): len(t) for name, t in tensors.items() if name.endswith("_x")}
     digest = hashlib.sha256(b"".join(tensors[name].contiguous().numpy().tobytes() for name in sorted(tensors)))
     return {
@@ -84,7 +82,7 @@ def prepare_images(context: StageContext, options: ImagesOptions) -> Results:
 
 def read_images(source: Input, device: torch.device) -> tuple[Data, Tensor | None]:
     """What :func:`prepare_images` wrote: the data on the device, and out-of-distribution images in [0, 1] if any."""
-    found = load_file(source.folder / IMAGES, device=str(device))
+    found = read_tensors(source.folder / IMAGES, device=device)
     x = {name: t.float() / 255 for name, t in found.items() if name.endswith("_x")}
     data = Data(
         x["train_x"],

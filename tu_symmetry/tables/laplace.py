@@ -7,7 +7,6 @@ groups but without the hyperprior, which shows what the evidence alone does to n
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,10 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
+from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.laplace.curvature import Curvature
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
@@ -27,7 +26,6 @@ from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.data import Batches, Data
-from tu_symmetry.tables.engine import write_json
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
 from tu_symmetry.tables.laplace_tangent import Tangent, features
@@ -133,12 +131,10 @@ def train_networks(context: StageContext, options: NetworksOptions) -> Results:
                 torch.manual_seed(context.seed(f"initialization {architecture} {seed}"))
                 model = build(context, architecture, options.architectures[architecture])
             if path.exists():
-                model.load_state_dict(load_file(path, device=str(context.device)))
+                model.load_state_dict(read_tensors(path, device=context.device))
             else:
                 _train(data, options, model, context.generator(f"batches {architecture} {seed}"))
-                temporary = path.with_suffix(".tmp")
-                save_file({k: v.cpu().contiguous() for k, v in model.state_dict().items()}, temporary)
-                temporary.replace(path)
+                write_safetensors(path, model.state_dict())
             rows[architecture].append(_quality(data, model.eval()))
             tracker.update(number + 1)
     sizes = {
@@ -199,8 +195,8 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
             for choice, path in paths.items():
                 if not path.exists():
                     subject = subject or _prepare(data, options, model, graph)
-                    write_json(path, _measure(subject, options, choice))
-                found = json.loads(path.read_text(encoding="utf-8"))
+                    write_json(path, _measure(subject, options, choice), seal=True)
+                found = read_json(path)[0]
                 rows.setdefault(choice, {}).setdefault(architecture, []).append(found)
                 done += 1
                 tracker.update(done, architecture=architecture, choice=choice)
@@ -215,7 +211,7 @@ def _networks(context: StageContext, data: Data) -> Iterator[tuple[str, int, nn.
     for seed, (architecture, arguments) in product(range(count), source.results["architectures"].items()):
         model = build(context, architecture, arguments).eval()
         path = source.folder / f"{architecture}-{seed}.safetensors"
-        model.load_state_dict(load_file(path, device=str(context.device)))
+        model.load_state_dict(read_tensors(path, device=context.device))
         if architecture not in graphs:
             graphs[architecture] = discover_symmetries(model, data.train_x[:2])
         yield architecture, seed, model, graphs[architecture]

@@ -12,7 +12,6 @@ A choice names where the evidence is evaluated, the prior, and whether the hyper
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.mode import Mode
@@ -33,7 +32,6 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.barriers import MEMBERS, MembersOptions, train_members
 from tu_symmetry.tables.data import Batches
-from tu_symmetry.tables.engine import write_json
 from tu_symmetry.tables.images import read_images
 from tu_symmetry.tables.laplace_networks import matrices
 from tu_symmetry.tables.models import build_model
@@ -75,7 +73,7 @@ class EvidenceOptions:
     tolerance: float = 0.05
     mode_tolerance: float = 1.0
     max_iterations: int = 20
-    refreshes: int = 2
+    refreshes: int = field(default=2, metadata={"least": 0})
     samples: int = 500
     stored_jacobian: bool = False
 
@@ -123,7 +121,7 @@ def train_networks(context: StageContext, options: MembersOptions) -> Results:
     data, other = read_images(context.inputs["images"], context.device)
     found = train_members(replace(context, data=data), options)
     rows = []
-    for state in unstack(load_file(context.folder / MEMBERS, device=str(context.device))):
+    for state in unstack(read_tensors(context.folder / MEMBERS, device=context.device)):
         model = build_model(ModelConfig(**found["model"]), data).to(context.device).eval()
         model.load_state_dict(state)
         with torch.no_grad():
@@ -181,7 +179,7 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
             )
     data, other = read_images(context.inputs["images"], context.device)
     source = context.inputs["networks"]
-    states = list(unstack(load_file(source.folder / MEMBERS, device=str(context.device))))
+    states = list(unstack(read_tensors(source.folder / MEMBERS, device=context.device)))
     rows: dict[str, list[Any]] = {choice.key: [] for choice in choices}
     graph: SymmetryGraph | None = None
     with context.track("evidence", len(states) * len(choices)) as tracker:
@@ -199,8 +197,9 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
                 path = folder / f"{choice.file}.json"
                 if not path.exists():
                     la, found = work.optimize(choice, seed * len(choices) + number)
-                    write_json(path, found | scores(*_predict(la, options, data.test_x, data.test_y, other)))
-                rows[choice.key].append(json.loads(path.read_text(encoding="utf-8")))
+                    scored = found | scores(*_predict(la, options, data.test_x, data.test_y, other))
+                    write_json(path, scored, seal=True)
+                rows[choice.key].append(read_json(path)[0])
                 tracker.update(seed * len(choices) + number + 1, choice=choice.key)
     open_ends = sum(not r["converged"] for found in rows.values() for r in found)
     total = sum(len(found) for found in rows.values())
@@ -274,9 +273,7 @@ class _Work:
             else:
                 result = self._evidence(la, choice, progress)
         found = {"theta": la.theta, "log_precision": la.log_precision}
-        temporary = self.folder / f"{choice.file}.tmp"
-        save_file({name: t.detach().cpu().contiguous() for name, t in found.items()}, temporary)
-        temporary.replace(self.folder / f"{choice.file}.safetensors")
+        write_safetensors(self.folder / f"{choice.file}.safetensors", found)
         groups = la.report()
         return la, {
             "log_evidence": result.log_marginal_likelihood,
@@ -344,7 +341,7 @@ class _Work:
 
     def _resume(self, la: LinearizedLaplace, earlier: Choice) -> None:
         """Put the precisions and weights of another choice into a Laplace approximation."""
-        found = load_file(self.folder / f"{earlier.file}.safetensors")
+        found = read_tensors(self.folder / f"{earlier.file}.safetensors")
         precisions = found["log_precision"].exp().tolist()
         la.set_precision(dict(zip(la.prior_groups.names, precisions, strict=True)))
         la.solution = replace(la.solution, theta=found["theta"].to(la.solution.theta))

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.model import LinearizedLaplace, PrunedGroupWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -143,7 +143,7 @@ def train_network(context: StageContext, options: NetworkOptions) -> Results:
             tracker.update(step + 1, loss=loss.item())
     tensors = {f"model.{name}": t for name, t in model.state_dict().items()}
     tensors |= dict(zip(("train_x", "train_y", "test_x", "test_y"), (*data, *test), strict=True))
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, context.folder / NETWORK)
+    write_safetensors(context.folder / NETWORK, tensors)
     with torch.no_grad():
         error = (model.eval()(x) - y).square().mean().sqrt().item()
     weights = sum(p.numel() for name, p in model.named_parameters() if name in model.matrices)
@@ -160,7 +160,7 @@ def train_network(context: StageContext, options: NetworkOptions) -> Results:
 def compute_bands(context: StageContext, options: BandsOptions) -> Results:
     """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions."""
     found = context.inputs["network"]
-    stored = load_file(found.folder / NETWORK, device=str(context.device))
+    stored = read_tensors(found.folder / NETWORK, device=context.device)
     model = BatchNormMLP(*found.results["hidden"]).double().to(context.device).eval()
     model.load_state_dict({k.removeprefix("model."): t for k, t in stored.items() if k.startswith("model.")})
     train = [(stored["train_x"], stored["train_y"])]
@@ -190,7 +190,7 @@ def compute_bands(context: StageContext, options: BandsOptions) -> Results:
             tensors |= {f"{name}/mean": band.mean.squeeze(-1), f"{name}/epistemic": band.epistemic.squeeze(-1).sqrt()}
             rows[name] = _row(la, stored)
             tracker.update(number + 1)
-    save_file({name: t.cpu().contiguous() for name, t in tensors.items()}, context.folder / BANDS)
+    write_safetensors(context.folder / BANDS, tensors)
     best = min(rows, key=lambda name: rows[name]["nll"])
     return {"rows": rows, "headline": f"lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)"}
 
@@ -218,8 +218,8 @@ def _row(la: LinearizedLaplace, stored: Mapping[str, Tensor]) -> dict[str, Any]:
 def report(context: StageContext, options: ReportOptions) -> Results:
     """Write ``report.md`` with the figure and a table of what was chosen."""
     rows = context.inputs["bands"].results["rows"]
-    data = load_file(context.inputs["network"].folder / NETWORK)
-    draw(context.folder / "bands.png", load_file(context.inputs["bands"].folder / BANDS), data, rows)
+    data = read_tensors(context.inputs["network"].folder / NETWORK)
+    draw(context.folder / "bands.png", read_tensors(context.inputs["bands"].folder / BANDS), data, rows)
     header = ["", "λ (effective directions)", "test NLL", "covered", "spread on data", "spread in gap"]
     body = [
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -41,6 +42,7 @@ def build_model(config: ModelConfig, data: Data) -> nn.Module:
         RecipeError: a class that does not exist or is no module, or arguments that it does not take.
     """
     make = resolve(config.class_path)
+    _require_module_maker(make, config.class_path)
     known = inspect.signature(make).parameters
     from_data = {"in_features": data.train_x[0].numel(), "num_classes": data.num_classes}
     arguments = {k: v for k, v in from_data.items() if k in known} | config.init_args
@@ -52,3 +54,16 @@ def build_model(config: ModelConfig, data: Data) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise RecipeError(f"model {config.class_path} made a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _require_module_maker(make: object, name: str) -> None:
+    """Look at what a recipe names before it is called: a class of modules, or a function that says it returns one."""
+    try:
+        made = make if isinstance(make, type) else typing.get_type_hints(make).get("return")
+    except (TypeError, NameError, AttributeError):
+        made = None
+    if not (isinstance(made, type) and issubclass(made, nn.Module)):
+        raise RecipeError(
+            f"model {name} is neither a class of torch.nn.Module nor a function whose return type is annotated as one "
+            "(-> nn.Module), so it was not called"
+        )

@@ -83,9 +83,13 @@ class Display:
             names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in stages)
             self.console.print(f"stages: {names}", soft_wrap=True)
 
-    def skipped(self, name: str) -> None:
-        """Say that a stage had been done before."""
-        self.console.print(f"[green]✓[/green] {name} [dim](done before)[/dim]")
+    def skipped(self, name: str, by: str = "") -> None:
+        """Say that a stage had been done before, and by which other versions."""
+        self.console.print(f"[green]✓[/green] {name} [dim](done before{f' {by}' if by else ''})[/dim]", highlight=False)
+
+    def note(self, text: str) -> None:
+        """Say something that the reader should know."""
+        self.console.print(f"    {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
 
     @contextmanager
     def stage(self, name: str, *, resumed: bool, following: str | None) -> Iterator[_Status]:

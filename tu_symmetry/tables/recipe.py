@@ -2,6 +2,10 @@
 
 The schema is the dataclasses below and the options dataclass of each stage; an unknown key is an error that names the
 file and the keys that exist there.
+
+A recipe is trusted like code: it names modules, which are imported, and classes, which are called. What is called has
+to be what the key expects, and that is looked at first; but importing a module runs what stands in it. So do not run
+a recipe of someone whose Python files you would not run.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +24,7 @@ from typing import Any, TypeVar
 import yaml
 
 T = TypeVar("T")
+_BYTES, _NODES = 1_000_000, 100_000  # of a YAML text, and of its values with every alias written out
 
 
 class RecipeError(ValueError):
@@ -141,6 +148,27 @@ def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
     return config_class(**parsed)
 
 
+def check_numbers(options: Any, where: str) -> None:
+    """Refuse numbers that no option can mean: integers below 1, other numbers below 0, NaN and infinite ones.
+
+    An integer whose default is 0 may be 0. A field of the options dataclass says otherwise by
+    ``field(default=..., metadata={"least": 0})``, where None stands for any finite number. Numbers in lists count too.
+
+    Raises:
+        RecipeError: names the option.
+    """
+    for f in dataclasses.fields(options):
+        value = getattr(options, f.name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            least = f.metadata.get("least", 1 if isinstance(number, int) and f.default != 0 else 0)
+            if not math.isfinite(number) or (least is not None and number < least):
+                raise RecipeError(
+                    f"{where}: {f.name} must be {'finite' if least is None else f'at least {least}'}, got {number}"
+                )
+
+
 def _required(f: dataclasses.Field[Any]) -> bool:
     return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
@@ -170,7 +198,12 @@ def load_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     names = raw.get("stages")
     if not isinstance(names, list) or not names:
         raise RecipeError(f"{path}: 'stages' must list the names of the stages in order")
-    raw_stages = {str(name): _read(folder / f"{name}.yaml") for name in names}
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
+            raise RecipeError(f"{path}: stages: {name!r} is no name of a stage; use letters, digits, _ and -")
+        if names.count(name) > 1:
+            raise RecipeError(f"{path}: the stage {name!r} is listed twice; a stage that runs again needs another name")
+    raw_stages = {name: _read(folder / f"{name}.yaml") for name in names}
     for override in overrides:
         _override(raw, raw_stages, override)
     table = parse(TableConfig, raw, str(path))
@@ -196,17 +229,61 @@ def resolve(path: str) -> Any:
     module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RecipeError(f"cannot import {path!r}: {error}") from error
+    except Exception as error:  # a module that fails when it is imported can raise anything
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise RecipeError(f"cannot import {path!r}: {said}") from error
+
+
+def read_yaml(content: str | bytes, where: str) -> Any:
+    """Plain values from YAML text.
+
+    Keys that stand twice in one mapping are refused (YAML would keep the last without a word), and so are texts whose
+    aliases, written out, are more than 100,000 values (ten lines of ``b: [*a, *a, *a]`` are a billion) or contain
+    themselves.
+
+    Raises:
+        RecipeError: no YAML in UTF-8, or one of those.
+    """
+    if len(content) > _BYTES:
+        raise RecipeError(f"{where} is too long for a recipe ({len(content)} bytes, at most {_BYTES})")
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded(node, where, {}) > _NODES:
+            raise RecipeError(f"{where}: its aliases stand for more than {_NODES} values; write out what is meant")
+        return loader.construct_document(node)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{where} is no text in UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise RecipeError(f"{where} is nested too deeply, or an alias in it contains itself") from error
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        raise RecipeError(f"{where} is no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _expanded(node: yaml.Node, where: str, known: dict[int, int]) -> int:
+    """Number of values below a node with every alias written out; each node is visited once."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = _NODES + 1  # what an alias to a node that is not finished stands for: infinitely many
+    children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise RecipeError(f"{where}: the key {twice[0]!r} stands twice (line {node.start_mark.line + 1} and below)")
+        children = [child for pair in node.value for child in pair]
+    known[id(node)] = 1 + sum(_expanded(child, where, known) for child in children)
+    return known[id(node)]
 
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"{path} is missing: each stage listed in table.yaml has a YAML file of its name beside it")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is no valid YAML: {error}") from error
+    values = read_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
         raise RecipeError(f"{path} must hold a mapping of keys to values, it holds {type(values).__name__}")
     return values
@@ -216,18 +293,27 @@ def _override(table: dict[str, Any], stages: dict[str, dict[str, Any]], override
     key, separator, text = override.partition("=")
     if not separator:
         raise RecipeError(f"--set {override!r}: write key=value, for example hmc.num_samples=100")
-    value = yaml.safe_load(text)
+    value = read_yaml(text, f"--set {override!r}")
     head, _, rest = key.strip().partition(".")
     if not rest and head in {"seed", "title", "note"}:
         table[head] = value
     elif rest and head == "data":
-        table.setdefault("data", {})[rest] = value
+        _mapping(table, "data")[rest] = value
     elif rest and head == "model":
-        table.setdefault("model", {}).setdefault("init_args", {})[rest] = value
+        _mapping(_mapping(table, "model"), "init_args")[rest] = value
     elif rest and head in stages:
-        stages[head].setdefault("options", {})[rest] = value
+        _mapping(stages[head], "options")[rest] = value
     else:
         raise RecipeError(
             f"--set {override!r} names nothing in this recipe: use seed=..., data.<key>=..., model.<argument>=..., "
             f"or <stage>.<option>=... with a stage of {', '.join(stages)}"
         )
+
+
+def _mapping(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """The mapping under a key, which an override changes; made where there is none."""
+    if values.get(key) is None:
+        values[key] = {}
+    if not isinstance(values[key], dict):
+        raise RecipeError(f"{key!r} must hold a mapping of keys to values, it holds {values[key]!r}")
+    return values[key]

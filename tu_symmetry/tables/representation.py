@@ -6,7 +6,6 @@ mass (squared norm) of the weights and the least mass over all positive rescalin
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import warnings
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tu_symmetry.tables.engine import write_json
+from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.models import build_model
 from tu_symmetry.tables.predict import accuracy, logits
@@ -123,13 +121,13 @@ def train_runs(context: StageContext, options: RunsOptions) -> Results:
                 record, weights = (context.folder / f"run-{decay}-{seed}.{kind}" for kind in ("json", "safetensors"))
                 if not record.exists():
                     found, state = _train(context, options, decay, seed, tracker, done=len(runs) * options.epochs)
-                    save_file({k: v.cpu().contiguous() for k, v in state.items()}, weights)
-                    write_json(record, found)  # renamed into place last: a run without it is trained again
-                runs.append(json.loads(record.read_text(encoding="utf-8")))
-                states.append(load_file(weights))
+                    write_safetensors(weights, state)
+                    write_json(record, found, seal=True)  # renamed into place last: a run without it is trained again
+                runs.append(read_json(record)[0])
+                states.append(read_tensors(weights))
     shape = (len(options.weight_decays), options.seeds)
     stacked = {k: torch.stack([s[k] for s in states]).unflatten(0, shape).contiguous() for k in states[0]}
-    save_file(stacked, context.folder / STATES)
+    write_safetensors(context.folder / STATES, stacked)
     ratios = {d: _mean([r["ratio"][-1] for r in runs if r["weight_decay"] == d]) for d in options.weight_decays}
     text = ", ".join(f"{ratio:.3f} with {decay:g}" for decay, ratio in ratios.items())
     return {"runs": runs, "options": asdict(options), "headline": f"mass over minimal mass at the end: {text}"}
@@ -227,7 +225,7 @@ def take_profiles(context: StageContext, options: ProfilesOptions) -> Results:
     from tu_symmetry.scaling.profiles import mass_profile
 
     graph = context.graph
-    states = load_file(context.inputs["runs"].folder / STATES)
+    states = read_tensors(context.inputs["runs"].folder / STATES)
     log_factors = torch.linspace(-options.reach, options.reach, options.points, dtype=torch.float64)
     found: dict[str, dict[str, Any]] = {}
     for i, decay in enumerate(context.inputs["runs"].results["options"]["weight_decays"]):

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,7 +58,7 @@ class HMCOptions:
     """
 
     num_samples: int = 1000
-    burn_in: int = 100
+    burn_in: int = field(default=100, metadata={"least": 0})
     step_size: float = 1e-3
     leapfrog_steps: int = 500
     prior_precision: float = 1.0
@@ -203,15 +203,13 @@ def _origin(context: StageContext, method: str) -> dict[str, Any]:
 
 def _read_chain(path: Path, store: SampleStore, device: torch.device) -> tuple[list[dict[str, Any]], list[HMCChunk]]:
     """What an interrupted chain has left: its records, and its chunks as the sampler resumes from them."""
-    from safetensors import safe_open
-
+    from tu_symmetry.files import read_safetensors
     from tu_symmetry.posterior.samplers import HMCChunk
 
     if not path.exists():
         return [], []
-    with safe_open(path, framework="pt") as file:
-        records = json.loads(file.metadata()["chunks"])
-        last = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
+    last, header = read_safetensors(path, device=device)
+    records = json.loads(header.metadata["chunks"])
     place = {step: i for i, step in enumerate(store.steps)}
     chunks = []
     for record in records:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.symmetry.action import apply_permutation, apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -131,7 +131,7 @@ def train_networks(context: StageContext, options: NetworksOptions) -> Results:
             f"median is {float(losses.median()):.3g} nats: train longer, or move the groups apart"
         )
     tensors = {name: w[fits].cpu().contiguous() for name, w in weights.items()}
-    save_file(tensors | {"x": x.cpu(), "y": y.cpu()}, context.folder / NETWORKS)
+    write_safetensors(context.folder / NETWORKS, tensors | {"x": x, "y": y})
     quantiles = losses.double().quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device=losses.device))
     return {
         "trained": options.networks,
@@ -177,7 +177,7 @@ def cluster_shares(points: Tensor, radius: float, neighbors: int) -> list[float]
 @stage(inputs=("networks",))
 def remove(context: StageContext, options: RemovalOptions) -> Results:
     """Scale and sort every network, and measure what is left of the spread."""
-    tensors = {k: t.double() for k, t in load_file(context.inputs["networks"].folder / NETWORKS).items()}
+    tensors = {k: t.double() for k, t in read_tensors(context.inputs["networks"].folder / NETWORKS).items()}
     x, _ = tensors.pop("x"), tensors.pop("y")
     model = Perceptron(bool(context.inputs["networks"].results["bias"])).double()
     graph = discover_symmetries(model, x[:2])
@@ -199,9 +199,8 @@ def remove(context: StageContext, options: RemovalOptions) -> Results:
                 forms[name].append(form)
             tracker.update(i + 1)
     stacked = {name: {k: torch.stack([s[k] for s in states]) for k in raw[0]} for name, states in forms.items()}
-    save_file(
-        {f"{name}/{k}": t.contiguous() for name, states in stacked.items() for k, t in states.items()},
-        context.folder / FORMS,
+    write_safetensors(
+        context.folder / FORMS, {f"{name}/{k}": t for name, states in stacked.items() for k, t in states.items()}
     )
     numbers = {}
     for name, states in stacked.items():
@@ -258,7 +257,7 @@ def draw(path: Path, points: Mapping[str, Tensor], titles: Mapping[str, str]) ->
 def report(context: StageContext, options: ReportOptions) -> Results:
     """Write ``report.md`` with the four panels and the numbers of the collapse."""
     networks, removal = (context.inputs[role].results for role in ("networks", "removal"))
-    forms = load_file(context.inputs["removal"].folder / FORMS)
+    forms = read_tensors(context.inputs["removal"].folder / FORMS)
     draw(context.folder / "posterior.png", {k: forms[f"{k}/output.weight"][:, 0] for k in PANELS}, PANELS)
     names = {
         "raw": "raw",

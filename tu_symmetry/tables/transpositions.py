@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.functional import cross_entropy
 
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.tables import plots
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.models import build_model
@@ -105,7 +104,7 @@ def train_pairs(context: StageContext, options: PairsOptions) -> Results:
     stacked = {name: torch.stack([s[name] for s in states]).to(context.device) for name in states[0]}
     trained = _sgd(context, options, stacked)
     shape = (options.runs, 1 + options.counts)
-    save_file({k: v.unflatten(0, shape).cpu().contiguous() for k, v in trained.items()}, context.folder / PAIRS)
+    write_safetensors(context.folder / PAIRS, {k: v.unflatten(0, shape) for k, v in trained.items()})
     networks = options.runs * (1 + options.counts)
     return {"initial": wanted, "runs": options.runs, "networks": networks, "headline": f"{networks} networks"}
 
@@ -122,7 +121,7 @@ def _sgd(context: StageContext, options: PairsOptions, start: dict[str, Tensor])
     checkpoint = context.folder / "checkpoint.safetensors"
     epoch, weights, momenta = 0, start, {name: torch.zeros_like(t) for name, t in start.items()}
     if checkpoint.exists():
-        saved = load_file(checkpoint, device=str(context.device))
+        saved = read_tensors(checkpoint, device=context.device)
         epoch = int(saved["epoch"])
         weights = {name: saved[f"weights/{name}"] for name in start}
         momenta = {name: saved[f"momenta/{name}"] for name in start}
@@ -140,15 +139,9 @@ def _sgd(context: StageContext, options: PairsOptions, start: dict[str, Tensor])
             epoch += 1
             tracker.update(epoch, loss=last)
             saved = {f"weights/{k}": v for k, v in weights.items()} | {f"momenta/{k}": v for k, v in momenta.items()}
-            _save(saved | {"epoch": torch.tensor(epoch)}, checkpoint)
+            write_safetensors(checkpoint, saved | {"epoch": torch.tensor(epoch)})
     checkpoint.unlink(missing_ok=True)
     return weights
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    save_file({k: v.contiguous() for k, v in tensors.items()}, temporary)
-    temporary.replace(path)
 
 
 @stage(inputs=("pairs",))
@@ -161,7 +154,7 @@ def match_pairs(context: StageContext, options: MatchingOptions) -> Results:
     from tu_symmetry.symmetry.elements import transposition_count
 
     graph, model, data = context.graph, context.model, context.data
-    pairs = load_file(context.inputs["pairs"].folder / PAIRS, device=str(context.device))
+    pairs = read_tensors(context.inputs["pairs"].folder / PAIRS, device=context.device)
     initial = context.inputs["pairs"].results["initial"]
     keys = ("transpositions", "distance", "distance_unmatched", "barrier", "barrier_unmatched")
     panels: dict[str, list[list[float]]] = {key: [] for key in keys}
