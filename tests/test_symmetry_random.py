@@ -9,6 +9,7 @@ oracle that shares no code with them (``oracle.py``). A failure is shrunk, and p
 
 from __future__ import annotations
 
+import functools
 import traceback
 import warnings
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from handwritten_modules import HANDWRITTEN, Handwritten
 from oracle import judge
 from random_modules import Module, random_module, shrink
 from torch import nn
@@ -130,3 +132,24 @@ def test_random_modules() -> None:
 @pytest.mark.parametrize("block", range(10))
 def test_many_random_modules(block: int) -> None:
     check(census(range(1000 + 500 * block, 1500 + 500 * block)))
+
+
+@functools.cache
+def of_name(name: str) -> Outcome:
+    entry = next(h for h in HANDWRITTEN if h.name == name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return examine(entry.build().eval(), entry.inputs)
+
+
+@pytest.mark.parametrize("entry", HANDWRITTEN, ids=lambda h: h.name)
+def test_handwritten_module(entry: Handwritten) -> None:
+    outcome = of_name(entry.name)
+    assert outcome.verdict in (FINE, REFUSED), outcome.why
+    if outcome.verdict == FINE:
+        assert not set(entry.finds) - outcome.found, f"only {sorted(outcome.found)} were found"
+
+
+def test_hardly_any_handwritten_module_is_refused() -> None:
+    refused = {h.name: of_name(h.name).why for h in HANDWRITTEN if of_name(h.name).verdict == REFUSED}
+    assert len(refused) < 0.02 * len(HANDWRITTEN), refused
