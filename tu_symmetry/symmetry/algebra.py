@@ -40,6 +40,8 @@ class Value:
         scale: terms of the log-scale; ``()`` for a tensor that does not scale.
         parameter: name, if this is a parameter or buffer itself.
         fill: the number that every entry holds, if this is known to be such a constant (padding, zeros).
+        points: if the entries of an integer tensor are positions along an axis (what ``argmax`` returns), that axis's
+            label, as one-dimensional components: under a permutation of these units the entries are renamed.
     """
 
     shape: tuple[int, ...]
@@ -48,6 +50,7 @@ class Value:
     scale: tuple[Term, ...] = ()
     parameter: str | None = None
     fill: float | None = None
+    points: Label = ()
 
     @property
     def ndim(self) -> int:
@@ -180,6 +183,7 @@ class Ledger:
     def __init__(self) -> None:
         self.units = 0
         self.variables = 1
+        self.places = 1 << 32
         self.ties: list[tuple[Array, Array]] = []
         self.bindings: list[tuple[Array, Label]] = []
         self.pins: list[tuple[Array, str]] = []
@@ -199,21 +203,26 @@ class Ledger:
         first, self.units = self.units, self.units + count
         return np.arange(first, first + count, dtype=np.int64)
 
+    def fresh_places(self, count: int) -> Array:
+        """Codes of fixed positions that are unlike each other and all others."""
+        first, self.places = self.places, self.places + count
+        return code(np.arange(first, first + count, dtype=np.int64))
+
     def fresh_variables(self, shape: tuple[int, ...]) -> Array:
         """New scale variables in a given shape."""
         count = math.prod(shape)
         first, self.variables = self.variables, self.variables + count
         return np.arange(first, first + count, dtype=np.int64).reshape(shape)
 
-    def parameter(self, name: str, shape: tuple[int, ...]) -> Value:
-        """A parameter or buffer: free units and a free log-scale on each of its axes."""
+    def parameter(self, name: str, shape: tuple[int, ...], *, scales: bool = True) -> Value:
+        """A parameter or buffer: free units and, where it ``scales``, a free log-scale on each of its axes."""
         if name not in self.parameters:
             ndim = len(shape)
             labels = tuple((along(self.fresh_units(n), k, ndim),) if n > 1 else () for k, n in enumerate(shape))
             frames = [tuple(n if k == j else 1 for k in range(ndim)) for j, n in enumerate(shape)]
             scale = tuple((1.0, self.fresh_variables(f)) for f in frames if math.prod(f) > 1)
             scale = scale or ((1.0, self.fresh_variables((1,) * ndim)),)
-            self.parameters[name] = Value(shape, labels, ("",) * ndim, scale, name)
+            self.parameters[name] = Value(shape, labels, ("",) * ndim, scale if scales else (), name)
         return self.parameters[name]
 
     def relabel(self, value: Value, axis: int, label: Label, reason: str = "") -> Value:
@@ -289,8 +298,8 @@ class Ledger:
         return replace(value, labels=labels, reasons=reasons, parameter=None)
 
     def pin(self, value: Value, reason: str) -> None:
-        """Forbid any symmetry, of units and of scales, on a tensor."""
-        for label in value.labels:
+        """Forbid any symmetry, of units and of scales, on a tensor (and on the units that its entries name)."""
+        for label in (*value.labels, value.points):
             self.pin_label(label, reason)
         self.pin_scale(value.scale)
 

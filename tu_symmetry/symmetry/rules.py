@@ -8,22 +8,26 @@ adds a rule for an own operator.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from tu_symmetry.symmetry.algebra import Ledger, Value, pinned_value
 
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
 R = TypeVar("R", bound=Rule)
 RULES: dict[str, Rule] = {}
+POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
 
 
-def register_rule(*operators: str) -> Callable[[R], R]:
+def register_rule(*operators: str, positions: Literal["pin", "keep", "read"] = "pin") -> Callable[[R], R]:
     """Register a rule for one or more operators.
 
     Args:
         operators: names such as ``"aten.relu"`` or ``"mylib.swish"`` (namespace and name, without the overload; a
             trailing underscore of an in-place variant is covered too).
+        positions: what becomes of a tensor whose entries are positions of hidden units (what ``argmax`` returns). By
+            default the units are pinned, since an ordinary operator reads the numbers; ``"keep"`` is for operators
+            that only move or copy the entries of their one tensor; a rule with ``"read"`` looks at ``Value.points``.
 
     Returns:
         A decorator for a function from a :class:`Call` to the output's value (or a list of values). Example::
@@ -35,7 +39,8 @@ def register_rule(*operators: str) -> Callable[[R], R]:
 
     def add(rule: R) -> R:
         for operator in operators:
-            RULES[operator if "." in operator else f"aten.{operator}"] = rule
+            name = operator if "." in operator else f"aten.{operator}"
+            RULES[name], POSITIONS[name] = rule, positions
         return rule
 
     return add
@@ -52,6 +57,11 @@ class Call:
         outputs: shapes of the outputs.
         place: name of the node, for reasons.
         used: positions of the outputs that something reads.
+        constants: as ``arguments``, the tensors among them that are known by value (None for the others).
+        dtypes: as ``arguments``, the types of the tensors.
+        zeros: ids of the tensor arguments that are zero throughout: these have any scale.
+        tied: ids of the tensor arguments whose entries may be equal with positive probability (behind a ReLU), so
+            that which of them is the largest is no property of the units alone.
     """
 
     ledger: Ledger
@@ -60,6 +70,10 @@ class Call:
     outputs: list[tuple[int, ...]]
     place: str
     used: frozenset[int] = frozenset((0,))
+    constants: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, Any] = field(default_factory=dict)
+    zeros: frozenset[int] = frozenset()
+    tied: frozenset[int] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import operator
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,27 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from tu_symmetry.symmetry.algebra import Ledger, Value, along, code, pinned_value
+from tu_symmetry.symmetry.algebra import Label, Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.probe import copied, own_copy
-from tu_symmetry.symmetry.rules import Call, Rule, unknown
+from tu_symmetry.symmetry.rules import POSITIONS, Call, Rule, unknown
 
+SPREADS = frozenset((
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "bilinear", "conv1d", "conv2d", "conv3d",
+    "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "cdist", "rand", "randn", "rand_like",
+    "randn_like", "normal", "uniform", "exponential", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh",
+))  # fmt: skip
+"""Operators after which no two entries are equal, but by chance of measure zero."""
+FLAT = frozenset((
+    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "threshold", "clamp",
+    "clamp_min", "clamp_max", "where", "masked_fill", "sign", "sgn", "round", "floor", "ceil", "trunc", "maximum",
+    "minimum", "expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "zeros_like", "ones_like",
+    "full_like", "new_zeros", "new_ones", "new_full", "fill", "zero", "heaviside", "floor_divide", "bernoulli",
+    "scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill", "index_put", "pad", "constant_pad_nd",
+    "threshold", "dropout", "tril", "triu", "nan_to_num", "abs", "square",
+))  # fmt: skip
+"""Operators that make equal numbers of different ones."""
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
 INPUT = "input of the network"
 FILLS = tuple(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
@@ -31,10 +47,11 @@ FILLS = tuple(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter or buffer that enters the traced graph."""
+    """A parameter or buffer that enters the traced graph; integers and booleans do not scale."""
 
     name: str
     shape: tuple[int, ...]
+    scales: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,11 +64,14 @@ class Trace:
             network, a tensor for a constant, or a plain number.
         branch: where the pass branched on values of tensors, or None. The graph then holds for the inputs that take
             the same way as the example.
+        constants: the integer and boolean tensors of the state dict that the pass reads by value (indices, attention
+            masks): what is found holds for these values.
     """
 
     module: torch.fx.GraphModule
     inputs: tuple[Any, ...]
     branch: str | None = None
+    constants: dict[str, Tensor] = field(default_factory=dict)
 
 
 def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, record: bool = False) -> Trace:
@@ -97,7 +117,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
 def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
     first_name = {name: first for first, names in tied_names(model).items() for name in names}
     specs = {getattr(spec.arg, "name", None): spec for spec in program.graph_signature.input_specs}
-    inputs = []
+    inputs: list[Any] = []
+    constants: dict[str, Tensor] = {}
     for node in program.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -105,13 +126,65 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
         if spec.kind.name in ("PARAMETER", "BUFFER"):
             held = program.state_dict.get(spec.target, program.constants.get(spec.target))
             name = first_name.get(spec.target)
-            floating = held is not None and held.is_floating_point()
-            inputs.append(held if name is None or not floating else Parameter(name, tuple(held.shape)))
+            inputs.append(held if name is None or held is None else _enter(name, held, node, constants))
         elif spec.kind.name in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
             inputs.append(program.constants[spec.target])
         else:
             inputs.append(pinned_value(tensor.shape, INPUT) if isinstance(tensor, Tensor) else tensor)
-    return Trace(program.graph_module, tuple(inputs))
+    return Trace(program.graph_module, tuple(inputs), constants=constants)
+
+
+def _enter(name: str, tensor: Tensor, node: torch.fx.Node, constants: dict[str, Tensor]) -> Parameter | Tensor:
+    """What stands for a tensor of the state dict: a parameter, or a constant that is read by value."""
+    continuous = _is_continuous(tensor)
+    if continuous or _is_data(node):
+        return Parameter(name, tuple(tensor.shape), scales=continuous)
+    if node.users:
+        constants[name] = tensor.detach().clone()
+    return tensor
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+MOVES = (
+    "to", "_to_copy", "clone", "detach", "detach_", "alias", "contiguous", "view", "reshape", "flatten", "unflatten",
+    "squeeze", "unsqueeze", "expand", "expand_as", "permute", "transpose", "t", "slice", "select", "type_as", "float",
+    "lift_fresh_copy", "_assert_tensor_metadata", "chunk", "split", "repeat", "numpy_T", "narrow", "broadcast_to",
+)  # fmt: skip
+COMBINES = (
+    "mul", "add", "sub", "rsub", "div", "where", "masked_fill", "maximum", "minimum", "eq", "ne", "lt", "le", "gt",
+    "ge", "logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "bitwise_not", "__and__", "__or__", "__xor__",
+)  # fmt: skip
+
+
+def _is_data(node: torch.fx.Node) -> bool:
+    """Whether an integer or boolean tensor enters as a factor, a term or a choice (a pruning mask), never as an index.
+
+    Such a tensor may have other values in another state, and moves with the units. A mask that sets entries to minus
+    infinity is not taken for one: which positions of an attention are seen belongs to the architecture.
+    """
+    for user in node.users:
+        if user.target is operator.getitem:
+            if not _is_data(user):
+                return False
+            continue
+        if not isinstance(user.target, torch._ops.OpOverload):
+            return False
+        name = user.target._schema.name.partition("::")[2]
+        name = name[:-1] if name.endswith("_") and not name.startswith("_") else name
+        if name not in MOVES and name not in COMBINES:
+            return False
+        if any(isinstance(a, float) and a == -math.inf for a in (*user.args, *user.kwargs.values())):
+            return False
+        output = user.meta.get("val")
+        held = output if isinstance(output, (tuple, list)) else [output]
+        whole = any(isinstance(t, Tensor) and not _is_continuous(t) for t in held)
+        if whole and not _is_data(user):
+            return False
+    return bool(node.users)
 
 
 def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
@@ -134,17 +207,19 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         _allow_non_fake_inputs=True,
         _error_on_data_dependent_ops=False,
     )(tensors, args, dict(kwargs))
-    inputs: list[Any] = [Parameter(name, tuple(t.shape)) if t.is_floating_point() else t for name, t in tensors.items()]
+    constants: dict[str, Tensor] = {}
+    nodes = (node for node in graph_module.graph.nodes if node.op == "placeholder")
+    inputs: list[Any] = [_enter(name, t, next(nodes), constants) for name, t in tensors.items()]
     for leaf in _flatten((args, dict(kwargs))):
         inputs.append(pinned_value(leaf.shape, INPUT) if isinstance(leaf, Tensor) else leaf)
-    return Trace(graph_module, tuple(inputs), branch=place)
+    return Trace(graph_module, tuple(inputs), place, constants)
 
 
 def _place(error: BaseException) -> str:
     """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``."""
     library = str(Path(torch.__file__).parent)
     here = str(Path(__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, here))]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, here, "<"))]
     if not frames:
         return "an unknown place"
     frame = frames[-1]
@@ -178,6 +253,8 @@ class _Interpreter:
         self.env: dict[torch.fx.Node, Any] = {}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
+        self.zero: set[torch.fx.Node] = set()
+        self.tied: set[torch.fx.Node] = set()
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
@@ -196,12 +273,14 @@ class _Interpreter:
     def _value(self, held: Any) -> Any:
         """What a rule sees: parameters and constant tensors as values."""
         if isinstance(held, Parameter):
-            return self.ledger.parameter(held.name, held.shape)
+            return self.ledger.parameter(held.name, held.shape, scales=held.scales)
         if isinstance(held, Tensor):
             return self._constant(held)
         return held
 
     def _constant(self, tensor: Tensor) -> Value:
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
         array = (
             tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
         )
@@ -225,6 +304,8 @@ class _Interpreter:
             source, position = node.args
             assert isinstance(source, torch.fx.Node)
             self.env[node] = self.env[source][position]
+            if source in self.tied:
+                self.tied.add(node)
             return
         if not isinstance(target, torch._ops.OpOverload):
             self.env[node] = self._opaque(node)
@@ -235,16 +316,24 @@ class _Interpreter:
         if not any(isinstance(h, (Value, Parameter)) for h in _flatten(held)) and not any(r in name for r in RANDOM):
             self.env[node] = self._evaluate(node)
             self._alias(node, target)
+            self._remember(node, name)
             return
         writes = bool(target._schema.arguments) and _writes(target._schema.arguments[0])
         rule_name = name[:-1] if writes and name.endswith("_") else name
+        output = node.meta.get("val")
+        bound = self._bind(node, target)
+        points = self._points(rule_name, bound)
         call = Call(
             self.ledger,
             rule_name,
-            self._bind(node, target),
-            _shapes(node.meta.get("val")),
+            bound,
+            _shapes(output),
             node.name,
             _read_outputs(node),
+            self._bind(node, target, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
+            self._bind(node, target, lambda n: getattr(n.meta.get("val"), "dtype", None)),
+            self._ids(node, target, bound, self.zero),
+            self._ids(node, target, bound, self.tied),
         )
         # a parameter that comes twice is no longer free to be nested as one of its places asks
         places = [a for a in nodes if isinstance(self.env[a], Parameter)]
@@ -252,12 +341,18 @@ class _Interpreter:
         values = _apply(RULES.get(rule_name, unknown), call)
         if rule_name not in FILLS:  # what is computed from constants is no longer the number that they hold
             values = [v if v.fill is None else replace(v, fill=None) for v in values]
+        for k, tensor in enumerate(output if isinstance(output, (tuple, list)) else [output]):
+            if values[k].scale and isinstance(tensor, Tensor) and not _is_continuous(tensor):
+                self.ledger.pin_scale(values[k].scale)  # what is cut to integers follows no factor
+                values[k] = replace(values[k], scale=())
+        if points:
+            values = [replace(v, points=points) for v in values]
+        self._remember(node, rule_name)
         for value in values:
             self.ledger.observe(value)
         for h in _flatten(held):
             if isinstance(h, Parameter):
                 self.ledger.used.add(h.name)
-        output = node.meta.get("val")
         self.env[node] = values if isinstance(output, (tuple, list)) else values[0]
         self._alias(node, target)
         if writes:
@@ -300,7 +395,11 @@ class _Interpreter:
         with torch.no_grad():
             return node.target(*arguments, **options)  # type: ignore[operator]
 
-    def _bind(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    def _bind(
+        self, node: torch.fx.Node, target: torch._ops.OpOverload, read: Callable[[torch.fx.Node], Any] | None = None
+    ) -> dict[str, Any]:
+        """The arguments by name; what stands for each tensor is its value for a rule, or what ``read`` says of it."""
+        read = read or (lambda n: self._value(self.env[n]))
         bound: dict[str, Any] = {}
         for position, argument in enumerate(target._schema.arguments):
             if position < len(node.args):
@@ -311,15 +410,58 @@ class _Interpreter:
                 given = argument.default_value
             else:
                 continue
-            bound[argument.name] = self._bound(given)
+            bound[argument.name] = _bound(given, read)
         return bound
 
-    def _bound(self, argument: Any) -> Any:
-        if isinstance(argument, torch.fx.Node):
-            return self._value(self.env[argument])
-        if isinstance(argument, (list, tuple)):
-            return [self._bound(a) for a in argument]
-        return argument
+    def _ids(
+        self, node: torch.fx.Node, target: torch._ops.OpOverload, bound: dict[str, Any], marked: set[torch.fx.Node]
+    ) -> frozenset[int]:
+        """Ids of the bound values whose nodes are in a set."""
+        if not any(n in marked for n in node.all_input_nodes):
+            return frozenset()
+        flags = _flatten(list(self._bind(node, target, lambda n: n in marked).values()))
+        held = _flatten(list(bound.values()))
+        return frozenset(id(v) for v, flag in zip(held, flags, strict=True) if isinstance(v, Value) and flag is True)
+
+    def _points(self, rule_name: str, bound: dict[str, Any]) -> Label:
+        """Settle what the arguments name: units are pinned where numbers are read; what is kept goes to the outputs."""
+        policy = POSITIONS.get(rule_name, "pin")
+        if policy == "read":
+            return ()
+        kept: Label = ()
+        for name, argument in bound.items():
+            for value in argument if isinstance(argument, list) else [argument]:
+                if isinstance(value, Value) and value.points:
+                    if policy == "pin":
+                        self.ledger.pin_label(value.points, "its position is read as a number")
+                    kept = value.points if policy == "keep" else ()
+            if isinstance(argument, list):
+                bound[name] = [replace(v, points=()) if isinstance(v, Value) and v.points else v for v in argument]
+            elif isinstance(argument, Value) and argument.points:
+                bound[name] = replace(argument, points=())
+        return kept
+
+    def _remember(self, node: torch.fx.Node, name: str) -> None:
+        """Which tensors are zero throughout, and which may hold the same number twice."""
+        short = name.removeprefix("aten.").removesuffix("_")
+        held, output = self.env.get(node), node.meta.get("val")
+        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        if isinstance(held, Tensor):
+            if held.layout == torch.strided and held.numel() and not held.any():
+                self.zero.add(node)
+            self.tied.add(node)
+            return
+        if short in ("zeros_like", "new_zeros", "zero") or (short in MOVES and inputs and inputs[0] in self.zero):
+            self.zero.add(node)
+        outputs = output if isinstance(output, (tuple, list)) else [output]
+        if short in SPREADS:
+            return
+        floats = [n for n in inputs if _is_continuous(n.meta["val"])]
+        known = [n in self.tied or isinstance(self.env[n], Tensor) for n in floats]
+        some = all(known) if short in ("add", "sub") else any(known)
+        whole = any(isinstance(t, Tensor) and not _is_continuous(t) for t in outputs[:1])
+        if some or whole or short in FLAT:
+            self.tied.add(node)
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
@@ -334,6 +476,9 @@ class _Interpreter:
             return
         root = self.root.get(written, written)
         others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
+        if node not in self.zero:
+            self.zero -= {root, written, *others}
+        self.tied |= {root, written, *others} if node in self.tied or written is not root else {written}
         now = self.order[node]
         stale = [n for n in others if any(self.order[u] > now for u in n.users)]
         reason = "written to in place through a view"
@@ -369,6 +514,14 @@ class _Interpreter:
         around = [self.ledger.take(old, axis, positions) for positions in kept if len(positions)]
         around.insert(int(first > 0), new)
         return self.ledger.concatenate(around, axis)
+
+
+def _bound(argument: Any, read: Callable[[torch.fx.Node], Any]) -> Any:
+    if isinstance(argument, torch.fx.Node):
+        return read(argument)
+    if isinstance(argument, (list, tuple)):
+        return [_bound(a, read) for a in argument]
+    return argument
 
 
 def _flatten(nested: Any) -> list[Any]:

@@ -3,11 +3,14 @@
 from tu_symmetry.symmetry.operators import (
     contractions,
     convolutions,
+    indexing,
     movement,
     normalizations,
+    ordering,
     pointwise,
     recurrent,
     reductions,
+    scattering,
 )
 from tu_symmetry.symmetry.rules import RULES
 
@@ -15,9 +18,12 @@ __all__ = [
     "RULES",
     "contractions",
     "convolutions",
+    "indexing",
     "movement",
     "normalizations",
+    "ordering",
     "pointwise",
     "recurrent",
     "reductions",
+    "scattering",
 ]

@@ -204,9 +204,9 @@ def _bilinear(call: Call) -> Value:
     return add_bias(call, result, call.get("bias"), result.ndim - 1)
 
 
-@register_rule("embedding", "embedding_bag")
-def _embedding(call: Call) -> list[Value]:
-    """Rows of a table, or sums, means and maxima of rows (then the other outputs count the rows)."""
+@register_rule("embedding_bag")
+def _bag(call: Call) -> list[Value]:
+    """Sums, means and maxima of rows; the other outputs count the rows."""
     weight: Value = call["weight"]
     pin_tensor(call, call["indices"], "an index")
     for name in ("offsets", "per_sample_weights"):
@@ -217,3 +217,72 @@ def _embedding(call: Call) -> list[Value]:
     laid = call.ledger.pad_left(row, row.ndim + lead)
     found = replace(laid, shape=call.outputs[0], reasons=("looked up",) * lead + row.reasons)
     return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]
+
+
+@register_rule("cdist")
+def _distances(call: Call) -> Value:
+    """Distances between rows, symmetric in the columns."""
+    ledger = call.ledger
+    left, right = call["x1"], call["x2"]
+    lead = "abcdef"[: len(call.shape) - 2]
+    plain = [replace(v, scale=(), parameter=None) for v in (left, right)]
+    letters = [lead[len(lead) - v.ndim + 2 :] for v in plain]
+    found = contract(call, plain, [letters[0] + "xm", letters[1] + "zm"], lead + "xz")
+    scales = []
+    for value in (left, right):
+        value = ledger.pad_left(value, len(call.shape))
+        terms = value.scale
+        for axis in (value.ndim - 1, value.ndim - 2):  # every row is compared with every row
+            terms = tuple((c, ledger._constant_along(v, axis)) for c, v in terms)
+        scales.append(terms)
+    if id(left) in call.zeros or id(right) in call.zeros:
+        return replace(found, scale=scales[int(id(left) in call.zeros)])
+    ledger.equate(scales[0], scales[1])
+    return replace(found, scale=scales[0])
+
+
+@register_rule("outer", "ger")
+def _outer(call: Call) -> Value:
+    return contract(call, call.tensors, ["x", "y"], "xy")
+
+
+@register_rule("tensordot")
+def _tensordot(call: Call) -> Value:
+    a, b = call["self"], call["other"]
+    left, right = list("abcdefgh"[: a.ndim]), list("ijklmnop"[: b.ndim])
+    for i, j in zip(call["dims_self"], call["dims_other"], strict=True):
+        right[j % b.ndim] = left[i % a.ndim]
+    output = [x for x in left if x not in right] + [x for x in right if x not in left]
+    return contract(call, [a, b], ["".join(left), "".join(right)], "".join(output))
+
+
+@register_rule("kron")
+def _kronecker(call: Call) -> Value:
+    a, b = call.tensors
+    ndim = max(a.ndim, b.ndim)
+    a, b = (call.ledger.pad_left(v, ndim) for v in (a, b))
+    first, second = "abcd"[:ndim], "mnop"[:ndim]
+    shape = tuple(n for pair in zip(a.shape, b.shape, strict=True) for n in pair)
+    joined = "".join(x + y for x, y in zip(first, second, strict=True))
+    product = contract(replace(call, outputs=[shape]), [a, b], [first, second], joined)
+    return call.ledger.reshape(product, call.shape)
+
+
+@register_rule("_grouped_mm")
+def _grouped(call: Call) -> Value:
+    """Rows of one matrix by one matrix of several, which one is decided by offsets: experts share their units."""
+    a, b, ledger = call["self"], call["mat2"], call.ledger
+    pin_tensor(call, call.get("offs"), "offsets of experts")
+    if a.ndim == 2 and b.ndim == 3:
+        a = ledger.mix(a, 0, "rows are dealt out to experts")
+        b = ledger.mix(b, 0, "experts are told apart by offsets")
+        one = ledger.take(replace(b, parameter=None), 0, np.zeros(1, dtype=np.int64))
+        flat = ledger.reshape(replace(one, parameter=None), one.shape[1:])
+        result = contract(call, [a, flat], ["xy", "yz"], "xz")
+    elif a.ndim == 3 and b.ndim == 3:
+        result = contract(call, [a, b], ["exy", "eyz"], "exz")
+    else:
+        return unknown(call)
+    bias = call.get("bias")
+    pin_tensor(call, bias, "bias of experts")
+    return replace(result, scale=()) if bias is not None else result

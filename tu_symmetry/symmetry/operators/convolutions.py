@@ -141,7 +141,8 @@ def _pool(call: Call) -> Value | list[Value]:
     for axis in range(value.ndim - space, value.ndim):
         value = call.ledger.mix(value, axis, "spatial position")
     result = replace(value, shape=call.shape, parameter=None)
-    return [result] * len(call.outputs)
+    positions = replace(result, scale=())  # of the largest entries in each channel's image: no factor changes them
+    return [result, positions][: len(call.outputs)]
 
 
 @register_rule("grid_sampler")

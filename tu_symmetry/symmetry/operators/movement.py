@@ -27,6 +27,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
     "squeeze_copy",
     "unsqueeze_copy",
     "view_copy",
+    positions="keep",
 )
 def _reshape(call: Call) -> Value:
     if call.operator == "aten.view" and "dtype" in call.arguments:
@@ -47,6 +48,7 @@ def _reshape(call: Call) -> Value:
     "numpy_T",
     "transpose_copy",
     "permute_copy",
+    positions="keep",
 )
 def _permute(call: Call) -> Value:
     value: Value = call["self"]
@@ -73,7 +75,7 @@ def _permute(call: Call) -> Value:
     return call.ledger.permute(value, order)
 
 
-@register_rule("expand", "expand_as", "broadcast_to", "expand_copy")
+@register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep")
 def _expand(call: Call) -> Value:
     return call.ledger.expand(call["self"], call.shape)
 
@@ -115,10 +117,29 @@ def _cat(call: Call) -> Value:
     return call.ledger.concatenate(values, call.axis(of=values[0], default=0))
 
 
-@register_rule("stack", "hstack", "vstack", "dstack", "column_stack")
+@register_rule("hstack", "vstack", "dstack", "column_stack", "row_stack")
+def _stack_along(call: Call) -> Value:
+    """Joined along an axis that tensors of fewer axes are given first."""
+    name = call.operator.removeprefix("aten.")
+    values: list[Value] = call["tensors"]
+    ndim, axis = {"hstack": (1, -1), "column_stack": (2, 1), "dstack": (3, 2)}.get(name, (2, 0))
+    frames = []
+    for value in values:
+        shape = value.shape
+        if name == "column_stack" and len(shape) < 2:
+            shape = (math.prod(shape), 1)
+        elif name == "dstack" and len(shape) < 3:
+            shape = (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
+        elif len(shape) < ndim:
+            shape = (1,) * (ndim - len(shape)) + shape
+        frames.append(call.ledger.reshape(value, shape))
+    if axis < 0:
+        axis = 0 if frames[0].ndim == 1 else 1
+    return call.ledger.concatenate(frames, axis)
+
+
+@register_rule("stack")
 def _stack(call: Call) -> Value:
-    if call.operator != "aten.stack":
-        return unknown(call)
     values = call["tensors"]
     axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
     shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
@@ -131,7 +152,16 @@ def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Val
     return [call.ledger.take(value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
 
 
-@register_rule("chunk", "split", "split_with_sizes", "tensor_split", "split_copy", "unsafe_chunk", "unsafe_split")
+@register_rule(
+    "chunk",
+    "split",
+    "split_with_sizes",
+    "tensor_split",
+    "split_copy",
+    "unsafe_chunk",
+    "unsafe_split",
+    positions="keep",
+)
 def _split(call: Call) -> list[Value]:
     value = call["self"]
     axis = call.axis(default=0)
@@ -151,14 +181,14 @@ def _view_as_real(call: Call) -> Value:
     return replace(value, shape=call.shape, reasons=(*value.reasons[:-1], "real and imaginary part"))
 
 
-@register_rule("unbind")
+@register_rule("unbind", positions="keep")
 def _unbind(call: Call) -> list[Value]:
     value = call["self"]
     axis = call.axis(default=0)
     return [call.ledger.take(value, axis, k) for k in range(value.shape[axis])]
 
 
-@register_rule("select", "select_copy")
+@register_rule("select", "select_copy", positions="keep")
 def _select(call: Call) -> Value:
     value, axis = call["self"], call.axis()
     index = call["index"]
@@ -167,7 +197,7 @@ def _select(call: Call) -> Value:
     return call.ledger.take(value, axis, index % value.shape[axis])
 
 
-@register_rule("slice", "narrow", "slice_copy")
+@register_rule("slice", "narrow", "slice_copy", positions="keep")
 def _slice(call: Call) -> Value:
     value = call["self"]
     axis = call.axis(default=0)
@@ -185,19 +215,47 @@ def _slice(call: Call) -> Value:
     return call.ledger.take(value, axis, start + step * np.arange(count))
 
 
-@register_rule("flip", "roll")
-def _reorder(call: Call) -> Value:
+@register_rule("flip", "fliplr", "flipud")
+def _flip(call: Call) -> Value:
     value: Value = call["self"]
-    dims = call.get("dims", [])
-    if not dims:
-        return unknown(call)
-    for k, dim in enumerate(dims):
+    for dim in {"aten.fliplr": [1], "aten.flipud": [0]}.get(call.operator) or call.get("dims", []):
         axis = dim % value.ndim
-        positions = np.arange(value.shape[axis])
-        shift = call["shifts"][k] if "shifts" in call.arguments else 0
-        positions = positions[::-1] if call.operator == "aten.flip" else np.roll(positions, shift)
-        if value.labels[axis] or any(v.shape[axis] > 1 for _, v in value.scale):
-            value = call.ledger.take(value, axis, positions.copy())
+        value = reorder(call, value, axis, np.arange(value.shape[axis])[::-1].copy())
+    return replace(value, parameter=None)
+
+
+@register_rule("roll")
+def _roll(call: Call) -> Value:
+    value: Value = call["self"]
+    dims, shifts = call.get("dims", []), call["shifts"]
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    if not dims:  # as if it had one axis
+        flat = call.ledger.reshape(value, (math.prod(value.shape),))
+        flat = reorder(call, flat, 0, np.roll(np.arange(flat.shape[0]), shifts[0]))
+        return call.ledger.reshape(flat, value.shape)
+    for dim, shift in zip([dims] if isinstance(dims, int) else dims, shifts, strict=True):
+        axis = dim % value.ndim
+        value = reorder(call, value, axis, np.roll(np.arange(value.shape[axis]), shift))
+    return replace(value, parameter=None)
+
+
+@register_rule("rot90")
+def _rotate(call: Call) -> Value:
+    value: Value = call["self"]
+    first, second = (d % value.ndim for d in call.get("dims", [0, 1]))
+    for _ in range(int(call.get("k", 1)) % 4):
+        value = reorder(call, value, second, np.arange(value.shape[second])[::-1].copy())
+        order = list(range(value.ndim))
+        order[first], order[second] = second, first
+        value = call.ledger.permute(value, order)
+    return replace(value, parameter=None)
+
+
+def reorder(call: Call, value: Value, axis: int, positions: np.ndarray) -> Value:
+    """Take all positions along an axis in another order."""
+    moves = any(c.shape[axis] > 1 for label in value.labels for c in label)
+    if moves or any(v.shape[axis] > 1 for _, v in value.scale):
+        return call.ledger.take(value, axis, positions)
     return value
 
 
@@ -221,39 +279,6 @@ def _shuffle(call: Call) -> Value:
         parts = ledger.reshape(value, (*lead, c, h // r, r, w // r, r))
         order = (*range(k), k, k + 2, k + 4, k + 1, k + 3)
     return ledger.reshape(ledger.permute(parts, order), call.shape)
-
-
-@register_rule("index", "index_select", "gather", "take_along_dim")
-def _index(call: Call) -> Value:
-    value: Value = call["self"]
-    if call.operator == "aten.index_select":
-        value = call.ledger.mix(value, call.axis(), "indexed")
-        pin_tensor(call, call["index"], "an index")
-        return replace(value, shape=call.shape, parameter=None)
-    if call.operator in ("aten.gather", "aten.take_along_dim"):
-        return unknown(call)
-    indices = call["indices"]
-    used = [k for k, i in enumerate(indices) if i is not None]
-    for k in used:
-        pin_tensor(call, indices[k], "an index")
-        value = call.ledger.mix(value, k, "indexed")
-    width = max(indices[k].ndim for k in used)
-    contiguous = used == list(range(used[0], used[-1] + 1))
-    start = used[0] if contiguous else 0
-    kept = [k for k in range(value.ndim) if k not in used]
-    # bring the kept axes into a frame without the indexed ones, then insert the index's own (pinned) axes
-    source = call.ledger.permute(value, [*kept, *used])
-    for _ in used:
-        source = call.ledger.take(source, source.ndim - 1, 0)
-    before = [k for k in kept if k < start] if contiguous else []
-    at = len(before)
-    frame = (*source.shape[:at], *[1] * width, *source.shape[at:])
-    result = call.ledger.reshape(source, frame)
-    labels = list(result.labels)
-    reasons = list(result.reasons)
-    for k in range(at, at + width):
-        labels[k], reasons[k] = (), "indexed"
-    return Value(call.shape, tuple(labels), tuple(reasons), result.scale)
 
 
 def pin_tensor(call: Call, value: Any, reason: str) -> None:

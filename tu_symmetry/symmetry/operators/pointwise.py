@@ -81,7 +81,7 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     Args:
         call: the call.
         homogeneous: scaling all tensor operands by c > 0 scales the result by c (relu, maximum); with several
-            operands they must scale alike.
+            operands they must scale alike, but for those that are zero throughout.
         additive: as homogeneous, for sums.
     """
     aligned, result = join_labels(call, call.tensors, call.shape)
@@ -89,6 +89,7 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
+    aligned = [v for v, given in zip(aligned, call.tensors, strict=True) if id(given) not in call.zeros] or aligned
     first, *rest = aligned
     for value in rest:
         call.ledger.equate(first.scale, value.scale)
@@ -104,17 +105,8 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     "dropout",
     "feature_dropout",
     "alpha_dropout",
-    "contiguous",
-    "clone",
-    "detach",
-    "alias",
-    "to",
-    "_to_copy",
-    "type_as",
     "positive",
     "rrelu",
-    "lift_fresh_copy",
-    "lift_fresh",
     "native_dropout",
     "maximum",
     "minimum",
@@ -127,13 +119,33 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     "float",
     "half",
     "double",
-    "_assert_tensor_metadata",
 )
 def _homogeneous(call: Call) -> Value | list[Value]:
-    if call.operator == "aten.type_as":
-        call.arguments = {"self": call["self"]}
     value = elementwise(call, homogeneous=True)
     return [value] * len(call.outputs)
+
+
+@register_rule(
+    "contiguous",
+    "clone",
+    "detach",
+    "alias",
+    "to",
+    "_to_copy",
+    "type_as",
+    "lift_fresh_copy",
+    "lift_fresh",
+    positions="keep",
+)
+def _same(call: Call) -> Value | list[Value]:
+    """The same entries, at another place or in another type (what becomes an integer loses its scale: see tracing)."""
+    return [replace(call.tensors[0], parameter=None)] * len(call.outputs)
+
+
+@register_rule("_assert_tensor_metadata", positions="keep")
+def _metadata(call: Call) -> list[Value]:
+    """A check of a type, which reads no entries."""
+    return [pinned_value(shape, "a check") for shape in call.outputs]
 
 
 @register_rule(
@@ -197,12 +209,31 @@ def _homogeneous(call: Call) -> Value | list[Value]:
     "log2",
     "log10",
     "exp2",
+    "trunc",
+    "fix",
+    "bucketize",
+    "digamma",
+    "lgamma",
+    "erfc",
+    "acosh",
+    "asinh",
+    "atanh",
+    "sinc",
+    "special_expit",
+    "isclose",
+    "nextafter",
+    "__lshift__",
+    "__rshift__",
+    "bitwise_left_shift",
+    "bitwise_right_shift",
+    "float_power",
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
 
 
 @register_rule("sign", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "bitwise_not", "sgn")
+@register_rule("isfinite", "isposinf", "isneginf", "signbit", "angle", "is_nonzero")
 def _scale_free(call: Call) -> Value:
     """Comparisons: with zero, and of two tensors that share their scale, no positive factor changes the result."""
     aligned, result = join_labels(call, call.tensors, call.shape)
@@ -212,6 +243,17 @@ def _scale_free(call: Call) -> Value:
     elif compared and call.get("other") != 0:
         call.ledger.pin_scale(aligned[0].scale)
     return result
+
+
+@register_rule("complex", "polar")
+def _complex(call: Call) -> Value:
+    """Parts that scale alike, or a modulus that does and an angle that does not."""
+    first, second = call.tensors
+    if call.operator == "aten.complex":
+        return elementwise(call, additive=True)
+    call.ledger.pin_scale(second.scale)
+    aligned, result = join_labels(call, [first, second], call.shape)
+    return replace(result, scale=aligned[0].scale)
 
 
 @register_rule("_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
@@ -361,6 +403,7 @@ def _where(call: Call) -> Value:
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
+    aligned = [v for v, given in zip(aligned, kept, strict=True) if id(given) not in call.zeros] or aligned
     for value in aligned[1:]:
         call.ledger.equate(aligned[0].scale, value.scale)
     return replace(result, scale=aligned[0].scale if aligned else ())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.operators.ordering import where
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -30,6 +30,9 @@ def _dims(call: Call, value: Value) -> list[int]:
     "norm",
     "nansum",
     "median",
+    "nanmedian",
+    "aminmax",
+    "count_nonzero",
     "var_mean",
     "std_mean",
     "logsumexp",
@@ -39,6 +42,8 @@ def _dims(call: Call, value: Value) -> list[int]:
     "_is_all_true",
     "_is_any_true",
     "frobenius_norm",
+    "nanmean",
+    "nuclear_norm",
 )
 def _reduce(call: Call) -> Value | list[Value]:
     value: Value = call["self"]
@@ -46,9 +51,12 @@ def _reduce(call: Call) -> Value | list[Value]:
     if name in ("max", "min") and isinstance(call.get("other"), Value):
         return elementwise(call, homogeneous=True)
     dims = _dims(call, value)
-    if name in ("logsumexp", "prod", "any", "all", "_is_all_true", "_is_any_true"):
+    if name in ("logsumexp", "prod"):
         call.ledger.pin_scale(value.scale)
         value = replace(value, scale=())
+    counts = name in ("linalg_vector_norm", "norm") and call.get("ord", call.get("p", 2)) == 0
+    if counts or name in ("any", "all", "_is_all_true", "_is_any_true", "count_nonzero"):
+        value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
     keep = len(call.outputs[0]) == value.ndim
     for axis in sorted(dims, reverse=True):
         value = call.ledger.drop(value, axis, keep=keep)
@@ -57,8 +65,8 @@ def _reduce(call: Call) -> Value | list[Value]:
     first = replace(value, scale=times(value.scale, power))
     if len(call.outputs) == 1:
         return first
-    if name in ("max", "min", "median"):  # the second output holds positions: they move with the units
-        return [first, pinned_value(call.outputs[1], "positions of a maximum")]
+    if name in ("max", "min", "median", "nanmedian"):  # the second output holds positions: they move with the units
+        return [first, where(call, call["self"], value, dims[0])]
     return [first, value]
 
 
@@ -69,13 +77,14 @@ def _softmax(call: Call) -> Value:
     return replace(value, scale=(), parameter=None)
 
 
-@register_rule("cumsum", "cumprod", "logcumsumexp", "diff")
-def _cumulative(call: Call) -> Value:
+@register_rule("cumsum", "cumprod", "logcumsumexp", "diff", "cummax", "cummin")
+def _cumulative(call: Call) -> Value | list[Value]:
     value = call.ledger.mix(call["self"], call.axis(default=-1), "accumulated along the axis")
-    if call.operator != "aten.cumsum":
+    if call.operator not in ("aten.cumsum", "aten.diff", "aten.cummax", "aten.cummin"):
         call.ledger.pin_scale(value.scale)
         value = replace(value, scale=())
-    return replace(value, shape=call.shape)
+    value = replace(value, shape=call.shape, parameter=None)
+    return [value, replace(value, scale=())][: len(call.outputs)]
 
 
 @register_rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
@@ -89,9 +98,3 @@ def _fourier(call: Call) -> Value:
     for axis in [axes] if isinstance(axes, int) else axes:
         value = call.ledger.mix(value, axis % value.ndim, "Fourier transform along the axis")
     return replace(value, shape=call.shape)
-
-
-@register_rule("argmax", "argmin", "argsort", "sort", "topk")
-def _positions(call: Call) -> Sequence[Value]:
-    call.ledger.pin(call["self"], "positions are returned")
-    return [pinned_value(s, "positions are returned") for s in call.outputs]

@@ -1,0 +1,239 @@
+"""A table of small networks, one for each operator and use, with the groups that they have, counted by hand.
+
+Each is discovered, verified, and checked once more by an oracle that knows of the library nothing but the action: on
+other random weights in float64, every group acts alone, and outputs are compared entry by entry, integers exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tu_symmetry as tus
+from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
+
+
+class Net(nn.Module):
+    """Parts by name, and a forward pass; ``(5, 8)`` stands for a linear layer, a tensor for a buffer."""
+
+    def __init__(self, parts: dict[str, Any], forward: Callable[..., Any]) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            part = nn.Linear(*part) if isinstance(part, tuple) else part
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self.run = forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.run(self, *args)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    build: Callable[[], Net]
+    inputs: tuple[tuple[int, ...], ...]
+    permutations: list[tuple[int, ...]]
+    scales: int
+    normalizations: int
+
+
+ROWS: list[Row] = []
+IMAGE = ((2, 2, 8, 8),)
+
+
+def row(
+    name: str,
+    forward: Callable[..., Any],
+    permutations: Iterable[Any],
+    scales: int,
+    normalizations: int = 0,
+    inputs: tuple[tuple[int, ...], ...] = ((3, 5),),
+    **parts: Any,
+) -> None:
+    """Add a row; without parts the network has layers a: 5 -> 8, b: 8 -> 8 and c: 8 -> 3."""
+    shapes = [(p,) if isinstance(p, int) else tuple(p) for p in permutations]
+
+    def build() -> Net:
+        torch.manual_seed(0)
+        given = parts or {"a": (5, 8), "b": (8, 8), "c": (8, 3)}
+        return Net({k: p() if callable(p) and not isinstance(p, nn.Module) else p for k, p in given.items()}, forward)
+
+    ROWS.append(Row(name, build, inputs, shapes, scales, normalizations))
+
+
+def weight(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape))
+
+
+def like(value: Tensor, x: Tensor) -> Tensor:
+    return value.to(x.dtype)
+
+
+relu = torch.relu
+
+# -- integers that depend on the order of units ---------------------------------------------------------------------
+
+row("classes: smallest and where", lambda m, x: m.c(relu(m.a(x))).min(-1), [8], 8)
+row("classes: smallest alone", lambda m, x: m.c(relu(m.a(x))).min(-1).values, [8, 3], 8, 0)
+for name in ("max", "min", "median", "nanmedian", "mode"):
+    row(f"{name}: both", lambda m, x, n=name: getattr(m.a(x), n)(-1), [], 0)
+    row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0)
+row("kthvalue: both", lambda m, x: m.a(x).kthvalue(2, -1), [], 0)
+row("kthvalue: values", lambda m, x: m.c(relu(m.a(x))) + m.a(x).kthvalue(2, -1)[0][:, None], [8], 0)
+row("sort: values", lambda m, x: m.c(relu(m.a(x)).sort(-1).values), [8], 1)
+row("sort: both", lambda m, x: relu(m.a(x)).sort(-1), [], 0)
+row("sort along the batch", lambda m, x: m.c(relu(m.a(x)).sort(0).values), [8], 8)
+row("sort along the batch: where", lambda m, x: m.c(like(relu(m.a(x)).sort(0)[1], x)), [8], 0, 8)
+row("topk: values", lambda m, x: m.c(relu(m.a(x)).topk(4).values), [8], 1, a=(5, 8), c=(4, 3))
+row("topk: where", lambda m, x: m.a(x).topk(4)[1], [], 0, 1)
+row("argsort", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argsort(-1), x).sum(), [], 1)
+row("argmax over units", lambda m, x: m.a(x).argmax(-1), [], 0, 1)
+row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
+row("argmax over the batch", lambda m, x: m.a(x).argmax(0), [], 0, 8)
+row("argmax over the batch, summed", lambda m, x: like(m.a(x).argmax(0), x).mean(), [8], 0, 8)
+row("nonzero", lambda m, x: (m.a(x) > 0).nonzero(), [], 0, 8)
+row("searchsorted", lambda m, x: m.c(like(torch.searchsorted(torch.arange(-2.0, 2.0).to(x), m.a(x)), x)), [8], 0)
+row("searchsorted in units", lambda m, x: torch.searchsorted(m.a(x).sort(-1)[0], torch.zeros(3, 1).to(x)), [8], 0)
+row("unique", lambda m, x: torch.unique(m.a(x)), [8], 0)
+row("unique: inverse", lambda m, x: torch.unique(m.a(x), return_inverse=True)[1], [], 0, 1)
+row("bincount", lambda m, x: m.c(like(torch.bincount(m.a(x).argmax(-1), minlength=8), x)), [8], 0, 1)
+row("bincount of other integers", lambda m, x: torch.bincount(m.a(x).argmax(-1), minlength=9), [], 0, 1)
+row("cummax along units", lambda m, x: m.a(x).cummax(-1), [], 0)
+row("cummin along the batch", lambda m, x: m.c(m.a(x).cummin(0)[0]), [8], 8)
+row("aminmax", lambda m, x: torch.stack(m.a(x).aminmax(dim=-1)), [8], 0)
+row("quantile", lambda m, x: m.a(x).quantile(0.3, -1), [8], 0)
+row("isin", lambda m, x: torch.isin(torch.arange(4).to(x), m.a(x)), [8], 0)
+
+# -- integers that name units, and are read by what moves along -----------------------------------------------------
+
+row("one-hot of an argmax", lambda m, x: m.c(like(F.one_hot(m.a(x).argmax(-1), 8), x)), [8], 0, 1)
+row("one-hot, where zeros tie", lambda m, x: m.c(like(F.one_hot(relu(m.a(x)).argmax(-1), 8), x)), [], 0, 1)
+row("one-hot of more classes", lambda m, x: m.c(like(F.one_hot(m.a(x).argmax(-1), 9), x)), [], 0, 1, a=(5, 8), c=(9, 3))
+row(
+    "vector quantization",
+    lambda m, x: m.c(m.codes[torch.cdist(m.a(x), m.codes).argmin(-1)]),
+    [8, 6], 1, a=(5, 8), c=(8, 3), codes=weight(6, 8),
+)  # fmt: skip
+row(
+    "vector quantization by an embedding",
+    lambda m, x: m.c(m.codes(torch.cdist(m.a(x), m.codes.weight).argmin(-1))),
+    [8, 6], 1, a=(5, 8), c=(8, 3), codes=nn.Embedding(6, 8),
+)  # fmt: skip
+row("gather in order", lambda m, x: m.c(m.a(x).gather(-1, m.a(x).argsort(-1))), [8], 1)
+row("gather along the batch", lambda m, x: m.c(relu(m.a(x)).gather(0, relu(m.a(x)).argsort(0))), [8], 8)
+row("take_along_dim", lambda m, x: m.c(torch.take_along_dim(m.a(x), m.a(x).topk(8)[1], -1)), [8], 1)
+row("gather from others", lambda m, x: m.c(relu(m.b(relu(m.a(x)))).gather(-1, m.a(x).argsort(-1))), [8], 2)
+
+
+def mixture(m: Any, x: Tensor) -> Tensor:
+    """Dense experts, of which the best two count."""
+    gates = m.router(x).softmax(-1)
+    values, chosen = gates.topk(2, -1)
+    weights = torch.zeros_like(gates).scatter(-1, chosen, values)
+    return torch.einsum("be,beo->bo", weights, torch.einsum("bi,eio->beo", x, m.experts))
+
+
+def looked_up(m: Any, x: Tensor) -> Tensor:
+    """Each row by its own two experts."""
+    values, chosen = m.router(x).softmax(-1).topk(2, -1)
+    hidden = relu(torch.einsum("bi,bkih->bkh", x, m.first[chosen]))
+    return torch.einsum("bk,bkh,bkho->bo", values, hidden, m.second[chosen])
+
+
+def dispatched(m: Any, x: Tensor) -> Tensor:
+    """Experts that are modules, each weighted by whether it was chosen: the router's rows name modules."""
+    values, chosen = m.router(x).softmax(-1).topk(2, -1)
+    result = torch.zeros_like(m.d0(m.u0(x)))
+    for k in range(3):
+        share = (values * (chosen == k)).sum(-1, keepdim=True)
+        result = result + share * getattr(m, f"d{k}")(relu(getattr(m, f"u{k}")(x)))
+    return result
+
+
+row("mixture of experts, dense", mixture, [4], 0, router=(5, 4), experts=weight(4, 5, 3))
+row(
+    "mixture of experts, looked up", looked_up, [4, 6], 10, router=(5, 4), first=weight(4, 5, 6), second=weight(4, 6, 3)
+)
+row(
+    "mixture of experts, dispatched", dispatched, [6, 6, 6], 18,
+    router=(5, 3), u0=(5, 6), u1=(5, 6), u2=(5, 6), d0=(6, 2), d1=(6, 2), d2=(6, 2),
+)  # fmt: skip
+
+# -- what positive factors do not pass, and what none of them changes -----------------------------------------------
+
+row("cut to integers", lambda m, x: m.c(like(m.a(x).long(), x)), [8], 0)
+row("rounded", lambda m, x: m.c(m.a(x).round()), [8], 0)
+row("truncated", lambda m, x: m.c(m.a(x).trunc()), [8], 0)
+row("a norm that counts", lambda m, x: torch.linalg.vector_norm(relu(m.a(x)), ord=0, dim=-1), [8], 0, 8)
+row("count_nonzero", lambda m, x: relu(m.a(x)).count_nonzero(-1), [8], 0, 8)
+row("compared with zero", lambda m, x: m.c(like(m.a(x) > 0, x)), [8], 0, 8)
+row("compared with a number", lambda m, x: m.c(like(m.a(x) > 0.1, x)), [8], 0)
+row(
+    "positions of a maximum in an image",
+    lambda m, x: m.c(like(F.max_pool2d(relu(m.a(x)), 2, return_indices=True)[1], x)),
+    [4], 0, 4, IMAGE, a=nn.Conv2d(2, 4, 3), c=nn.Conv2d(4, 3, 1),
+)  # fmt: skip
+row(
+    "max_unpool2d",
+    lambda m, x: m.c(F.max_unpool2d(*F.max_pool2d(relu(m.a(x)), 2, return_indices=True), 2)),
+    [4], 4, 0, IMAGE, a=nn.Conv2d(2, 4, 3), c=nn.Conv2d(4, 3, 1),
+)  # fmt: skip
+
+
+def tensors(nested: Any) -> list[Tensor]:
+    """All tensors of an output."""
+    return [nested] if isinstance(nested, Tensor) else [t for item in nested for t in tensors(item)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)
+def test_operators_have_the_groups_counted_by_hand(row: Row) -> None:
+    model = row.build().eval()
+    generator = torch.Generator().manual_seed(1)
+    inputs = tuple(torch.randn(shape, generator=generator) for shape in row.inputs)
+    graph = tus.discover_symmetries(model, inputs)
+    assert graph.unknown_operators == ()
+    assert sorted(g.shape for g in graph.permutations) == sorted(row.permutations)
+    assert sum(g.size for g in graph.scales) == row.scales
+    assert sum(g.size for g in graph.normalizations) == row.normalizations
+    tus.verify_symmetries(graph, model, inputs)
+    check_by_hand(graph, model, inputs, generator)
+
+
+def check_by_hand(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Tensor, ...], generator: Any) -> None:
+    """Every group alone, on weights of no special form."""
+    model = model.double()
+    inputs = tuple(t.double() if t.is_floating_point() else t for t in inputs)
+    for _ in range(2):
+        state = {
+            n: torch.randn(t.shape, generator=generator, dtype=t.dtype)
+            if t.is_floating_point() or t.is_complex()
+            else t
+            for n, t in model.state_dict().items()
+        }
+        for group in graph.groups():
+            if isinstance(group, tus.PermutationGroup):
+                orders = [torch.randperm(group.size, generator=generator) for _ in range(math.prod(group.blocks))]
+                moved = permute_tensors(graph, {group.name: torch.stack(orders).reshape(group.shape)}, state)
+            elif group.exact:
+                factors = 0.5 * torch.randn(group.size, generator=generator, dtype=torch.float64)
+                moved = scale_tensors(graph, {group.name: factors}, state)
+            else:
+                continue
+            before, after = (
+                tensors(torch.func.functional_call(model, s, inputs, tie_weights=False)) for s in (state, moved)
+            )
+            for a, b in zip(before, after, strict=True):
+                if a.is_floating_point() or a.is_complex():
+                    torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+                else:
+                    assert torch.equal(a, b), group.name

@@ -1,0 +1,263 @@
+"""Rules for writes at positions: scatter, index_add, index_put and their kin.
+
+The axis that is written to is found as in look-ups (see :mod:`~.indexing`); sums, means, maxima and minima over what
+arrives at a position do not depend on the order of arrival. So that message passing on graphs leaves the features'
+units free.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
+from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
+from tu_symmetry.symmetry.operators.movement import pin_tensor
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+
+SYMMETRIC = ("sum", "mean", "amax", "amin", "add")
+
+
+def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Term, ...], *, linear: bool) -> tuple:
+    """The log-scale of what was written to, ``terms`` being that of what arrives: alike, but for zeros."""
+    ledger = call.ledger
+    if not linear:
+        ledger.pin_scale(value.scale)
+        ledger.pin_scale(terms)
+        return ()
+    if not isinstance(arriving, Value):
+        if arriving == 0:
+            return value.scale
+        ledger.pin_scale(value.scale)
+        return ()
+    if id(arriving) in call.zeros:
+        return value.scale
+    if id(call["self"]) in call.zeros:
+        return terms
+    ledger.equate(value.scale, terms)
+    return value.scale
+
+
+def _constant(call: Call, value: Value, axes: list[int]) -> tuple[Term, ...]:
+    terms = value.scale
+    for axis in axes:
+        terms = tuple((c, call.ledger._constant_along(v, axis)) for c, v in terms)
+    return terms
+
+
+@register_rule("scatter", "scatter_add", "scatter_reduce", positions="read")
+def _scatter(call: Call) -> Value:
+    value, index = call["self"], call["index"]
+    given = call.arguments.get("src", call.arguments.get("value"))
+    if not value.ndim:
+        return unknown(call)  # type: ignore[no-any-return]
+    ledger, axis = call.ledger, call.axis()
+    reduce = "add" if call.operator == "aten.scatter_add" else call.get("reduce", "")
+    source = given if isinstance(given, Value) else None
+    target = meet(call, value, axis, index, "written to by position")
+    label, reason = target.labels[axis], target.reasons[axis]
+    parts = [ledger.drop(target, axis, keep=True)]
+    for part in (index, source):
+        if part is None:
+            continue
+        part = replace(part, points=())
+        for k in range(value.ndim):
+            if part.shape[k] > index.shape[k]:
+                part = ledger.take(part, k, np.arange(index.shape[k]))
+        parts.append(part)
+    if source is not None and reduce in SYMMETRIC:
+        ledger.unify(parts[1].labels[axis], parts[2].labels[axis], parts[1].reasons[axis], parts[2].reasons[axis])
+    elif (
+        source is not None and not reduce and index.shape[axis] > 1
+    ):  # if two are written to one position, the last remains
+        parts[1:] = [ledger.mix(p, axis, "written in order") for p in parts[1:]]
+    parts[1:] = [ledger.drop(p, axis, keep=True) for p in parts[1:]]
+    for k in range(value.ndim):
+        if k != axis and index.shape[k] < value.shape[k]:  # the rest stays as it was
+            parts = [ledger.mix(p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
+            shorter = (ledger.pin_axis(p, k, "written to in part") for p in parts)
+            parts = [replace(p, shape=(*p.shape[:k], value.shape[k], *p.shape[k + 1 :])) for p in shorter]
+    found = joined(call, parts, axis, label, reason)
+    terms = parts[2].scale if source is not None else ()
+    linear = not reduce or reduce in SYMMETRIC
+    written = source if source is not None else float(given)
+    held = replace(call["self"], scale=parts[0].scale)
+    return replace(found, scale=_combined(call, held, written, terms, linear=linear))
+
+
+@register_rule("index_add", "index_reduce", "index_copy", "index_fill", positions="read")
+def _index_write(call: Call) -> Value:
+    value, index = call["self"], call["index"]
+    if not value.ndim or index.ndim > 1:
+        return unknown(call)  # type: ignore[no-any-return]
+    ledger, axis = call.ledger, call.axis()
+    name = call.operator.removeprefix("aten.")
+    given = call.arguments.get("source", call.arguments.get("value"))
+    sums = name in ("index_add", "index_reduce")
+    linear = name != "index_reduce" or call.get("reduce") in SYMMETRIC
+    positions = picked(call.constants.get("index"), value.shape[axis])
+    if isinstance(given, Value) and not given.ndim:
+        ledger.pin(given, "fills positions")
+        given = math.nan
+    if positions is not None and not sums:
+        return overwritten(call, value, axis, positions, given)
+    if not isinstance(given, Value):
+        target = meet(call, value, axis, index, "written to by position")
+        ledger.pin(replace(index, points=()), "an index")
+        scale = _combined(call, target, given, (), linear=True)
+        return replace(target, scale=scale, parameter=None)
+    target = meet(call, value, axis, index, "written to by position")
+    if index.ndim and sums:
+        entries: Label = tuple(along(c.reshape(-1), axis, value.ndim) for c in index.labels[0])
+        ledger.unify(given.labels[axis], entries, given.reasons[axis], index.reasons[0], axis)
+    elif index.ndim:
+        given = ledger.mix(given, axis, "written in order")
+    arriving = ledger.drop(given, axis, keep=True)
+    parts = [ledger.drop(target, axis, keep=True), arriving]
+    found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
+    terms = arriving.scale
+    held = replace(call["self"], scale=parts[0].scale)
+    written = given if id(call["source"]) not in call.zeros else 0.0
+    return replace(found, scale=_combined(call, held, written, terms, linear=linear))
+
+
+def overwritten(call: Call, value: Value, axis: int, positions: np.ndarray, given: Value | float) -> Value:
+    """The value with other content at known positions along an axis; the rest keeps its units."""
+    ledger = call.ledger
+    size = value.shape[axis]
+    kept = np.setdiff1d(np.arange(size), positions)
+    gone = ledger.take(value, axis, positions)
+    ledger.forget(gone, axis, "overwritten")
+    given = replace(gone, scale=gone.scale if given == 0 else ()) if not isinstance(given, Value) else given
+    places = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)  # a unit that arrives lies in its place
+    if any((c >= 0).any() for c in given.labels[axis]):
+        places = given.labels[axis]
+    given = replace(given, labels=(*given.labels[:axis], places, *given.labels[axis + 1 :]), parameter=None)
+    if not len(kept):
+        return given
+    rest = ledger.take(value, axis, kept)
+    whole = ledger.concatenate([replace(rest, parameter=None), given], axis)
+    order = np.empty(size, dtype=np.int64)
+    order[np.concatenate([kept, positions])] = np.arange(size)
+    return ledger.take(whole, axis, order)
+
+
+@register_rule("index_put", "_unsafe_index_put", positions="read")
+def _index_put(call: Call) -> Value:
+    value, values = call["self"], call["values"]
+    ledger = call.ledger
+    indices = list(call["indices"])
+    used = [k for k, i in enumerate(indices) if i is not None]
+    accumulate = bool(call.get("accumulate", False))
+    if len(used) != 1 or indices[used[0]].ndim != 1:
+        kinds = call.dtypes.get("indices", [])
+        spread = [k + j for k in used for j in range(indices[k].ndim if "bool" in str(kinds[k]) else 1)]
+        for k in used:
+            pin_tensor(call, indices[k], "an index")
+        ledger.pin(values, "written by an index")
+        for axis in sorted(set(spread)):
+            value = ledger.mix(value, axis, "written to by an index")
+        if id(values) not in call.zeros:
+            ledger.pin_scale(value.scale)
+            value = replace(value, scale=())
+        for axis in set(range(value.ndim)) - set(spread):  # what is written is fixed along the other axes
+            if values.ndim and values.shape[-1] > 1:
+                value = ledger.pin_axis(value, axis, "written by an index")
+        return replace(value, parameter=None)
+    (axis,) = used
+    index = indices[axis]
+    source = ledger.pad_left(values, value.ndim)
+    positions = picked(call.constants["indices"][axis], value.shape[axis])
+    count = len(positions) if positions is not None else index.shape[0]
+    shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
+    source = ledger.expand(source, shape)
+    if id(values) in call.zeros:
+        source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
+    if positions is not None and not accumulate:
+        return overwritten(call, value, axis, positions, source)
+    target = meet(call, value, axis, index, "written to by position")
+    if accumulate:
+        entries: Label = tuple(along(c.reshape(-1), axis, value.ndim) for c in index.labels[0])
+        ledger.unify(source.labels[axis], entries, source.reasons[axis], index.reasons[0], axis)
+    else:
+        ledger.pin(replace(index, points=()), "an index")
+        source = ledger.mix(source, axis, "written in order")
+    arriving = ledger.drop(source, axis, keep=True)
+    parts = [ledger.drop(target, axis, keep=True), arriving]
+    found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
+    held = replace(call["self"], scale=parts[0].scale)
+    written: Value | float = values if id(values) not in call.zeros else 0.0
+    return replace(found, scale=_combined(call, held, written, arriving.scale, linear=True))
+
+
+@register_rule("block_diag")
+def _block_diag(call: Call) -> Value:
+    """Matrices along a diagonal: rows and columns one after the other, zeros (of any scale) elsewhere."""
+    ledger = call.ledger
+    blocks = [ledger.pad_left(v, 2) for v in call.tensors]
+    rows, columns = ([ledger._materialize(v, axis) for v in blocks] for axis in (0, 1))
+    simple = all(
+        len(r) == 1 and r[0].shape[1] == 1 and len(c) == 1 and c[0].shape[0] == 1
+        for r, c in zip(rows, columns, strict=True)
+    )
+    if not simple:
+        return unknown(call)  # type: ignore[no-any-return]
+    labels = (
+        (np.concatenate([r[0] for r in rows], axis=0),),
+        (np.concatenate([c[0] for c in columns], axis=1),),
+    )
+    labels = tuple(label if (label[0] >= 0).any() else () for label in labels)
+    scale: tuple[Term, ...] = ()
+    if any(v.scale for v in blocks):
+        own = [
+            [tuple(t for t in v.scale if t[1].shape[1 - axis] == 1 and (t[1].shape[axis] > 1)) for v in blocks]
+            for axis in (0, 1)
+        ]
+        plain = all(len(parts) <= 1 and all(c == 1.0 for c, _ in parts) for side in own for parts in side) and all(
+            len(own[0][k]) + len(own[1][k]) == len(v.scale) for k, v in enumerate(blocks)
+        )
+        if plain:
+            for axis in (0, 1):
+                arrays = [
+                    parts[0][1] if parts else np.zeros([v.shape[j] if j == axis else 1 for j in (0, 1)], dtype=np.int64)
+                    for v, parts in zip(blocks, own[axis], strict=True)
+                ]
+                scale += ((1.0, np.concatenate(arrays, axis=axis)),)
+        else:
+            for value in blocks:
+                ledger.pin_scale(value.scale)
+    reasons = tuple(next((v.reasons[axis] for v in blocks if v.reasons[axis]), "") for axis in (0, 1))
+    return Value(call.shape, labels, reasons, scale)
+
+
+@register_rule("max_unpool2d", "max_unpool3d")
+def _unpool(call: Call) -> Value:
+    """Each channel at positions of its own in the image."""
+    value, index = call["self"], call["indices"]
+    space = 2 if call.operator.endswith("2d") else 3
+    parts = []
+    for part in (value, index):
+        for axis in range(value.ndim - space, value.ndim):
+            part = call.ledger.mix(part, axis, "spatial position")
+        parts.append(replace(part, parameter=None))
+    found = joined(call, parts, value.ndim - 1, (), "spatial position")
+    return replace(found, shape=call.shape, scale=parts[0].scale)
+
+
+@register_rule("diag_embed", "diag")
+def _diagonal(call: Call) -> Value:
+    """A vector along a diagonal: rows and columns are indexed by its units."""
+    value: Value = call["self"]
+    if call.get("offset", call.get("diagonal", 0)) != 0 or (call.operator == "aten.diag" and value.ndim != 1):
+        return unknown(call)  # type: ignore[no-any-return]
+    if len(call.shape) != value.ndim + 1 or call.get("dim1", -2) != -2 or call.get("dim2", -1) != -1:
+        return unknown(call)  # type: ignore[no-any-return]
+    last = value.ndim - 1
+    rows = call.ledger.reshape(value, (*value.shape, 1))
+    columns = call.ledger.reshape(value, (*value.shape[:-1], 1, value.shape[-1]))
+    labels = (*rows.labels[:-1], columns.labels[-1])
+    if not labels[last]:
+        return replace(pinned_value(call.shape, value.reasons[last]), labels=labels, scale=rows.scale)
+    return Value(call.shape, labels, (*rows.reasons[:-1], rows.reasons[last]), rows.scale)
