@@ -10,15 +10,12 @@ import torch.nn.functional as F
 from scipy.signal import lfilter
 from torch import Tensor, nn
 
+from tu_symmetry.posterior.network import categorical_nll, derived_seed, gaussian_kl, initialized
 from tu_symmetry.posterior.samplers import (
     HMCChunk,
-    _derived,
-    categorical_nll,
     deep_ensemble,
     effective_sample_size,
-    gaussian_kl,
     hmc_samples,
-    initialized,
     mean_field_vi,
 )
 
@@ -167,8 +164,8 @@ def test_ensemble_equals_plain_training_loops(members: int) -> None:
     settings: dict[str, Any] = {"epochs": 4, "batch_size": 25, "learning_rate": 5e-3, "prior_precision": 2.0, "seed": 7}
     ensemble = deep_ensemble(model.double(), x.double(), y, members=members, **settings)
     for m in range(members):
-        net = initialized(model, _derived(7, 1, m))
-        order = torch.Generator().manual_seed(_derived(7, 2, m))
+        net = initialized(model, derived_seed(7, 1, m))
+        order = torch.Generator().manual_seed(derived_seed(7, 2, m))
         optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
         for _ in range(4):
             for batch in torch.randperm(60, generator=order).split(25):
@@ -227,7 +224,7 @@ def test_vi_starts_where_it_should_and_is_reproducible() -> None:
     model, x, y = classification()
     settings: dict[str, Any] = {"epochs": 2, "batch_size": 25, "initial_std": 0.03, "seed": 4}
     still = mean_field_vi(model, x, y, **(settings | {"learning_rate": 1e-12}))
-    start = initialized(model, _derived(4, 1, 0)).state_dict()
+    start = initialized(model, derived_seed(4, 1, 0)).state_dict()
     for name, mean in still.mean.items():
         torch.testing.assert_close(mean, start[name], atol=1e-7, rtol=0)
         torch.testing.assert_close(still.std[name], torch.full_like(mean, 0.03), atol=1e-6, rtol=0)

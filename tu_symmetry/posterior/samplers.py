@@ -9,27 +9,29 @@ networks with running statistics are refused. Nothing touches the global random 
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+from torch.func import grad_and_value, stack_module_state, vmap
 
-States = dict[str, Tensor]
-NLL = Callable[[Tensor, Tensor], Tensor]
+from tu_symmetry.posterior.hamiltonian import HamiltonianChain, estimated_sample_size
+from tu_symmetry.posterior.network import (
+    NLL,
+    BayesianNetwork,
+    States,
+    categorical_nll,
+    derived_seed,
+    gaussian_kl,
+    initialized,
+    require_positive,
+)
+
 Progress = Callable[[dict[str, Any]], None]
-
-
-def categorical_nll(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed cross-entropy in nats of ``logits (B, C)`` and ``labels (B,)``."""
-    return F.cross_entropy(logits, labels, reduction="sum")
 
 
 @dataclass(frozen=True)
@@ -150,47 +152,34 @@ def hmc_samples(
         ValueError: for arguments out of range, chunks that do not fit, or a start with infinite potential.
         RuntimeError: if no proposal of the whole chain was accepted.
     """
-    from pyro.infer.mcmc import HMC
-
-    _positive(step_size=step_size, leapfrog_steps=leapfrog_steps, num_samples=num_samples, chunk_size=chunk_size)
-    network = _Network(model, x, y, prior_precision, nll, device)
+    require_positive(num_samples=num_samples, chunk_size=chunk_size)
+    network = BayesianNetwork(model, x, y, prior_precision, nll, device)
     total = burn_in + num_samples
     chunks = list(resume)
     done = chunks[-1].transitions if chunks else 0
     _check_resume(chunks, burn_in, total)
     start = chunks[-1].last if chunks else initial_state
-    position = network.parameters if start is None else network.parameters_of(start)
-    if not torch.isfinite(network.potential(position)):
-        raise ValueError("the chain starts where the posterior's density is zero or NaN: check the data and the start")
+    chain = HamiltonianChain(
+        network, start, step_size=step_size, leapfrog_steps=leapfrog_steps, seed=seed, transitions=done
+    )
     while done < total:
         boundary = burn_in if done < burn_in else total
         steps = min(chunk_size, boundary - done)
-        # Pyro takes int(length / step) leapfrog steps; the half keeps rounding from dropping one.
-        length = (leapfrog_steps + 0.5) * step_size
-        kernel = HMC(
-            potential_fn=network.potential,
-            step_size=step_size,
-            trajectory_length=length,
-            adapt_step_size=False,
-            adapt_mass_matrix=False,
-        )
-        kernel.initial_params = position
-        kernel.setup(warmup_steps=0)
         kept: list[States] = []
-        for _ in range(steps):
-            with _seeded(_derived(seed, 0, done), network.device):
-                position = {name: value.detach() for name, value in kernel.sample(position).items()}
+        accepted = 0
+        for i in range(steps):
+            accepted += chain.step().accepted
             done += 1
             if done > burn_in:
-                kept.append(position)
+                kept.append(chain.position)
             if progress is not None:
-                rate = float(kernel.diagnostics()["acceptance rate"])
-                progress({"done": done, "total": total, "acceptance_rate": rate})
+                progress({"done": done, "total": total, "acceptance_rate": accepted / (i + 1)})
+        position = chain.position
         chunk = HMCChunk(
             states=network.complete(_stack(kept, position)),
             last={name: tensor[0] for name, tensor in network.complete(_stack([position], position)).items()},
             transitions=done,
-            acceptance_rate=float(kernel.diagnostics()["acceptance rate"]),
+            acceptance_rate=accepted / steps,
             log_likelihood=torch.tensor([network.log_likelihood(w) for w in kept], dtype=torch.float64),
         )
         chunks.append(chunk)
@@ -241,12 +230,12 @@ def deep_ensemble(
         ValueError: for arguments out of range or a layer that cannot be initialized anew.
         RuntimeError: if the loss is not finite.
     """
-    _positive(members=members, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
-    network = _Network(model, x, y, prior_precision, nll, device)
-    parameters, _ = stack_module_state([initialized(network.module, _derived(seed, 1, m)) for m in range(members)])
+    require_positive(members=members, epochs=epochs, batch_size=batch_size, learning_rate=learning_rate)
+    network = BayesianNetwork(model, x, y, prior_precision, nll, device)
+    parameters, _ = stack_module_state([initialized(network.module, derived_seed(seed, 1, m)) for m in range(members)])
     parameters = {name: tensor.detach().requires_grad_() for name, tensor in parameters.items()}
     optimizer = torch.optim.Adam(parameters.values(), lr=learning_rate)
-    orders = [torch.Generator().manual_seed(_derived(seed, 2, m)) for m in range(members)]
+    orders = [torch.Generator().manual_seed(derived_seed(seed, 2, m)) for m in range(members)]
     n = len(network.x)
 
     def loss(w: States, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -311,14 +300,14 @@ def mean_field_vi(
         ValueError: for arguments out of range or a layer that cannot be initialized anew.
         RuntimeError: if the bound is not finite.
     """
-    _positive(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, initial_std=initial_std)
-    network = _Network(model, x, y, prior_precision, nll, device)
-    start = initialized(network.module, _derived(seed, 1, 0))
+    require_positive(epochs=epochs, batch_size=batch_size, learning_rate=learning_rate, initial_std=initial_std)
+    network = BayesianNetwork(model, x, y, prior_precision, nll, device)
+    start = initialized(network.module, derived_seed(seed, 1, 0))
     mean = {name: p.detach().clone().requires_grad_() for name, p in start.named_parameters()}
     rho = {name: torch.full_like(p, math.log(math.expm1(initial_std))).requires_grad_() for name, p in mean.items()}
     optimizer = torch.optim.Adam([*mean.values(), *rho.values()], lr=learning_rate)
-    order = torch.Generator().manual_seed(_derived(seed, 2, 0))
-    noise = torch.Generator(network.device).manual_seed(_derived(seed, 3, 0))
+    order = torch.Generator().manual_seed(derived_seed(seed, 2, 0))
+    noise = torch.Generator(network.device).manual_seed(derived_seed(seed, 3, 0))
     n = len(network.x)
     curve = torch.zeros(epochs, dtype=torch.float64)
     for epoch in range(epochs):
@@ -344,36 +333,6 @@ def mean_field_vi(
     return MeanFieldFit(means, stds, curve)
 
 
-def gaussian_kl(mean: Mapping[str, Tensor], std: Mapping[str, Tensor], prior_precision: float) -> Tensor:
-    """``KL(N(mean, std^2) || N(0, 1 / prior_precision))``, summed over all parameters, in nats."""
-    terms = []
-    for name, m in mean.items():
-        variance = std[name].square() * prior_precision
-        terms.append((variance + prior_precision * m.square() - 1 - variance.log()).sum() / 2)
-    return torch.stack(terms).sum()
-
-
-def initialized(model: nn.Module, seed: int) -> nn.Module:
-    """A copy of a network with freshly drawn parameters, by the ``reset_parameters`` of its layers.
-
-    Raises:
-        ValueError: if a layer owns parameters and has no ``reset_parameters``.
-    """
-    fresh = copy.deepcopy(model)
-    device = next(fresh.parameters()).device
-    with _seeded(seed, device):
-        for name, layer in fresh.named_modules():
-            reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
-            if reset is not None:
-                reset()
-            elif any(True for _ in layer.parameters(recurse=False)):
-                raise ValueError(
-                    f"layer {name or '(the network itself)'} of type {type(layer).__name__} has parameters but no "
-                    "reset_parameters(), so it cannot be initialized anew: give its class that method"
-                )
-    return fresh
-
-
 def effective_sample_size(states: Mapping[str, Tensor], log_likelihood: Tensor) -> dict[str, float]:
     """Effective sample sizes of one chain, as Pyro estimates them (Geyer's initial monotone sequence).
 
@@ -388,18 +347,10 @@ def effective_sample_size(states: Mapping[str, Tensor], log_likelihood: Tensor) 
         ``parameters, median``, ``parameters, minimum`` and ``log-likelihood``; NaN for fewer than four samples, and
         coordinates that never moved are left out of the parameters'.
     """
-    from pyro.ops.stats import effective_sample_size as estimate
-
     names = ("parameters, median", "parameters, minimum", "log-likelihood")
     if len(log_likelihood) < 4:
         return dict.fromkeys(names, math.nan)
-
-    limit = len(log_likelihood) * max(1.0, math.log10(len(log_likelihood)))
-
-    def of(series: Tensor) -> Tensor:
-        size = estimate(series.detach().double().cpu().unsqueeze(0), chain_dim=0, sample_dim=1)
-        return torch.where(size <= 0, limit, size.clamp(max=limit))
-
+    of = estimated_sample_size
     sizes = torch.cat([of(part) for t in states.values() for part in t.flatten(1).split(8192, dim=1)])
     sizes = sizes[sizes.isfinite()]
     if len(sizes) == 0:
@@ -408,65 +359,7 @@ def effective_sample_size(states: Mapping[str, Tensor], log_likelihood: Tensor) 
     return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
-class _Network:
-    """A network as a function of its parameters, its data, and its prior."""
-
-    def __init__(
-        self, model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, nll: NLL, device: torch.device | str
-    ) -> None:
-        _positive(prior_precision=prior_precision)
-        if len(x) == 0 or len(x) != len(y):
-            raise ValueError(f"got {len(x)} inputs and {len(y)} targets: there must be as many, and at least one")
-        if x.is_floating_point() and not torch.isfinite(x).all():
-            raise ValueError("the inputs hold NaN or infinite values")
-        for name, layer in model.named_modules():
-            if getattr(layer, "running_mean", None) is not None:
-                raise ValueError(
-                    f"{name or 'the network'} ({type(layer).__name__}) has running statistics, so the likelihood is no "
-                    "function of the parameters alone: use a normalization without them, such as GroupNorm"
-                )
-        self.device = torch.device(device)
-        self.module = copy.deepcopy(model).to(self.device).eval()
-        self.x, self.y = x.to(self.device), y.to(self.device)
-        self.prior_precision = prior_precision
-        self._nll = nll
-        self.parameters = {name: p.detach().clone() for name, p in self.module.named_parameters()}
-        if not self.parameters:
-            raise ValueError("the network has no parameters")
-
-    def nll(self, w: States, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self._nll(functional_call(self.module, w, (inputs,)), targets)
-
-    def penalty(self, w: States) -> Tensor:
-        """Negative log-density of the prior without its constant."""
-        return self.prior_precision / 2 * torch.stack([t.square().sum() for t in w.values()]).sum()
-
-    def potential(self, w: States) -> Tensor:
-        return self.nll(w, self.x, self.y) + self.penalty(w)
-
-    def log_likelihood(self, w: States) -> float:
-        with torch.no_grad():
-            return -float(self.nll(w, self.x, self.y)) / len(self.x)
-
-    def parameters_of(self, state: Mapping[str, Tensor]) -> States:
-        """The parameters in a state of this network, checked."""
-        for name, p in self.parameters.items():
-            if name not in state or state[name].shape != p.shape:
-                seen = tuple(state[name].shape) if name in state else "nothing"
-                raise ValueError(f"the start is of another network: {name} must be {tuple(p.shape)}, got {seen}")
-        return {name: state[name].detach().to(p).clone() for name, p in self.parameters.items()}
-
-    def complete(self, stack: States) -> States:
-        """A stack of whole states from one of parameters: tied names and buffers are added."""
-        count = len(next(iter(stack.values())))
-        owners = {id(p): name for name, p in self.module.named_parameters()}
-        return {
-            name: stack[owners[id(t)]] if id(t) in owners else t.detach().expand(count, *t.shape).clone()
-            for name, t in self.module.state_dict(keep_vars=True).items()
-        }
-
-
-def _join(chunks: Sequence[HMCChunk], network: _Network) -> HMCChain:
+def _join(chunks: Sequence[HMCChunk], network: BayesianNetwork) -> HMCChain:
     kept = [c for c in chunks if len(c.log_likelihood)]
     states = {name: torch.cat([c.states[name] for c in kept]) for name in kept[0].states}
     log_likelihood = torch.cat([c.log_likelihood for c in kept])
@@ -495,30 +388,6 @@ def _stack(states: Sequence[States], like: States) -> States:
     if not states:
         return {name: t.new_empty((0, *t.shape)) for name, t in like.items()}
     return {name: torch.stack([s[name] for s in states]) for name in like}
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the generators that ``device`` uses, and restore them afterwards."""
-    cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        torch.default_generator.manual_seed(seed)
-        for index in cuda:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        yield
-
-
-def _derived(seed: int, stream: int, index: int) -> int:
-    """An independent seed for one of several streams of random numbers."""
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}")
-    return int(np.random.SeedSequence([seed, stream, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} must be positive, got {value}")
 
 
 def _check_finite(value: Tensor, what: str, epoch: int, learning_rate: float) -> None:

@@ -6,16 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS: dict[str, str] = {
+    "HMCRoutine": "hmc",
     "LaplaceEnsemble": "laplace",
     "LaplacePostProcessing": "laplace",
     "LaplaceRegressionRoutine": "laplace",
     "posterior_ensemble": "ensembles",
 }
 
-__all__ = ["LaplaceEnsemble", "LaplacePostProcessing", "LaplaceRegressionRoutine", "posterior_ensemble"]
+__all__ = ["HMCRoutine", "LaplaceEnsemble", "LaplacePostProcessing", "LaplaceRegressionRoutine", "posterior_ensemble"]
 
 if TYPE_CHECKING:
     from tu_symmetry.routines.ensembles import posterior_ensemble
+    from tu_symmetry.routines.hmc import HMCRoutine
     from tu_symmetry.routines.laplace import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
 
 

@@ -1,0 +1,297 @@
+"""HMC as a training run: the chain of the core, bit for bit, also after a kill; bounded memory; diagnostics; YAML."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pyro.ops.stats import effective_sample_size
+from scipy.signal import lfilter
+from torch import Tensor, nn
+
+from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.hamiltonian import (
+    HamiltonianChain,
+    RunningMoments,
+    SignedSums,
+    chain_diagnostics,
+    estimated_sample_size,
+)
+from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
+from tu_symmetry.posterior.samplers import hmc_samples
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines import HMCRoutine
+from tu_symmetry.tables.models import MLP
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+OPTIONS: dict[str, Any] = {"step_size": 0.02, "leapfrog_steps": 5, "burn_in": 3, "seed": 4}
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MLP(64, 10, (6,))
+
+
+def data() -> DigitsDataModule:
+    return DigitsDataModule(batch_size="full", train_size=100, test_size=50)
+
+
+def trainer(folder: Path, steps: int, *callbacks: Callback, **more: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
+    return Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=1,
+        max_steps=steps,
+        callbacks=list(callbacks),
+        enable_checkpointing=saves,
+        **(quiet | {"limit_val_batches": 0} | more),
+    )
+
+
+def run(folder: Path, steps: int, ckpt: str | None = None, *callbacks: Callback, **options: Any) -> HMCRoutine:
+    routine = HMCRoutine(network(), **(OPTIONS | {"samples": folder / "samples"} | options))
+    trainer(folder, steps, *callbacks).fit(routine, datamodule=data(), ckpt_path=ckpt)
+    return routine
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+
+
+def test_the_chain_is_that_of_the_core(tmp_path: Path) -> None:
+    routine = run(tmp_path, 11)
+    module = data()
+    module.setup("fit")
+    options = {k: v for k, v in OPTIONS.items()}
+    expected = hmc_samples(network(), module.train.x, module.train.y, num_samples=8, **options)
+    store = SampleStore.open(tmp_path / "samples")
+    assert store.steps == list(range(4, 12)) and store.metadata["method"] == "hmc"
+    assert same(store.load(), expected.states)
+    assert same({n: t[-1] for n, t in expected.states.items()}, dict(routine.model.state_dict()))
+    for name, mean in routine.moments.mean.items():
+        assert torch.allclose(mean, expected.states[name].double().mean(0), rtol=0, atol=1e-12)
+        assert torch.allclose(
+            routine.moments.std()[name], expected.states[name].double().std(0), rtol=1e-10, atol=1e-14
+        )
+
+
+class Kill(Callback):
+    """Ends a run as a signal would: between a transition and its checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("killed")
+
+
+ADAPTING = {"adapt_step_size": True, "adapt_mass_matrix": True, "burn_in": 30, "step_size": 0.001}
+
+
+@pytest.mark.parametrize(
+    "options, cut, steps",
+    [
+        ({}, 2, 12),  # in the burn-in
+        ({}, 8, 12),
+        ({"thinning": 2, "samples_per_file": 3}, 8, 13),
+        (ADAPTING, 20, 36),  # while step size and mass matrix adapt
+        ({"kernel": "nuts", "max_tree_depth": 3} | ADAPTING, 32, 36),
+    ],
+)
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, options: dict[str, Any], cut: int, steps: int) -> None:
+    whole = run(tmp_path / "whole", steps, **options)
+    saving = ModelCheckpoint(tmp_path / "cut", filename="cut", every_n_train_steps=3)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path / "cut", steps, None, saving, Kill(cut + 1), **options)
+    rest = run(tmp_path / "cut", steps, saving.best_model_path or None, **options)
+    assert same(dict(whole.model.state_dict()), dict(rest.model.state_dict()))
+    a, b = (SampleStore.open(tmp_path / name / "samples") for name in ("whole", "cut"))
+    assert a.steps == b.steps and same(a.load(), b.load())
+    assert whole.moments.count == rest.moments.count == steps - (options or OPTIONS).get("burn_in", 3)
+    for part in ("mean", "squares"):
+        assert same(getattr(whole.moments, part), getattr(rest.moments, part))
+    assert torch.equal(torch.stack(whole._series), torch.stack(rest._series))
+    assert whole.chain is not None and rest.chain is not None
+    assert whole.chain._kernel.step_size == rest.chain._kernel.step_size
+
+
+def test_a_run_cut_by_max_steps_goes_on(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", 9)
+    saving = ModelCheckpoint(tmp_path / "cut", save_last=True)
+    run(tmp_path / "cut", 5, None, saving)
+    rest = run(tmp_path / "cut", 9, str(tmp_path / "cut" / "last.ckpt"))
+    assert same(dict(whole.model.state_dict()), dict(rest.model.state_dict()))
+    assert SampleStore.open(tmp_path / "cut" / "samples").steps == list(range(4, 10))
+
+
+def test_thinning_and_chains_share_a_store(tmp_path: Path) -> None:
+    run(tmp_path, 12, thinning=3)
+    run(tmp_path, 12, thinning=3, chain=1, seed=5)
+    store = SampleStore.open(tmp_path / "samples")
+    assert list(zip(store.chains, store.steps, strict=True)) == list(itertools.product((0, 1), (6, 9, 12)))
+    first, second = store[2], store[5]
+    assert not torch.equal(first["layers.0.weight"], second["layers.0.weight"])
+    with pytest.raises(FileExistsError, match=r"chain 1 of another run.*--ckpt_path"):
+        run(tmp_path, 4, chain=1)
+
+
+def test_what_is_kept_does_not_grow_with_the_chain(tmp_path: Path) -> None:
+    def size(steps: int) -> int:
+        saving = ModelCheckpoint(tmp_path / str(steps), filename="c", every_n_train_steps=steps)
+        run(tmp_path / str(steps), steps, None, saving, leapfrog_steps=1, samples=None, projections=2)
+        return Path(saving.best_model_path).stat().st_size
+
+    assert size(60) - size(20) < 40 * 3 * 8 + 2000  # three numbers a transition, whatever the network
+
+
+def test_moments_are_a_compact_posterior_with_tied_weights_and_buffers(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(64, 64, bias=False)
+            self.b = nn.Linear(64, 64, bias=False)
+            self.b.weight = self.a.weight
+            self.head = nn.Linear(64, 10)
+            self.register_buffer("shift", torch.ones(64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.b(self.a(x.flatten(1) - self.shift).tanh()))
+
+    routine = HMCRoutine(Tied(), **OPTIONS, moments=tmp_path / "m" / "moments.safetensors")
+    trainer(tmp_path, 8).fit(routine, datamodule=data())
+    q = CompactPosterior.load(tmp_path / "m" / "moments.safetensors")
+    assert q.mean.keys() == Tied().state_dict().keys() and "shift" not in q.std
+    draw = q.sample(2, torch.Generator().manual_seed(0))
+    assert torch.equal(draw["a.weight"], draw["b.weight"]) and torch.equal(draw["shift"], torch.ones(2, 64))
+    assert q.metadata["networks"] == 5
+    with pytest.raises(FileExistsError, match="is there already"):
+        trainer(tmp_path, 8).fit(
+            HMCRoutine(Tied(), **OPTIONS, moments=tmp_path / "m" / "moments.safetensors"), datamodule=data()
+        )
+
+
+def test_adaptation_reaches_the_acceptance_asked_for() -> None:
+    module = data()
+    module.setup("fit")
+    posterior = BayesianNetwork(network(), module.train.x, module.train.y, 1.0, categorical_nll, "cpu")
+    chain = HamiltonianChain(
+        posterior, step_size=1e-3, leapfrog_steps=10, warmup=60, adapt_step_size=True, target_acceptance=0.7, seed=1
+    )
+    made = [chain.step() for _ in range(120)][60:]
+    assert made[0].step_size > 5e-3 and len({t.step_size for t in made}) == 1
+    assert 0.5 < sum(t.acceptance for t in made) / 60 < 0.95
+
+
+def test_moments_and_projections_of_planted_states(generator: torch.Generator) -> None:
+    states = 5 + torch.randn(50, 7, 3, generator=generator, dtype=torch.float64) * 2
+    moments = RunningMoments()
+    for state in states:
+        moments.update({"w": state})
+    assert torch.allclose(moments.mean["w"], states.mean(0), atol=1e-13)
+    assert torch.allclose(moments.std()["w"], states.std(0), atol=1e-13)
+    project = SignedSums({"w": states[0], "b": torch.zeros(4)}, 5, seed=0)
+    basis = torch.stack([project({"w": e[:21].view(7, 3), "b": e[21:]}) for e in torch.eye(25)], dim=1)
+    assert torch.allclose(basis @ basis.T, torch.eye(5), atol=1e-6)
+    assert SignedSums({"b": torch.zeros(4)}, 16, seed=0)({"b": torch.ones(4)}).abs().tolist() == [1.0] * 4
+
+
+def test_diagnostics_of_a_known_process(generator: torch.Generator) -> None:
+    noise = torch.randn(20_000, 3, generator=generator, dtype=torch.float64).numpy()
+    series = torch.from_numpy(lfilter([1.0], [1.0, -0.8], noise, axis=0))
+    found = chain_diagnostics({"projections": series, "potential": series[:, 0], "still": torch.ones(100)})
+    for name in ("ess/projections", "ess/projections_median", "ess/potential"):
+        assert found[name] == pytest.approx(20_000 / 9, rel=0.15)  # (1 + 0.8) / (1 - 0.8)
+    assert abs(found["rhat/projections"] - 1) < 0.01
+    for length in (4, 5, 11, 300):
+        short = series[:length]
+        sizes = estimated_sample_size(short)
+        theirs = effective_sample_size(short.unsqueeze(0), chain_dim=0, sample_dim=1)
+        inside = (sizes < length) & (theirs > 0)
+        assert torch.allclose(sizes[inside], theirs[inside], rtol=1e-10) and (inside.any() or length < 20)
+    drifting = series[:, 0] + torch.linspace(0, 20, 20_000)
+    assert chain_diagnostics({"potential": drifting})["rhat/potential"] > 1.5
+    assert found["ess/still"] != found["ess/still"]
+
+
+def test_test_measures_the_stored_samples(tmp_path: Path) -> None:
+    routine = run(tmp_path, 11, test_samples=4)
+    (found,) = trainer(tmp_path, 1).test(routine, datamodule=data(), verbose=False)
+    store, module = SampleStore.open(tmp_path / "samples"), data()
+    module.setup("test")
+    chosen = [store[i] for i in (0, 2, 5, 7)]
+    probs = torch.stack([torch.func.functional_call(routine.model, s, (module.test.x,)).softmax(-1) for s in chosen])
+    right = (probs.mean(0).argmax(-1) == module.test.y).double().mean()
+    assert found["test/cls/Acc"] == pytest.approx(float(right), abs=1e-6)
+    nll = -probs.mean(0).gather(1, module.test.y[:, None]).log().mean()
+    assert found["test/cls/NLL"] == pytest.approx(float(nll), rel=1e-5)
+    assert routine.member_scores["NLL"].shape == (4,)
+
+
+def test_says_what_is_wrong(tmp_path: Path) -> None:
+    routine = HMCRoutine(network(), **OPTIONS)
+    with pytest.raises(ValueError, match=r"comes in 2 batches.*batch_size: full"):
+        trainer(tmp_path, 2).fit(routine, datamodule=DigitsDataModule(batch_size=50, train_size=100))
+    with pytest.raises(ValueError, match="reduction='sum'"):
+        HMCRoutine(network(), nll=nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="during the warm-up only"):
+        trainer(tmp_path, 2).fit(HMCRoutine(network(), burn_in=0, adapt_step_size=True), datamodule=data())
+
+
+YAML = """
+seed_everything: 0
+trainer: {{accelerator: cpu, devices: 1, max_steps: 6, enable_progress_bar: false, limit_val_batches: 0,
+          enable_model_summary: false,
+          logger: {{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {folder}}}}},
+          callbacks: [{{class_path: lightning.pytorch.callbacks.ModelCheckpoint,
+                        init_args: {{dirpath: {folder}, save_last: true}}}}]}}
+{key}:
+  class_path: tu_symmetry.routines.HMCRoutine
+  init_args:
+    step_size: 0.01
+    leapfrog_steps: 4
+    burn_in: 2
+    thinning: 2
+    diagnostics_every: 4
+    samples: {folder}/samples
+    nll: {{class_path: torch.nn.CrossEntropyLoss, init_args: {{reduction: sum}}}}
+    model:
+      class_path: tu_symmetry.tables.models.MLP
+      init_args: {{in_features: 64, num_classes: 10, hidden: [8]}}
+data:
+  class_path: tu_symmetry.datamodules.DigitsDataModule
+  init_args: {{batch_size: full, train_size: 200, resident: true}}
+"""
+
+
+@pytest.mark.parametrize("tu", [False, True])
+def test_from_yaml(tmp_path: Path, tu: bool) -> None:
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    made: Any = LightningCLI
+    if tu:
+        pytest.importorskip("torch_uncertainty")
+        from torch_uncertainty.utils.cli import TULightningCLI as made
+    (tmp_path / "c.yaml").write_text(YAML.format(folder=tmp_path, key="routine" if tu else "model"))
+    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
+    made(LightningModule, LightningDataModule, args=["fit", "--config", str(tmp_path / "c.yaml")], **common)
+    cli = made(
+        LightningModule,
+        LightningDataModule,
+        args=["fit", "--config", str(tmp_path / "c.yaml"), "--trainer.max_steps=10", "--ckpt_path=last"],
+        **common,
+    )
+    assert cli.model.chain.transitions == 10
+    assert SampleStore.open(tmp_path / "samples").steps == [4, 6, 8, 10]
+    assert cli.model.kernel_options["leapfrog_steps"] == 4

@@ -1,0 +1,157 @@
+"""A network as a Bayesian model: its likelihood, its normal prior, its initialization, and seeds for all of these.
+
+What samplers and routines share. The prior of every parameter is ``N(0, 1 / prior_precision)``, the likelihood is
+``nll``, a summed negative log-likelihood in nats. Nothing touches the global random state.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+States = dict[str, Tensor]
+NLL = Callable[[Tensor, Tensor], Tensor]
+
+
+def categorical_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed cross-entropy in nats of ``logits (B, C)`` and ``labels (B,)``."""
+    return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def gaussian_kl(mean: Mapping[str, Tensor], std: Mapping[str, Tensor], prior_precision: float) -> Tensor:
+    """``KL(N(mean, std^2) || N(0, 1 / prior_precision))``, summed over all parameters, in nats."""
+    terms = []
+    for name, m in mean.items():
+        variance = std[name].square() * prior_precision
+        terms.append((variance + prior_precision * m.square() - 1 - variance.log()).sum() / 2)
+    return torch.stack(terms).sum()
+
+
+def initialized(model: nn.Module, seed: int) -> nn.Module:
+    """A copy of a network with freshly drawn parameters, by the ``reset_parameters`` of its layers.
+
+    Raises:
+        ValueError: if a layer owns parameters and has no ``reset_parameters``.
+    """
+    fresh = copy.deepcopy(model)
+    device = next(fresh.parameters()).device
+    with seeded(seed, device):
+        for name, layer in fresh.named_modules():
+            reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
+            if reset is not None:
+                reset()
+            elif any(True for _ in layer.parameters(recurse=False)):
+                raise ValueError(
+                    f"layer {name or '(the network itself)'} of type {type(layer).__name__} has parameters but no "
+                    "reset_parameters(), so it cannot be initialized anew: give its class that method"
+                )
+    return fresh
+
+
+class BayesianNetwork:
+    """A network as a function of its parameters, its data, and its prior; in ``eval`` mode, buffers as they are.
+
+    Args:
+        model: the network; it is copied.
+        x: all inputs ``(N, ...)``.
+        y: all targets ``(N, ...)``.
+        prior_precision: inverse variance of the prior of every parameter.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        device: where the network and the data are put.
+
+    Attributes:
+        parameters: the network's own, by name; tied ones once.
+
+    Raises:
+        ValueError: data that do not fit or are not finite, a network without parameters or with running statistics.
+    """
+
+    def __init__(
+        self, model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, nll: NLL, device: torch.device | str
+    ) -> None:
+        require_positive(prior_precision=prior_precision)
+        if len(x) == 0 or len(x) != len(y):
+            raise ValueError(f"got {len(x)} inputs and {len(y)} targets: there must be as many, and at least one")
+        if x.is_floating_point() and not torch.isfinite(x).all():
+            raise ValueError("the inputs hold NaN or infinite values")
+        for name, layer in model.named_modules():
+            if getattr(layer, "running_mean", None) is not None:
+                raise ValueError(
+                    f"{name or 'the network'} ({type(layer).__name__}) has running statistics, so the likelihood is no "
+                    "function of the parameters alone: use a normalization without them, such as GroupNorm"
+                )
+        self.device = torch.device(device)
+        self.module = copy.deepcopy(model).to(self.device).eval()
+        self.x, self.y = x.to(self.device), y.to(self.device)
+        self.prior_precision = prior_precision
+        self._nll = nll
+        self.parameters = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        if not self.parameters:
+            raise ValueError("the network has no parameters")
+
+    def nll(self, w: States, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Summed negative log-likelihood of a batch under the weights ``w``, in nats."""
+        return self._nll(functional_call(self.module, w, (inputs,)), targets)
+
+    def penalty(self, w: States) -> Tensor:
+        """Negative log-density of the prior without its constant."""
+        return self.prior_precision / 2 * torch.stack([t.square().sum() for t in w.values()]).sum()
+
+    def potential(self, w: States) -> Tensor:
+        """Negative log-density of data and weights without the prior's constant, in nats."""
+        return self.nll(w, self.x, self.y) + self.penalty(w)
+
+    def log_likelihood(self, w: States) -> float:
+        """Mean log-likelihood of a data point, in nats."""
+        with torch.no_grad():
+            return -float(self.nll(w, self.x, self.y)) / len(self.x)
+
+    def parameters_of(self, state: Mapping[str, Tensor]) -> States:
+        """The parameters in a state of this network, checked."""
+        for name, p in self.parameters.items():
+            if name not in state or state[name].shape != p.shape:
+                seen = tuple(state[name].shape) if name in state else "nothing"
+                raise ValueError(f"the start is of another network: {name} must be {tuple(p.shape)}, got {seen}")
+        return {name: state[name].detach().to(p).clone() for name, p in self.parameters.items()}
+
+    def complete(self, stack: States) -> States:
+        """A stack of whole states from one of parameters: tied names and buffers are added."""
+        count = len(next(iter(stack.values())))
+        owners = {id(p): name for name, p in self.module.named_parameters()}
+        return {
+            name: stack[owners[id(t)]] if id(t) in owners else t.detach().expand(count, *t.shape).clone()
+            for name, t in self.module.state_dict(keep_vars=True).items()
+        }
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators that ``device`` uses, and restore them afterwards."""
+    cuda = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.default_generator.manual_seed(seed)
+        for index in cuda:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def derived_seed(seed: int, stream: int, index: int) -> int:
+    """An independent seed for one of several streams of random numbers."""
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    return int(np.random.SeedSequence([seed, stream, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def require_positive(**values: float) -> None:
+    """Raise a ValueError that names the first value that is not positive and finite."""
+    for name, value in values.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} must be positive, got {value}")

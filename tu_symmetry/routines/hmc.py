@@ -1,0 +1,364 @@
+"""Hamiltonian Monte Carlo as a training run: a step is a transition of one chain over the full batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.func import functional_call
+from torchmetrics import Metric
+
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.hamiltonian import HamiltonianChain, RunningMoments, SignedSums, chain_diagnostics
+from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_positive
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, evenly
+
+_STATE = "hamiltonian_monte_carlo"
+
+
+class HMCRoutine(PredictiveRoutine):
+    """Full-batch Hamiltonian Monte Carlo over the parameters of a network, with Pyro's kernels.
+
+    A training step is one transition; ``trainer.max_steps`` (or ``max_epochs``, an epoch being one full batch) is the
+    length of the chain, burn-in included. The potential is ``nll(model(x), y) + prior_precision / 2 * ||w||^2`` in
+    nats, over the whole training set: the data module must give it as one batch without augmentation (for ours
+    ``batch_size: full``). It is read once.
+
+    The state of the chain is in every checkpoint: a run resumed with ``--ckpt_path last`` gives the chain that an
+    uninterrupted run gives, bit for bit where the device's kernels are deterministic. Samples that an interrupted run
+    has written after its last checkpoint are met again and left as they are.
+
+    Of the chain are kept: every ``thinning``-th sample in a :class:`~tu_symmetry.posterior.samples.SampleStore`, and
+    of *all* transitions after the burn-in running moments of the weights, and a bounded set of quantities for the
+    effective sample size and split R-hat (the potential and fixed random projections of the weights). Memory does not
+    grow with the weights times the samples.
+
+    Logged: ``hmc/acceptance`` (probability), ``hmc/accepted``, ``hmc/potential`` (nats), ``hmc/log_likelihood`` (nats
+    for each training point), ``hmc/step_size``, and now and then ``hmc/ess/...`` and ``hmc/rhat/...``. Validation
+    measures the chain's position, a test the stored samples as an ensemble.
+
+    Several chains are several runs with their own ``seed`` and ``chain``; they may share one folder of samples.
+
+    Args:
+        model: the network; its own parameters are the start. It runs in ``eval`` mode.
+        step_size: leapfrog step.
+        leapfrog_steps: leapfrog steps of a trajectory.
+        burn_in: transitions before the first sample.
+        thinning: of the transitions after the burn-in every ``thinning``-th one is stored.
+        prior_precision: inverse variance of the prior of every parameter.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        kernel: ``hmc``, or ``nuts`` with ``leapfrog_steps`` chosen by itself.
+        adapt_step_size: adapt the step during the burn-in (the trajectory's length stays the same).
+        adapt_mass_matrix: adapt a diagonal mass matrix during the burn-in.
+        target_acceptance: acceptance probability that the step is adapted to.
+        max_tree_depth: of NUTS.
+        seed: of the chain.
+        chain: number of the chain in the store.
+        samples: folder of the sample store; None to store no samples.
+        samples_per_file: samples in memory between two writes (checkpoints and the end write too).
+        moments: file for the running moments, a compact posterior as :class:`CompactPosterior` reads it, written at
+            the end; None to write none.
+        projections: number of random projections.
+        diagnostics_every: transitions between two logs of effective sample size and R-hat.
+        test_samples: stored samples that a test takes, evenly spaced; None for all.
+        matmul_precision: ``high`` allows TF32 on a GPU; the acceptance corrects the trajectory, not the potential.
+        metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
+
+    Raises:
+        ValueError: arguments out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step_size: float = 1e-3,
+        leapfrog_steps: int = 500,
+        burn_in: int = 100,
+        thinning: int = 1,
+        prior_precision: float = 1.0,
+        nll: Likelihood = categorical_nll,
+        kernel: Literal["hmc", "nuts"] = "hmc",
+        adapt_step_size: bool = False,
+        adapt_mass_matrix: bool = False,
+        target_acceptance: float = 0.8,
+        max_tree_depth: int = 10,
+        seed: int = 0,
+        chain: int = 0,
+        samples: str | Path | None = None,
+        samples_per_file: int = 10,
+        moments: str | Path | None = None,
+        projections: int = 16,
+        diagnostics_every: int = 100,
+        test_samples: int | None = 100,
+        matmul_precision: Literal["highest", "high"] = "highest",
+        metrics: dict[str, Metric] | None = None,
+    ) -> None:
+        super().__init__(nll, metrics)
+        require_positive(thinning=thinning, prior_precision=prior_precision, samples_per_file=samples_per_file)
+        require_positive(projections=projections, diagnostics_every=diagnostics_every)
+        if burn_in < 0:
+            raise ValueError(f"burn_in must not be negative, got {burn_in}")
+        self.automatic_optimization = False
+        self.model = model
+        self.burn_in = burn_in
+        self.thinning = thinning
+        self.prior_precision = prior_precision
+        adapting = adapt_step_size or adapt_mass_matrix
+        self.kernel_options: dict[str, Any] = {
+            "step_size": step_size,
+            "leapfrog_steps": leapfrog_steps,
+            "kernel": kernel,
+            "warmup": burn_in if adapting else 0,
+            "adapt_step_size": adapt_step_size,
+            "adapt_mass_matrix": adapt_mass_matrix,
+            "target_acceptance": target_acceptance,
+            "max_tree_depth": max_tree_depth,
+            "seed": seed,
+        }
+        self.chain_number = chain
+        self.samples = None if samples is None else Path(samples)
+        self.samples_per_file = samples_per_file
+        self.moments_file = None if moments is None else Path(moments)
+        self.num_projections = projections
+        self.diagnostics_every = diagnostics_every
+        self.test_samples = test_samples
+        self.matmul_precision = matmul_precision
+        self._forget()
+
+    def _forget(self) -> None:
+        self.chain: HamiltonianChain | None = None
+        self.moments = RunningMoments()
+        self._project: SignedSums | None = None
+        self._series: list[Tensor] = []  # for each transition after the burn-in: projections, and the potential
+        self._pending: list[tuple[int, States]] = []
+        self._store: SampleStore | None = None
+        self._restored: dict[str, Any] | None = None
+        self._tested: list[States] | None = None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One whose step is a transition, so that Lightning counts transitions as steps."""
+        return TransitionOptimizer(self.parameters())
+
+    def setup(self, stage: str) -> None:
+        """Start anew with a new fit (a checkpoint is loaded after this)."""
+        if stage == "fit":
+            self._forget()
+
+    def on_fit_start(self) -> None:
+        """Check the run before the first transition.
+
+        Raises:
+            ValueError: several processes.
+            FileExistsError: the folder of samples holds this chain of another run, or the file of moments is there.
+        """
+        if self.trainer.world_size > 1:
+            raise ValueError(
+                "a chain runs on one device; give every process its own run with another seed: and chain:, into one "
+                "folder of samples"
+            )
+        if self.samples is not None and self.samples.is_dir() and any(self.samples.iterdir()):
+            self._store = SampleStore.open(self.samples, like=self.model.state_dict())
+            if self.chain_number in self._store.chains and self._restored is None:
+                raise FileExistsError(
+                    f"{self.samples} holds samples of chain {self.chain_number} of another run already: resume that "
+                    "run with --ckpt_path, or give another samples: or chain:"
+                )
+        if self.moments_file is not None and self.moments_file.exists() and self._restored is None:
+            raise FileExistsError(f"{self.moments_file} is there already; give another moments:, or move it away")
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Make one transition."""
+        if self.chain is None:
+            self.chain = self._begin(batch)
+        chain = self.chain
+        optimizer: Any = self.optimizers()
+        with _matmul(self.matmul_precision):
+            made = optimizer.step(closure=chain.step)
+        position = chain.position
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(position[name])
+        penalty = float(chain.network.penalty(position))
+        self.log_dict(
+            {
+                "hmc/acceptance": made.acceptance,
+                "hmc/accepted": float(made.accepted),
+                "hmc/potential": made.potential,
+                "hmc/log_likelihood": (penalty - made.potential) / len(chain.network.x),
+                "hmc/step_size": made.step_size,
+            },
+            prog_bar=False,
+        )
+        self.log("acceptance", made.acceptance, prog_bar=True, logger=False)
+        taken = chain.transitions - self.burn_in
+        if taken > 0:
+            self._keep(taken, position, made.potential)
+
+    def on_train_end(self) -> None:
+        """Write what is left, and say how good the chain is."""
+        self._flush()
+        if self.chain is None or not self._series:
+            return
+        found = self.diagnostics()
+        if self.logger is not None:
+            self.logger.log_metrics({f"hmc/{n}": v for n, v in found.items()}, step=self.trainer.global_step)
+        rank_zero_info("chain %d: %s", self.chain_number, ", ".join(f"{n} {v:.4g}" for n, v in found.items()))
+        if self.moments_file is not None and self.moments.count > 1:
+            self.moments_file.parent.mkdir(parents=True, exist_ok=True)
+            self.posterior().save(self.moments_file)
+
+    def teardown(self, stage: str) -> None:
+        """Write the samples that are in memory, after an exception too."""
+        self._flush()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the chain into the checkpoint, and its samples into the store."""
+        self._flush()
+        if self.chain is not None:
+            checkpoint[_STATE] = {
+                "chain": self.chain.state_dict(),
+                "moments": self.moments.state_dict(),
+                "series": torch.stack(self._series) if self._series else None,
+            }
+        elif self._restored is not None:
+            checkpoint[_STATE] = self._restored
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the chain from the checkpoint; it continues at the first step."""
+        self._restored = checkpoint.get(_STATE)
+
+    def posterior(self) -> CompactPosterior:
+        """The diagonal Gaussian with the moments of all transitions after the burn-in.
+
+        Raises:
+            ValueError: fewer than two of them.
+        """
+        std = self.moments.std()
+        state = {name: t.detach().cpu() for name, t in self.model.state_dict().items()}
+        shared = {id(p): name for name, p in self.model.named_parameters()}
+        names = {
+            n: shared[id(t)] for n, t in self.model.state_dict(keep_vars=True).items() if id(t) in shared
+        }  # tied names to the one that the chain has
+        aliases = {own: [n for n, other in names.items() if other == own] for own in set(names.values())}
+        return CompactPosterior(
+            {n: self.moments.mean[names[n]].cpu().to(t.dtype) if n in names else t for n, t in state.items()},
+            {n: std[own].cpu().to(state[n].dtype) for n, own in names.items()},
+            aliases={own: group for own, group in aliases.items() if len(group) > 1},
+            metadata={
+                "architecture": type(self.model).__name__,
+                "method": "hmc",
+                "networks": self.moments.count,
+                "aligned": False,
+            },
+        )
+
+    def diagnostics(self) -> dict[str, float]:
+        """Effective sample sizes and split R-hat of all transitions after the burn-in so far."""
+        if not self._series:
+            return {}
+        series = torch.stack(self._series)
+        return chain_diagnostics({"projections": series[:, :-1], "potential": series[:, -1]})
+
+    def on_test_start(self) -> None:
+        """Choose the stored samples that are tested; without a store the chain's position is."""
+        self._tested = None
+        if self.samples is not None:
+            store = SampleStore.open(self.samples, like=self.model.state_dict())
+            chosen = [store[i] for i in evenly(len(store), self.test_samples)]
+            self._tested = [{n: t.to(self.device) for n, t in state.items()} for state in chosen]
+            rank_zero_info("testing %d samples of %s", len(chosen), self.samples)
+
+    def on_test_end(self) -> None:
+        """Let go of the samples."""
+        self._tested = None
+
+    def member_outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``(samples, B, ...)`` of the stored samples in a test, else of the chain's position."""
+        self.model.eval()
+        if self._tested is None:
+            return self.model(x).unsqueeze(0)
+        return torch.stack([functional_call(self.model, state, (x,), tie_weights=False) for state in self._tested])
+
+    def _begin(self, batch: Any) -> HamiltonianChain:
+        batches = self.trainer.num_training_batches
+        if batches != 1:
+            raise ValueError(
+                f"a transition needs the whole training set, but it comes in {batches} batches: give the data module "
+                "batch_size: full (or, for another data module, the number of training points)"
+            )
+        x, y = batch
+        network = BayesianNetwork(self.model, x, y, self.prior_precision, self.nll, self.device)
+        chain = HamiltonianChain(network, **self.kernel_options)
+        self._project = SignedSums(network.parameters, self.num_projections, self.kernel_options["seed"])
+        if self._restored is not None:
+            chain.load_state_dict(self._restored["chain"])
+            self.moments.load_state_dict(self._restored["moments"], self.device)
+            series = self._restored["series"]
+            self._series = [] if series is None else list(series.cpu())
+            self._restored = None
+        return chain
+
+    def _keep(self, taken: int, position: States, potential: float) -> None:
+        assert self.chain is not None and self._project is not None
+        self.moments.update(position)
+        projected = self._project(position).double().cpu()
+        self._series.append(torch.cat([projected, torch.tensor([potential], dtype=torch.float64)]))
+        if taken % self.diagnostics_every == 0:
+            self.log_dict({f"hmc/{name}": value for name, value in self.diagnostics().items()})
+        if self.samples is not None and taken % self.thinning == 0:
+            state = {n: t[0].cpu() for n, t in self.chain.network.complete(_stacked(position)).items()}
+            self._pending.append((self.chain.transitions, state))
+            if len(self._pending) >= self.samples_per_file:
+                self._flush()
+
+    def _flush(self) -> None:
+        """Append the samples in memory to the store, except those that it has from before an interruption."""
+        if not self._pending or self.samples is None:
+            return
+        if self._store is None and self.samples.is_dir() and any(self.samples.iterdir()):  # another chain was quicker
+            self._store = SampleStore.open(self.samples, like=self.model.state_dict())
+        if self._store is None:
+            self._store = SampleStore.create(
+                self.samples,
+                architecture=type(self.model).__name__,
+                method="hmc",
+                seed=self.kernel_options["seed"],
+                prior_precision=self.prior_precision,
+            )
+        there = {record.step for record in self._store.records if record.chain == self.chain_number}
+        new = [(step, state) for step, state in self._pending if step not in there]
+        if new:
+            steps = [step for step, _ in new]
+            self._store.append([state for _, state in new], chain=[self.chain_number] * len(new), step=steps)
+        self._pending = []
+
+
+class TransitionOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step is its closure; it changes no parameter by itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Call the closure and return what it gives."""
+        return closure()
+
+
+def _stacked(state: Mapping[str, Tensor]) -> States:
+    return {name: t.unsqueeze(0) for name, t in state.items()}
+
+
+@contextmanager
+def _matmul(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

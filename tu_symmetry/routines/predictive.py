@@ -1,0 +1,179 @@
+"""What routines with several networks in one module share: their predictive distribution, and its metrics."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
+
+Likelihood = Callable[..., Any]  # as :data:`tu_symmetry.posterior.network.NLL`; jsonargparse takes a path or a class
+
+
+class PredictiveNLL(Metric):
+    """Mean negative log-probability of the targets, in nats."""
+
+    full_state_update = False
+    higher_is_better = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, probs: Tensor, target: Tensor) -> None:
+        """Take probabilities ``(B, C)`` and classes ``(B,)``."""
+        chosen = probs.gather(-1, target.unsqueeze(-1)).clamp_min(torch.finfo(probs.dtype).tiny)
+        self.total = self.total - chosen.log().double().sum()
+        self.count = self.count + len(target)
+
+    def compute(self) -> Tensor:
+        """The mean."""
+        return (self.total / self.count).float()
+
+
+class MemberScores(Metric):
+    """Mean negative log-likelihood in nats, and accuracy, of every member by itself."""
+
+    full_state_update = False
+    nll: Tensor
+    correct: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("nll", "correct"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, nll: Tensor, correct: Tensor, count: int) -> None:
+        """Take sums ``(members,)`` over a batch of ``count`` points."""
+        self.nll, self.correct = self.nll + nll.double(), self.correct + correct.double()
+        self.count = self.count + count
+
+    def compute(self) -> dict[str, Tensor]:
+        """``NLL`` and ``Acc``, each ``(members,)``."""
+        return {"NLL": self.nll / self.count, "Acc": self.correct / self.count}
+
+
+class PredictiveRoutine(LightningModule):
+    """A routine whose validation and test see several networks: each by itself, and the mean of their predictions.
+
+    Logged are, with ``val/`` or ``test/`` before them: ``cls/Acc`` and ``cls/NLL`` of the mean of the class
+    probabilities and whatever metric is given (where targets are classes), and over the members ``members/NLL_mean``,
+    ``members/Acc_mean``, ``_min`` and ``_max``. Test batches of a second loader are out-of-distribution images, as
+    with TorchUncertainty's routines: ``ood/AUROC`` and ``ood/AUPR`` of the maximum class probability.
+
+    Attributes:
+        member_scores: of the last validation or test, ``NLL`` and ``Acc`` of every member.
+        test_cls_metrics: metrics of the predictive in a test; callbacks may put others in their place.
+
+    Args:
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        metrics: further metrics of class probabilities ``(B, C)`` and classes ``(B,)``, by the name after ``cls/``.
+
+    Raises:
+        ValueError: a likelihood that takes the mean over the batch.
+    """
+
+    def __init__(self, nll: Likelihood, metrics: dict[str, Metric] | None = None) -> None:
+        super().__init__()
+        if getattr(nll, "reduction", "sum") != "sum":
+            raise ValueError(
+                f"nll={nll!r} reduces by {nll.reduction!r}; the likelihood of a data set is a sum, "  # type: ignore[attr-defined]
+                "so give it reduction='sum'"
+            )
+        self.nll = nll
+        own = {"cls/Acc": MulticlassAccuracy(average="micro"), "cls/NLL": PredictiveNLL()}
+        given = {f"cls/{name}": metric for name, metric in (metrics or {}).items()}
+        every = MetricCollection({**own, **given}, compute_groups=False)
+        self.val_cls_metrics = every.clone(prefix="val/")
+        self.test_cls_metrics = every.clone(prefix="test/")
+        self.val_members, self.test_members = MemberScores(), MemberScores()
+        self.test_ood_metrics = MetricCollection(
+            {"AUROC": BinaryAUROC(), "AUPR": BinaryAveragePrecision()}, prefix="ood/"
+        )
+        self.member_scores: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def member_outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``(members, B, ...)`` of every network."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs ``[members * B, ...]``, all inputs of the first member first, as TorchUncertainty's ensembles."""
+        return self.member_outputs(x).flatten(0, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Take a batch into the metrics of the validation."""
+        self._take(batch, self.val_cls_metrics, self.val_members)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Take a batch into the metrics of the test, of a second loader into those of OOD detection.
+
+        Raises:
+            ValueError: a third loader.
+        """
+        if dataloader_idx > 1:
+            raise ValueError(f"{type(self).__name__} knows test data and out-of-distribution data; this is a third set")
+        if dataloader_idx == 0:
+            confidence = self._take(batch, self.test_cls_metrics, self.test_members)
+        else:
+            confidence = self.member_outputs(batch[0]).softmax(-1).mean(0).amax(-1)
+        if confidence is not None and len(self.trainer.test_dataloaders or ()) > 1:
+            self.test_ood_metrics.update(1 - confidence, torch.full_like(confidence, dataloader_idx, dtype=torch.long))
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Mean class probabilities ``(B, C)``."""
+        x = batch[0] if isinstance(batch, (tuple, list)) else batch
+        return self.member_outputs(x).softmax(-1).mean(0)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of the validation."""
+        self._log(self.val_cls_metrics, self.val_members, "val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of the test."""
+        self._log(self.test_cls_metrics, self.test_members, "test")
+        if len(self.trainer.test_dataloaders or ()) > 1:
+            self.log_dict(self.test_ood_metrics.compute())
+            self.test_ood_metrics.reset()
+
+    def _take(self, batch: Any, metrics: MetricCollection, members: MemberScores) -> Tensor | None:
+        """Update the metrics; the confidence ``(B,)`` of the predictive where targets are classes."""
+        x, y = batch
+        outputs = self.member_outputs(x)
+        nll = torch.stack([self.nll(output, y) for output in outputs])
+        if y.is_floating_point():
+            members.update(nll, torch.full_like(nll, torch.nan), len(y))
+            return None
+        probs = outputs.softmax(-1).mean(0)
+        members.update(nll, (outputs.argmax(-1) == y).sum(1), len(y))
+        metrics.update(probs, y)
+        return probs.amax(-1)
+
+    def _log(self, metrics: MetricCollection, members: MemberScores, stage: str) -> None:
+        scores = self.member_scores = members.compute()
+        classes = not scores["Acc"].isnan().any()
+        found = {f"{stage}/members/NLL_mean": scores["NLL"].mean().float()}
+        if classes:
+            acc = scores["Acc"].float()
+            found |= {f"{stage}/members/Acc_{n}": v for n, v in (("mean", acc.mean()), ("min", acc.min()))}
+            found[f"{stage}/members/Acc_max"] = acc.max()
+            found |= metrics.compute()
+            metrics.reset()
+        members.reset()
+        self.log_dict(found, prog_bar=False)
+
+
+def evenly(count: int, wanted: int | None) -> list[int]:
+    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
+    if wanted is None or wanted >= count:
+        return list(range(count))
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long().tolist()
