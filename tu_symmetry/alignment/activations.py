@@ -22,7 +22,7 @@ from tu_symmetry.alignment.assignment import assign_family, family_value
 from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.alignment.gram import Family, WeightVotes, descendants, families, interact, own_member
 from tu_symmetry.alignment.matching import Matching, Progress, check_pair, descend, weight_distance
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.action import largest_entry, permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
@@ -30,6 +30,7 @@ from tu_symmetry.symmetry.randomness import leaves_randomness
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
+_ORDINARY = 1e12
 _CONSTANT = 1e-12  # a variance below this part of the squared mean is rounding
 
 
@@ -154,6 +155,8 @@ class _Accumulator:
 
     def add(self, a: Tensor, b: Tensor) -> None:
         """Add activations ``[units, samples]`` of the two networks."""
+        if not all(1 / _ORDINARY < size < _ORDINARY for size in map(largest_entry, (a, b)) if size > 0):
+            a, b = a.double(), b.double()  # single precision does not hold their products
         count = a.shape[1]
         means = [t.mean(1, dtype=torch.float64) for t in (a, b)]
         a, b = (t - m.to(t.dtype)[:, None] for t, m in zip((a, b), means, strict=True))

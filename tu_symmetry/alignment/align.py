@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import mean_state
 from tu_symmetry.alignment.evaluation import reusable
-from tu_symmetry.alignment.gram import WeightVotes, families, working
+from tu_symmetry.alignment.gram import WeightVotes, families, resized, size_exponent, working
 from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
 from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
@@ -240,7 +240,10 @@ def _running_mean(
 
 
 def _parameters(graph: SymmetryGraph, members: Sequence[State]) -> list[State]:
-    """What enters sums of networks: parameters in one dtype, on one device."""
+    """What enters sums of networks: parameters in one dtype, on one device, divided by one power of two."""
+    exponent = size_exponent(graph, *members)
+    if exponent:
+        members = [resized(graph, m, exponent) for m in members]
     first = working(graph, members[0])
     return [{n: t.to(first[n].device, first[n].dtype) for n, t in working(graph, m).items()} for m in members]
 

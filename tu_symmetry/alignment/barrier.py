@@ -69,8 +69,17 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
     if shapes:
         raise ValueError(f"the two states have different shapes, so nothing lies between them: {shapes[:3]}")
     return {
-        name: torch.lerp(a, state_b[name].to(a), ratio) if a.is_floating_point() else a for name, a in state_a.items()
+        name: _between(a, state_b[name].to(a), ratio) if a.is_floating_point() or a.is_complex() else a
+        for name, a in state_a.items()
     }
+
+
+def _between(a: Tensor, b: Tensor, ratio: float) -> Tensor:
+    """``lerp``, whose difference ``b - a`` overflows for 3e38 and -3e38, with the mean in range where that happens."""
+    between = torch.lerp(a, b, ratio)
+    if not torch.isfinite(between).all():
+        between = torch.where(torch.isfinite(between), between, (1 - ratio) * a + ratio * b)
+    return between
 
 
 @leaves_randomness
@@ -284,9 +293,16 @@ def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) ->
         require_state(members[k], f"states[{k}]", like=members[0])
         require_state(members[0], "states[0]", like=members[k])
     return {
-        name: torch.stack([s[name] for s in members]).mean(0) if t.is_floating_point() else t.clone()
+        name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
         for name, t in members[0].items()
     }
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean, also where the sum leaves the range of the dtype."""
+    stacked = torch.stack(list(tensors))
+    mean = stacked.mean(0)
+    return mean if torch.isfinite(mean).all() else (stacked / len(tensors)).sum(0)
 
 
 @leaves_randomness

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.action import permute_axis, permute_tensors
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.action import largest_entry, permute_axis, permute_tensors
+from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryError, SymmetryGraph
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_ORDINARY = 2.0**30
 
 
 @dataclass(eq=False)
@@ -182,6 +185,45 @@ def working(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, Tens
             dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
             kept[name] = tensor.detach().to(dtype)
     return kept
+
+
+def size_exponent(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> int:
+    """0 for weights of ordinary size; else the binary exponent of the largest parameter of some states.
+
+    Single precision holds neither the squares of weights of 1e30 nor those of 1e-30: inner products of such weights are
+    infinite, or zero without a word. Weights of this size are divided by this power of two, which is exact, and are
+    compared in double precision (:func:`resized`).
+    """
+    tensors = [s[n] for s in states for n in graph.shapes if n not in graph.buffers and s[n].is_floating_point()]
+    sizes = [size for size in map(largest_entry, tensors) if size > 0]
+    if all(1 / _ORDINARY < size < _ORDINARY for size in sizes):
+        return 0
+    return math.frexp(max(sizes))[1] or 1
+
+
+def resized(graph: SymmetryGraph, state: Mapping[str, Tensor], exponent: int) -> dict[str, Tensor]:
+    """A state whose parameters are divided by ``2 ** exponent``, in double precision; buffers as they are."""
+    halves = 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)  # the whole may be out of range
+    trainable = {a for n in graph.shapes if n not in graph.buffers for a in graph.aliases[n]}
+    return {
+        n: t.detach().double() * halves[0] * halves[1] if n in trainable and t.is_floating_point() else t
+        for n, t in state.items()
+    }
+
+
+def enlarged(value: float, exponent: int) -> float:
+    """``value * 2 ** exponent``.
+
+    Raises:
+        SymmetryError: if float64 does not hold it.
+    """
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        raise SymmetryError(
+            "the inner products of these weights leave the range of float64; weights of this size come from a "
+            "diverged run or a damaged file"
+        ) from None
 
 
 class WeightVotes:

@@ -9,7 +9,7 @@ followed by assignment and a descent to polish, finds planted permutations relia
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign, assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightVotes, working
+from tu_symmetry.alignment.gram import Family, WeightVotes, enlarged, resized, size_exponent, working
 from tu_symmetry.alignment.products import KeptVotes
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
@@ -92,12 +92,22 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
 
 def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """L2 distance between the parameters of two states (buffers do not count, tied tensors count once)."""
+    exponent = size_exponent(graph, a, b)
+    if exponent:
+        a, b = (resized(graph, one, exponent) for one in (a, b))
     differences = ((p - q).reshape(-1) for p, q in _parameter_pairs(graph, a, b))
-    return sum(float(torch.dot(d, d)) for d in differences) ** 0.5
+    return enlarged(sum(float(torch.dot(d, d)) for d in differences) ** 0.5, exponent)
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """``sum_T <a_T, b_T>`` over the parameters, each in the wider of the two dtypes, summed in float64."""
+    exponents = [size_exponent(graph, one) for one in (a, b)]
+    if any(exponents):
+        a, b = (resized(graph, one, e) for one, e in zip((a, b), exponents, strict=True))
+    return enlarged(_inner_product(graph, a, b), sum(exponents))
+
+
+def _inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return sum(float(torch.dot(p.reshape(-1), q.reshape(-1))) for p, q in _parameter_pairs(graph, a, b))
 
 
@@ -160,6 +170,22 @@ def weight_matching(
     if init is not None:
         check_permutation(init)
     before = weight_distance(graph, reference_state, state)
+    exponents = [size_exponent(graph, one) for one in (reference_state, state)]
+    if any(exponents):  # the objective is bilinear: its maximum lies where it does for weights of ordinary size
+        pair = [resized(graph, one, e) for one, e in zip((reference_state, state), exponents, strict=True)]
+        found = weight_matching(
+            graph,
+            *pair,
+            method=method,
+            restarts=restarts,
+            max_sweeps=max_sweeps,
+            init=init,
+            generator=generator,
+            progress=progress,
+        )
+        after = weight_distance(graph, reference_state, permute_tensors(graph, found.permutation, state))
+        objective = enlarged(found.objective, sum(exponents))
+        return replace(found, objective=objective, distance_before=before, distance_after=after)
     if not graph.permutations:
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
     votes = KeptVotes.of(graph, reference_state, state)

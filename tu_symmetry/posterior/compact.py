@@ -21,6 +21,7 @@ from torch.func import functional_call, vmap
 from tu_symmetry.alignment.align import align as align_states
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of
+from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 from tu_symmetry.symmetry.states import kind_of, require_state, unstack
@@ -169,8 +170,8 @@ class CompactPosterior:
             _check_states(members, graph)
         first = members[0]
         weights = _weights(first, graph, buffers)
-        mean, squares = _moments(members, weights)
-        std = {name: (total / (count - correction)).sqrt() for name, total in squares.items()}
+        mean, squares, units = _moments(members, weights)
+        std = {name: (total / (count - correction)).sqrt() / units[name] for name, total in squares.items()}
         metadata: dict[str, Any] = {"networks": count, "aligned": align, "correction": correction, "rank": rank}
         if transpositions is not None:
             metadata |= {
@@ -447,19 +448,35 @@ def _weights(state: Mapping[str, Tensor], graph: SymmetryGraph | None, buffers: 
     return [name for name in floating if name not in (buffers or ())]
 
 
-def _moments(members: Sequence[Mapping[str, Tensor]], weights: list[str]) -> tuple[State, State]:
-    """Means of all floating-point entries and sums of squared deviations of the weights, in float64, in two passes."""
+def _moments(members: Sequence[Mapping[str, Tensor]], weights: list[str]) -> tuple[State, State, dict[str, float]]:
+    """Means of all floating-point entries and sums of squared deviations of the weights, in float64, in two passes.
+
+    The third are what the deviations were multiplied by before they were squared: one, but for double-precision weights
+    whose squares leave the range of float64.
+    """
     mean: State = {}
+    first = members[0]
     for member in members:
         for name, t in member.items():
             if t.is_floating_point():
                 mean[name] = mean[name] + t.double() if name in mean else t.double()
     mean = {name: total / len(members) for name, total in mean.items()}
+    for name, t in mean.items():
+        if not torch.isfinite(t).all():
+            raise SymmetryError(
+                f"the sum of {name!r} over the networks leaves float64's range: leave out diverged runs"
+            )
     squares = {name: torch.zeros_like(mean[name]) for name in weights}
+    units = dict.fromkeys(weights, 1.0)
+    for name in weights:
+        if first[name].dtype == torch.float64:
+            size = max(largest_entry(member[name].double() - mean[name]) for member in members)
+            if size > 0 and not 1e-140 < size < 1e140:
+                units[name] = 2.0 ** max(-1000, min(1000, -math.frexp(size)[1]))
     for member in members:
         for name in weights:
-            squares[name] += (member[name].double() - mean[name]).square()
-    return mean, squares
+            squares[name] += ((member[name].double() - mean[name]) * units[name]).square()
+    return mean, squares, units
 
 
 def _low_rank(members: Sequence[Mapping[str, Tensor]], mean: State, weights: list[str], rank: int) -> State:

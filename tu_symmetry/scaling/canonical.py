@@ -115,7 +115,8 @@ def canonicalize(
         The canonical form with its certificates.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights, or weights too large to be squared.
+        SymmetryError: a state of another architecture, NaN or infinite weights, double-precision weights whose squares
+            leave the range of float64, or a canonical form that leaves the range of the state's dtype.
         ValueError: unknown methods, conventions or parameters, or a stack of states.
         RuntimeError: no convergence; the message says how far it came.
     """
@@ -145,7 +146,7 @@ def canonicalize(
     elif method in ("unit_norm", "unit_variance"):
         groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
         s, lost = unit_scales(graph, state, groups, mean_square=method == "unit_variance")
-        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
+        found = Minimum(s, tables.value_at(s.numpy()), float("nan"), float("nan"), 0)
     else:
         raise ValueError(f"unknown method {method!r}: 'min_mass', 'unit_norm' or 'unit_variance'")
     log_scale, named, position = {}, {}, 0

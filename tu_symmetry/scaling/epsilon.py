@@ -18,6 +18,8 @@ from tu_symmetry.symmetry.action import scale_tensors
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
+_LOST = 0.1  # share of a variance and epsilon that rounding may take
+
 
 def normalization_epsilons(model: nn.Module) -> dict[str, float]:
     """The epsilon that belongs to each running variance: name in the state dict to epsilon."""
@@ -52,6 +54,14 @@ def scale_with_epsilon(
     scaled = scale_tensors(graph, log_scale, state)
     for name, epsilon in epsilons.items():
         if scaled[name] is not state[name]:
-            folded = scale_tensors(graph, log_scale, {name: state[name].double() + epsilon})[name] - epsilon
-            scaled[name] = folded.to(state[name].dtype)
+            wanted = scale_tensors(graph, log_scale, {name: state[name].double() + epsilon})[name]
+            scaled[name] = (wanted - epsilon).to(state[name].dtype)
+            lost = (scaled[name].double() + epsilon - wanted).abs() > _LOST * wanted
+            if lost.any():
+                raise SymmetryError(
+                    f"{name!r} cannot hold k^2 (var + eps) - eps in {state[name].dtype} for {int(lost.sum())} channels "
+                    f"(k^2 (var + eps) falls to {float(wanted[lost].min()):.1e} beside eps = {epsilon:.0e}): the "
+                    "function would change. Weights of extreme size are the cause; convert the state to float64, or "
+                    "leave normalizations as they are"
+                )
     return scaled

@@ -21,12 +21,15 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.action import largest_entry
+from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
 Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]
 Array = npt.NDArray[np.float64]
 _PIECE = 65536  # entries
+FAR = 100.0  # log-factors up to here multiply squares of single-precision weights within the range of float64
+_SQUARED = 1e140  # entries whose squares, and sums of them, float64 holds with room to spare
 
 
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
@@ -117,12 +120,17 @@ class MassTables:
         self.fixed = 0.0
         self.tables: list[MatrixTable | GeneralTable] = []
         counted = counted_parameters(graph, parameters)
+        largest: dict[str, float] = {}
         for name in graph.shapes:
-            if name not in counted or not state[name].is_floating_point():
+            if name not in counted or not (state[name].is_floating_point() or state[name].is_complex()):
                 continue
             held = ((t.exponent, _held(t.index, self.count)) for t in graph.scale_terms.get(name, ()))
             terms: Terms = tuple((exponent, index) for exponent, index in held if index is not None)
             tensor = state[name].detach().cpu()
+            if tensor.is_complex():
+                tensor = tensor.abs()
+            if tensor.dtype == torch.float64:
+                largest[name] = largest_entry(tensor)
             spread = {a for _, index in terms for a, n in enumerate(index.shape) if n > 1}
             summed = [a for a in range(tensor.ndim) if a not in spread]
             square = _squares(tensor, summed)
@@ -131,6 +139,7 @@ class MassTables:
             else:
                 self.tables.append(_table(square, terms))
         self.tables = _joined(self.tables)
+        _require_squares(largest)
 
     @cached_property
     def layout(self) -> Layout:
@@ -140,6 +149,39 @@ class MassTables:
     def at(self, log_scale: Array) -> MassPoint:
         """The mass at log-factors ``[count]``."""
         return MassPoint(self.layout, log_scale, self.fixed)
+
+    def log_grows(self, log_scale: Array) -> Array:
+        """Logarithms of :attr:`MassPoint.grows`, where the masses themselves would leave the range of float64.
+
+        Example: behind ten layers of weights 1e-40 a unit's factor is about 1e400, and its weights times the factors
+        of the units that feed it are about 1e-440; no float64 holds either, but their logarithms are 921 and -1013.
+        """
+        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64)])
+        largest = torch.full((self.count + 1,), -math.inf, dtype=torch.float64)
+        parts = []
+        for table in self.tables:
+            mass, terms = table.entries()
+            logs: Tensor = sum((2 * c * padded[index] for c, index in terms), mass.log())
+            for c, index in terms:
+                if c > 0:
+                    own = index.expand(logs.shape).reshape(-1)
+                    parts.append((own, logs.reshape(-1) + math.log(c)))
+                    largest.scatter_reduce_(0, own, parts[-1][1], "amax")
+        total = torch.zeros_like(largest)
+        for own, logs in parts:
+            total.index_add_(0, own, torch.exp(logs - torch.where(largest.isfinite(), largest, 0.0)[own]))
+        return (total.log() + largest)[:-1].numpy()
+
+    def value_at(self, log_scale: Array) -> float:
+        """The squared L2 norm at log-factors, also where a factor, but not its product with a weight, overflows."""
+        if np.abs(log_scale).max(initial=0.0) <= FAR:
+            return self.at(log_scale).value
+        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64)])
+        total = self.fixed
+        for table in self.tables:
+            mass, terms = table.entries()
+            total += float(torch.exp(sum((2 * c * padded[index] for c, index in terms), mass.log())).sum())
+        return total
 
     def along(self, direction: Tensor) -> dict[float, float]:
         """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
@@ -278,6 +320,28 @@ def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Ten
             copies = (shape[0] if matrix else math.prod(shape)) if len(index) == 1 else 1
             (filters if matrix else entries).index_add_(0, index, torch.full((len(index),), float(copies)).double())
     return torch.where(filters > 0, filters, entries)[:-1]
+
+
+def _require_squares(largest: Mapping[str, float]) -> None:
+    """Raise if float64 does not hold the squares of weights (only double-precision tensors hold such).
+
+    Tensors so small that their squares are zero count as zero beside tensors of ordinary size: dead biases that weight
+    decay has shrunk for long enough are of this kind.
+
+    Args:
+        largest: name to the largest entry of each double-precision tensor.
+
+    Raises:
+        SymmetryError: naming a tensor and its largest entry.
+    """
+    top = max(largest.values(), default=0.0)
+    for name, size in largest.items():
+        lost = 0 < size < 1 / _SQUARED and not 1 / _SQUARED < top < _SQUARED**0.5
+        if size > _SQUARED or lost:
+            raise SymmetryError(
+                f"the largest entry of {name!r} is {size:.1e}: such squares leave the range of float64. Weights of "
+                "this size come from a diverged run or a damaged file; multiply them by one number to measure them"
+            )
 
 
 def sum_to(tensor: Tensor, shape: torch.Size) -> Tensor:

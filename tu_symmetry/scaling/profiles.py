@@ -69,7 +69,7 @@ def mass_profile(
         direction[start : start + group.size] = 1.0
         parts = coefficients[group.name] = tables.along(direction)
         exponents, weights = (torch.tensor(list(x), dtype=torch.float64) for x in (parts.keys(), parts.values()))
-        masses[group.name] = (weights * torch.exp(2 * points.unsqueeze(-1) * exponents)).sum(-1)
+        masses[group.name] = torch.exp(weights.log() + 2 * points.unsqueeze(-1) * exponents).sum(-1)
         minima[group.name] = _minimum(exponents, weights)
         start += group.size
     return MassProfile(points, masses, tables.at(np.zeros(tables.count)).value, coefficients, minima)

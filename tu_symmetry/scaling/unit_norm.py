@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import MassTables, filter_counts
+from tu_symmetry.scaling.masses import FAR, MassTables, filter_counts
+from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import ScaleGroup, SymmetryGraph
 
 
@@ -48,17 +49,33 @@ def unit_scales(
         k, name = next(ready, (waiting[0], candidates[waiting[0]][0][0]))
         waiting.remove(k)
         units = owner == k
-        mass = torch.from_numpy(MassTables(graph, state, [name], normalizations=whole).at(s.numpy()).grows)[units]
-        size = torch.ones_like(mass)
+        log_mass = _log_mass(graph, name, state[name], s, whole)[units]
+        size = torch.ones_like(log_mass)
         if k >= len(graph.scales):
             size = filter_counts(graph, [name], count)[units]
         if mean_square:
             ones = {name: torch.ones(graph.shapes[name])}
             entries = MassTables(graph, ones, [name], normalizations=whole).at(np.zeros(count))
             size = torch.from_numpy(entries.grows)[units]
-        s[units] = torch.where(mass > 0, 0.5 * (size / mass).log(), 0.0)
-        lost[units] = mass == 0
+        lost[units] = log_mass == -math.inf
+        s[units] = torch.where(lost[units], 0.0, 0.5 * (size.log() - log_mass))
     return s, lost
+
+
+def _log_mass(graph: SymmetryGraph, name: str, tensor: Tensor, s: Tensor, whole: bool) -> Tensor:
+    """Logarithms ``[count]`` of the mass of one tensor that grows with each factor, at log-factors ``s``."""
+    exponent = 0
+    if tensor.dtype == torch.float64:  # squares of single-precision weights always are in range
+        exponent = math.frexp(largest_entry(tensor))[1]
+        exponent = exponent if abs(exponent) > 300 else 0
+        tensor = tensor * 2.0 ** -(exponent // 2) * 2.0 ** -(exponent - exponent // 2)
+    tables = MassTables(graph, {name: tensor}, [name], normalizations=whole)
+    if float(s.abs().max()) > FAR or exponent:
+        logs = tables.log_grows(s.numpy())
+    else:
+        with np.errstate(divide="ignore"):
+            logs = np.log(tables.at(s.numpy()).grows)
+    return torch.from_numpy(logs) + 2 * exponent * math.log(2)
 
 
 def _makers(graph: SymmetryGraph, group: ScaleGroup) -> list[str]:

@@ -171,7 +171,8 @@ def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, T
         exact). Factors are computed in float64 and rounded once.
 
     Raises:
-        SymmetryError: unknown groups, wrong shapes, NaN, or a state of another architecture.
+        SymmetryError: unknown groups, wrong shapes, NaN, a state of another architecture, or weights that leave the
+            range of their dtype.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -189,6 +190,8 @@ def scale_tensors(
     for parameter, logs in _log_factors(graph, log_scale, power):
         for name in graph.aliases[parameter]:
             if name in scaled:
+                if power == 1.0:
+                    _require_range(scaled[name], logs, name)
                 scaled[name] = scaled[name].clone()
                 _multiply_(scaled[name], logs)
     return scaled
@@ -197,7 +200,14 @@ def scale_tensors(
 def scale_tensors_(
     graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
 ) -> None:
-    """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once."""
+    """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once.
+
+    Nothing is changed where a weight would leave the range of its dtype.
+    """
+    if power == 1.0:
+        for parameter, logs in _log_factors(graph, log_scale, power):
+            for tensor in _distinct(graph, parameter, tensors):
+                _require_range(tensor, logs, parameter)
     for parameter, logs in _log_factors(graph, log_scale, power):
         for tensor in _distinct(graph, parameter, tensors):
             _multiply_(tensor, logs)
@@ -213,23 +223,90 @@ def _log_factors(graph: SymmetryGraph, log_scale: LogScale, power: float) -> Ite
 
 
 def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
-    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece."""
+    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece.
+
+    Factors that single precision does not hold are applied in double precision, and those that double precision does
+    not hold as a product of several: 1e-200 exp(800) is 1e147, though exp(800) overflows. The products on the way lie
+    between the weight and the result, so that they stay in range if these do.
+    """
     ndim = max(log.ndim for log in logs)
-    precision = torch.promote_types(tensor.dtype, torch.float32)
+    furthest = sum(float(log.abs().max()) for log in logs if log.numel())
+    precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)
+    times = max(1, math.ceil(furthest / _DOUBLE))
+    if times > 1:
+        logs = [log / times for log in logs]
     start = 0
     for piece in _pieces(tensor, tensor.ndim - ndim if ndim else None):
         rows = slice(start, start := start + (piece.shape[-ndim] if ndim else 0))
         own = [log[rows] if log.ndim == ndim and log.shape[0] > 1 else log for log in logs]
         factor = _exp_of_sum(own).to(piece.device, precision)
         if piece.dtype == precision:
-            piece.mul_(factor)
+            for _ in range(times):
+                piece.mul_(factor)
         else:
-            piece.copy_(piece * factor)
+            product = piece * factor
+            for _ in range(times - 1):
+                product *= factor
+            piece.copy_(product)
+
+
+_SINGLE = 40.0  # sums of log-factors up to here keep single-precision factors normal, with room to spare
+_DOUBLE = 600.0  # the same for double precision
+_LOST, _LOST_SUBNORMAL = 0.01, 0.5  # share of a tensor's norm that rounding below the normal range may take
+
+
+def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
+    """Raise if scaling a tensor takes its entries out of the range of its dtype; NaN and infinity stay what they are.
+
+    A single entry may be rounded to zero, as long as the tensor keeps its norm.
+    """
+    if tensor.numel() == 0 or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    largest = largest_entry(tensor)
+    furthest = sum(float(log.abs().max()) for log in logs if log.numel())
+    held = torch.finfo(tensor.dtype)
+    if largest == 0 or (
+        math.log(largest) + furthest < math.log(held.max) - 1 and math.log(largest) - furthest > math.log(held.tiny) + 5
+    ):
+        return
+    sizes = tensor.detach().abs()
+    wide = sizes.to(torch.float64, copy=True)
+    finite = torch.isfinite(wide)
+    _multiply_(wide, logs)
+    rounded = wide.to(sizes.dtype).double()
+    norm = float(torch.where(finite, wide, 0.0).max())  # in units of the largest, whose square may leave the range
+    if not torch.isfinite(rounded[finite]).all():
+        raise SymmetryError(
+            f"{name!r} would leave the range of {tensor.dtype} (up to {held.max:.1e}) under this rescaling: its "
+            f"largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave the "
+            "scale as it is"
+        )
+    lost = 1.0
+    if norm > 0:
+        lost = float(((wide - rounded) / norm)[finite].norm() / (wide / norm)[finite].norm())
+    if lost > (_LOST if largest >= held.tiny else _LOST_SUBNORMAL):
+        raise SymmetryError(
+            f"{name!r} would fall below the range of {tensor.dtype} (normal down to {held.tiny:.1e}) under this "
+            f"rescaling: its largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype "
+            "first, or leave the scale as it is"
+        )
+
+
+def largest_entry(tensor: Tensor) -> float:
+    """The largest magnitude among the finite entries of a tensor, 0 if there are none."""
+    own = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    if own.numel() == 0:
+        return 0.0
+    low, high = (float(end) for end in torch.aminmax(own))
+    largest = max(-low, high)
+    if not math.isfinite(low) or not math.isfinite(high):
+        largest = float(own.abs().nan_to_num(0.0, posinf=0.0).max())
+    return largest
 
 
 def _exp_of_sum(logs: Sequence[Tensor]) -> Tensor:
     """``exp(sum(logs))``; as a product over axes, which takes few exponentials, unless these could overflow."""
-    if any(float(log.abs().max()) > 300 for log in logs):
+    if sum(float(log.abs().max()) for log in logs) > 600:
         return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64)))
     return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64))
 

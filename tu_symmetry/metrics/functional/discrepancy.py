@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tu_symmetry.scaling.masses import Parameters, counted_parameters
 from tu_symmetry.scaling.removal import remove_symmetries
+from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.symmetry.states import check_tensor, require_state
 
@@ -60,11 +62,18 @@ def maximum_mean_discrepancy(
         raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
     x, y = x.to(dtype), y.to(dtype)
+    largest = max(largest_entry(x), largest_entry(y))
+    unit = 1.0
+    if largest > 0 and not 1e-12 < largest < 1e12:  # single precision does not hold the squares of distances
+        exponent = math.frexp(largest)[1]
+        halves = 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)
+        x, y = (samples.double() * halves[0] * halves[1] for samples in (x, y))
+        unit = halves[0] * halves[1]  # of distances, and so of the bandwidths' floors
     values = []
     for power in KERNELS.values():
         within_x, within_y, cross = (_distances(a, b, power) for a, b in ((x, x), (y, y), (x, y)))
         within_x, within_y = _off_diagonal(within_x), _off_diagonal(within_y)
-        for b in mmd_bandwidths(cross[:_LIMIT, :_LIMIT], num_bandwidths):
+        for b in mmd_bandwidths(cross[:_LIMIT, :_LIMIT], num_bandwidths, unit=unit):
             kxx, kyy, kxy = ((-((d / b) ** power)).exp().mean() for d in (within_x, within_y, cross))
             values.append(kxx + kyy - 2 * kxy)
     table = torch.stack(values).view(len(KERNELS), num_bandwidths)
@@ -148,7 +157,7 @@ def reduce_discrepancies(values: Mapping[str, Tensor], reduction: Reduction) -> 
     return {"mean": stacked.mean(), "max": stacked.max(), "sum": stacked.sum()}[reduction]
 
 
-def mmd_bandwidths(distances: Tensor, count: int = 10) -> Tensor:
+def mmd_bandwidths(distances: Tensor, count: int = 10, *, unit: float = 1.0) -> Tensor:
     """MMDAgg's bandwidths, in geometric progression from ``lambda_min / 2`` to ``2 lambda_max``.
 
     ``lambda_min`` is the smallest distance or, where that is below 0.1, the larger of the 5 % quantile and 0.1;
@@ -157,6 +166,7 @@ def mmd_bandwidths(distances: Tensor, count: int = 10) -> Tensor:
     Args:
         distances: between the samples of the two sets, of any shape.
         count: number of bandwidths, at least 2.
+        unit: what the distances were multiplied by; the floors 0.1 and 0.3 are, too.
 
     Returns:
         Bandwidths ``(count,)``, ascending, float64.
@@ -166,8 +176,8 @@ def mmd_bandwidths(distances: Tensor, count: int = 10) -> Tensor:
     d = distances.flatten().double()
     median = torch.stack([d.sort().values[(len(d) - 1) // 2], d.sort().values[len(d) // 2]]).mean()
     d = torch.where(d == 0, median, d).sort().values
-    smallest = d[0] if d[0] >= 0.1 else d[int(0.05 * len(d))].clamp_min(0.1)
-    largest = d[-1].clamp_min(0.3)
+    smallest = d[0] if d[0] >= 0.1 * unit else d[int(0.05 * len(d))].clamp_min(0.1 * unit)
+    largest = d[-1].clamp_min(0.3 * unit)
     exponents = torch.arange(count, dtype=torch.float64, device=d.device) / (count - 1)
     return smallest / 2 * (4 * largest / smallest) ** exponents
 

@@ -27,8 +27,11 @@ class RepresentationCosts:
 
     @property
     def ratio(self) -> Tensor:
-        """Mass over minimal mass ``[S]``: at least 1 unless dead units or normalizations are given unit norm."""
-        return self.mass / self.minimal_mass
+        """Mass over minimal mass ``[S]``: at least 1 unless dead units or normalizations are given unit norm.
+
+        1 for a network of zeros, which has no mass to lose.
+        """
+        return torch.where(self.mass == self.minimal_mass, 1.0, self.mass / self.minimal_mass)
 
 
 def representation_costs(
