@@ -373,7 +373,9 @@ def test_many_outputs_take_samples_and_few_take_covariances(monkeypatch: pytest.
     called: list[str] = []
     for name in ("function_covariance", "function_samples"):
         own = getattr(predictive_module, name)
-        monkeypatch.setattr(predictive_module, name, lambda *a, _own=own, _n=name: called.append(_n) or _own(*a))
+        monkeypatch.setattr(
+            predictive_module, name, lambda *a, _own=own, _n=name, **k: called.append(_n) or _own(*a, **k)
+        )
     for outputs, curvature in ((3, "kfac"), (129, "kfac"), (3, "diag")):
         x, y = data(4, outputs=outputs)
         la = LinearizedLaplace(mlp(outputs), prior="single", curvature=curvature).fit([(x, y)])  # type: ignore

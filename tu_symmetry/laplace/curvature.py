@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tu_symmetry.laplace.blocks import (
     Block,
@@ -140,24 +140,40 @@ def fit_curvature(
     groups: PriorGroups,
     options: Options,
     *,
+    whole: Sequence[str] = (),
+    first_pass: Iterable[Any] | None = None,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Block], Summary]:
     """Accumulate the curvature over a loader and decompose it.
 
+    Args:
+        tangent: the network.
+        likelihood: the observation model.
+        loader: the training data.
+        groups: which weights share a precision.
+        options: how the curvature is approximated.
+        whole: parameters whose gradients come from the whole network and not from their layers: they get their exact
+            block, or its diagonal where they are longer than the limit.
+        first_pass: the data of the first pass, where it has been opened already.
+        generator: of the Monte-Carlo Fisher.
+        progress: called after each batch.
+
     Returns:
         The blocks in the order of the flat parameter vector, and the summary of the pass.
     """
-    one_pass = _Pass(tangent, likelihood, loader, progress, "curvature")
+    one_pass = _Pass(tangent, likelihood, loader if first_pass is None else first_pass, progress, "curvature")
     with evaluating(tangent.model):
         if options.curvature in ("full", "last_layer"):
             return _full(tangent, likelihood, one_pass, groups, options, generator)
         if options.curvature == "diag":
             return _diagonal(tangent, likelihood, one_pass, groups, options, generator)
-        layers = find_layers(tangent.model, tangent.names)
+        layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
         factors = {layer.name: _Factors(layer, options) for layer in layers}
-        summary = _accumulate(tangent, likelihood, one_pass, layers, factors, options, generator)
+        others = _Whole(tangent.model, whole, options)
+        summary = _accumulate(tangent, likelihood, one_pass, layers, factors, others, options, generator)
         blocks = [b for layer in layers for b in factors[layer.name].blocks(tangent, groups)]
+        blocks += others.blocks(tangent, groups)
         if options.curvature == "ekfac":
             second = _Pass(tangent, likelihood, loader, progress, "eigenvalues")
             _correct(tangent, likelihood, second, layers, blocks, options, generator)
@@ -338,6 +354,38 @@ class _Factors:
         )
 
 
+class _Whole:
+    """Sums over the data for parameters whose gradients come from the whole network, sample by sample."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], options: Options) -> None:
+        self.tangent = TangentModel(model, names) if names else None
+        self.limit = options.dense_limit
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, inputs: Any, root: Directions) -> None:
+        """Count in a batch."""
+        if self.tangent is None:
+            return
+        for rows in _chunks(batch_size(inputs), self.tangent.size):
+            some = rows_of(inputs, rows)
+            for column in root.of(rows):
+                gradients = self.tangent.sample_gradients(some, column)
+                for name, slot in self.tangent.slots.items():
+                    own = gradients[:, slot.start : slot.stop]
+                    update = own.mT @ own if own.shape[1] <= self.limit else own.square().sum(0)
+                    self.sums[name] = self.sums[name].add_(update) if name in self.sums else update
+
+    def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
+        """Sum over processes, decompose."""
+        all_reduce(*(self.sums[name] for name in sorted(self.sums)))
+        found = []
+        for name, matrix in self.sums.items():
+            slot = tangent.slots[name]
+            number = _rows_of_group(groups, Part(name, slot.shape))
+            found.append(_vector_block(name, slot.start, number, matrix))
+        return found
+
+
 def _vector_block(name: str, start: int, number: Tensor, matrix: Tensor) -> Block:
     """A dense block of a matrix, a diagonal one of a vector."""
     if number.ndim:
@@ -354,6 +402,7 @@ def _accumulate(
     one_pass: _Pass,
     layers: Sequence[Layer],
     factors: dict[str, _Factors],
+    others: _Whole,
     options: Options,
     generator: torch.Generator | None,
 ) -> Summary:
@@ -364,6 +413,7 @@ def _accumulate(
             outputs = check_outputs(forward(inputs, batch_size(inputs)), batch_size(inputs))
             root = _columns(likelihood, outputs, targets, options, generator)
             watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+            others.add(inputs, root)
             return outputs.detach()
 
         return one_pass.run(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +37,19 @@ def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, 
             "the loader gave no samples: an empty data set, drop_last with fewer samples than one batch, or a "
             "generator that was read before (pass what can be iterated several times, such as a DataLoader)"
         )
+
+
+def opened(loader: Iterable[Any], device: torch.device) -> tuple[Any, Iterator[Any]]:
+    """The inputs of the first batch, and all batches of one pass (the first one again): nothing is read twice."""
+    every, read = iter(loader), []
+
+    def reading() -> Iterator[Any]:
+        for batch in every:
+            read.append(batch)
+            yield batch
+
+    inputs, _ = next(batches(reading(), device))
+    return inputs, chain(read, every)
 
 
 def _to(inputs: Any, device: torch.device) -> Any:

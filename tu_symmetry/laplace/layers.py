@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from tu_symmetry.laplace.patches import CONVOLUTIONS, patches_of
 
@@ -198,7 +199,7 @@ class Watch:
     def __init__(self, on_input: Callable[[Layer, Tensor], None]) -> None:
         self.on_input = on_input
         self.on_gradient: Callable[[Layer, Tensor], None] | None = None
-        self.paused: Callable[[], bool] = bool  # never
+        self.running = False  # only the forward pass itself is watched, and no module that is run again later
         self._deferred: list[tuple[Layer, Tensor]] = []
         self.leaves: list[Tensor] = []
         self.seen: set[str] = set()
@@ -207,7 +208,7 @@ class Watch:
 
     def __call__(self, layer: Layer, inputs: Tensor, output: Tensor) -> Tensor:
         """Note one layer's input, and put a gradient hook on its output."""
-        if self.paused():
+        if not self.running:
             return output
         if layer.name in self.seen:
             raise UnsupportedLayerError(
@@ -260,8 +261,6 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
     from tu_symmetry.laplace.attention import AttentionProjection, attention_forward
     from tu_symmetry.laplace.modules import ModuleLayer
 
-    others = [layer for layer in layers if isinstance(layer, ModuleLayer)]
-    watch.paused = lambda: any(layer.replaying for layer in others)
     modules = dict(model.named_modules())
     weights = {name: p.detach() for name, p in model.named_parameters()}
     handles, patched = [], []
@@ -270,8 +269,12 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         watch.batch = batch
         watch.leaves.clear()
         watch.seen.clear()
-        with torch.enable_grad():
-            outputs = functional_call(model, weights, inputs if isinstance(inputs, tuple) else (inputs,))
+        watch.running = True
+        try:
+            with torch.enable_grad():
+                outputs = functional_call(model, weights, inputs if isinstance(inputs, tuple) else (inputs,))
+        finally:
+            watch.running = False
         silent = [layer.path for layer in layers if layer.name not in watch.seen]
         if silent:
             raise UnsupportedLayerError(
@@ -281,6 +284,8 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         return outputs
 
     def hook(layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if not watch.running:
+            return output
         if isinstance(layer, ModuleLayer):
             layer.check_call(args, kwargs, output)
         elif not args:
@@ -334,7 +339,13 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
     refused: list[str] = []
     inside: set[str] = set()
     for path, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # its parameters count as those of the module that it makes a weight for
         own = {leaf: p for leaf, p in module.named_parameters(recurse=False)}
+        made: dict[str, nn.Parameter] = {}
+        if is_parametrized(module):
+            lists = module.get_submodule("parametrizations")
+            made = {f"parametrizations.{leaf}": p for leaf, p in lists.named_parameters()}
         prefix = f"{path}." if path else ""
         if isinstance(module, nn.MultiheadAttention):
             names_here = [n for n in chosen if n.startswith(prefix)]
@@ -342,6 +353,9 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
                 layers.extend(attention_projections(path, module, chosen))
             inside.update(n for n in names_here)
             continue
+        for leaf, p in sorted(made.items()):
+            if prefix + leaf in chosen and prefix + leaf not in inside:
+                layers.append(ModuleLayer(path, module, leaf, Part(prefix + leaf, tuple(p.shape))))
         if not any(prefix + leaf in chosen and prefix + leaf not in inside for leaf in own):
             continue
         parts = {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items() if prefix + leaf in chosen}

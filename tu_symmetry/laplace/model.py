@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import Block, Posterior
+from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, Options, Summary, WeightSharing, fit_curvature
-from tu_symmetry.laplace.data import batches, together
+from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers, prior_groups
 from tu_symmetry.laplace.layers import Layer, find_layers
@@ -33,15 +36,17 @@ from tu_symmetry.laplace.report import (
     GroupReport,
     NotConvergedWarning,
     PrunedGroupWarning,
+    ReadElsewhereWarning,
     warn_about,
 )
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
+    batch_size,
     evaluating,
+    full_precision,
     last_linear,
     ordinary,
-    require_independent_samples,
     rows_of,
     select_parameters,
 )
@@ -56,12 +61,27 @@ __all__ = [
     "LinearizedLaplace",
     "NotConvergedWarning",
     "PrunedGroupWarning",
+    "ReadElsewhereWarning",
 ]
 
 Progress = Callable[[dict[str, Any]], None]
 
 _EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 samples
 _EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[Concatenate[LinearizedLaplace, P], R]:
+    """Out of the caller's inference mode and autocast, whose tensors would neither be exact nor be of use later."""
+
+    @wraps(method)
+    def run(self: LinearizedLaplace, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.inference_mode(False), full_precision(self.model):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class LinearizedLaplace:
@@ -99,11 +119,13 @@ class LinearizedLaplace:
         log_precision: log of their precisions, float64.
         noise_variance: of a regression's noise (1 for a classification).
         center: the hyperprior's center of each precision.
+        whole: parameters without Kronecker factors that have an exact block, since other modules read them too.
         solution: the weights ``theta`` and how well they solve their problem.
         summary: number of samples and outputs, and the loss at the linearization point.
         train_loader: what :meth:`fit` was given; None after loading.
 
     Raises:
+        TypeError: a model that is no module, or a wrapper (``DataParallel``, ``torch.compile``).
         ValueError: options that are not known or do not go together.
     """
 
@@ -127,6 +149,7 @@ class LinearizedLaplace:
         prior_precision: float | Mapping[str, float] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
+        require_module(model)
         for option, value, allowed in (
             ("prior", prior, ("per_group", "per_filter", "per_layer", "single")),
             ("mode", mode, ("linear", "map")),
@@ -167,11 +190,13 @@ class LinearizedLaplace:
             self.tangent = TangentModel(model, select_parameters(model, parameters))
         self._blocks: list[Block] | None = None
         self._layers: list[Layer] | None = None
+        self.whole: tuple[str, ...] = ()
         self._samples: WeightSamples | None = None
 
     # ------------------------------------------------------------------ fitting
 
     @leaves_randomness
+    @_apart
     def fit(self, train_loader: Iterable[Any], *, progress: Progress | None = None) -> LinearizedLaplace:
         """Accumulate the curvature over the training data.
 
@@ -184,19 +209,40 @@ class LinearizedLaplace:
             progress: called after each batch with ``{"stage", "batch", "samples"}``.
 
         Raises:
-            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses.
+            TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
+            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; a network
+                whose outputs are random, depend on the other samples of a batch, or do not lead with the batch.
             UnsupportedLayerError: layers without Kronecker factors, by name.
+
+        Warns:
+            ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module.
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
-        require_independent_samples(self.model)
-        with together(self.tangent.point().device):
+        require_weights(self.model, self.tangent.names)
+        device = self.tangent.point().device
+        with together(device):
             groups = self._group(train_loader)
+            inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
+            found = examine(self.model, self.tangent.names, inputs, layered=self.options.curvature in ("kfac", "ekfac"))
+        marked = torch.tensor([float(name in found) for name in self.tangent.names], device=device)
+        all_reduce(marked)  # other processes have other samples
+        whole = [name for name, mark in zip(self.tangent.names, marked.tolist(), strict=True) if mark > 0]
+        if whole:
+            warnings.warn(
+                f"{whole[:6]} {'and others ' if len(whole) > 6 else ''}are read elsewhere than in the call of their "
+                "module, so that Kronecker factors would miss a part: they get their exact block (its diagonal beyond "
+                f"{self.options.dense_limit} entries)",
+                ReadElsewhereWarning,
+                stacklevel=4,
+            )
         blocks, summary = fit_curvature(
             self.tangent,
             self.likelihood,
             train_loader,
             groups,
             self.options,
+            whole=whole,
+            first_pass=first_pass,
             generator=self.generator or torch.Generator().manual_seed(0),
             progress=progress,
         )
@@ -207,12 +253,14 @@ class LinearizedLaplace:
             log_precision=centers(groups, self.tangent.point()).log(),
             noise_variance=self._initial_noise,
             solution=Mode.at(self.tangent.point(), summary.loss, self.mode),
+            whole=whole,
         )
         if self._initial is not None:
             self.set_precision(self._initial)
         self.train_loader = train_loader
         return self
 
+    @_apart
     def restore(
         self,
         blocks: Sequence[Block],
@@ -223,16 +271,20 @@ class LinearizedLaplace:
         noise_variance: float,
         solution: Mode,
         hyperprior: Hyperprior = FLAT,
+        whole: Sequence[str] = (),
     ) -> None:
         """Take over a curvature of this network (fitted, loaded, or converted), precisions and weights."""
         layered = self.options.curvature in ("kfac", "ekfac")
-        self._layers = find_layers(self.model, self.tangent.names) if layered else None
+        self.whole = tuple(whole)
+        names = [name for name in self.tangent.names if name not in self.whole]
+        self._layers = find_layers(self.model, names) if layered else None
         self._blocks, self.summary, self.prior_groups = list(blocks), summary, groups
         self._determinants: Determinants = determinants(blocks, groups)
         self.center = centers(groups, self.tangent.point())
         self.log_precision, self.noise_variance, self.hyperprior = log_precision, noise_variance, hyperprior
         self.solution = solution
-        self.fingerprint, self._versions = self.tangent.fingerprint(), self._version()
+        self.fingerprint = self.tangent.fingerprint()
+        self._state = {name: tensor.clone() for name, tensor in self.tangent.state().items()}
         self._samples = None
 
     def _group(self, loader: Iterable[Any]) -> PriorGroups:
@@ -251,6 +303,7 @@ class LinearizedLaplace:
             normalizations = self.graph.normalizations
         return prior_groups(self.tangent.slots, self.prior, normalizations=normalizations, groups=self.groups)
 
+    @_apart
     def set_precision(self, precision: float | Mapping[str, float]) -> None:
         """Set the prior precision of all groups, or of groups by name (the others keep theirs)."""
         self._require_fit()
@@ -273,6 +326,7 @@ class LinearizedLaplace:
     # ------------------------------------------------------------------ evidence
 
     @leaves_randomness
+    @_apart
     def optimize_evidence(
         self,
         train_loader: Iterable[Any] | None = None,
@@ -320,7 +374,7 @@ class LinearizedLaplace:
             loader = self._training_data(train_loader)
             accuracy = mode_tolerance or self._default_mode_tolerance()
             result = self._joint(loader, max_iterations, tolerance, accuracy, progress)
-        warn_about(result, self.report(), stacklevel=2)
+        warn_about(result, self.report(), stacklevel=4)
         return result
 
     def _hyperparameter_step(self, mode: Mode) -> tuple[Tensor, float]:
@@ -394,6 +448,7 @@ class LinearizedLaplace:
         return ((gamma < 1e-2) & (rho > self.log_precision)) | (gamma < 1e-8)
 
     @leaves_randomness
+    @_apart
     def solve_mode(
         self,
         train_loader: Iterable[Any] | None = None,
@@ -428,6 +483,7 @@ class LinearizedLaplace:
         return 1e-6 if self.solution.theta.dtype == torch.float64 else 1e-2
 
     @leaves_randomness
+    @_apart
     def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
         """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
 
@@ -487,14 +543,21 @@ class LinearizedLaplace:
         self._require_fit()
         return self.solution.theta
 
+    @_apart
     def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``.
 
         Outputs ``[batch, positions, outputs]`` have joint covariances over both, which are flattened to one axis.
         """
         self._require_weights()
-        return outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, self._inputs(inputs))
+        return self._covariance(self._inputs(inputs))
 
+    def _covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
+        return outputs_posterior.function_covariance(
+            self.tangent, self.posterior, self._layers, inputs, whole=self.whole
+        )
+
+    @_apart
     def function_samples(self, inputs: Any, n_samples: int = 100, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
         self._require_weights()
@@ -503,6 +566,7 @@ class LinearizedLaplace:
         )
         return outputs + changes
 
+    @_apart
     def predictive(
         self,
         inputs: Any,
@@ -545,7 +609,7 @@ class LinearizedLaplace:
             with evaluating(self.model):
                 return self.tangent.outputs(inputs).softmax(-1)
         if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
-            mean, matrix = outputs_posterior.function_covariance(self.tangent, self.posterior, self._layers, inputs)
+            mean, matrix = self._covariance(inputs)
             matrix = outputs_posterior.within_positions(mean, matrix)
             variance, with_sum = matrix.diagonal(dim1=-2, dim2=-1), matrix.sum(-1)
             if classify and link == "mc":
@@ -591,7 +655,10 @@ class LinearizedLaplace:
             return tuple(move(v) for v in value) if isinstance(value, tuple) else value.to(device)
 
         with torch.inference_mode(False):
-            return move(ordinary(inputs))
+            found = move(ordinary(inputs))
+        if batch_size(found) == 0:
+            raise ValueError("the batch holds no samples, so that there is nothing to predict")
+        return found
 
     # ------------------------------------------------------------------ storage and checks
 
@@ -637,19 +704,21 @@ class LinearizedLaplace:
             raise RuntimeError("this Laplace approximation has not been fitted; call fit(train_loader) first")
         return self._blocks
 
-    def _version(self) -> tuple[tuple[int, int], ...]:
-        tensors = (*self.model.parameters(), *self.model.buffers())
-        return tuple((t.data_ptr(), t._version) for t in tensors)
-
     def _require_weights(self) -> None:
-        """Refuse to go on with a network whose weights are not those of :meth:`fit`."""
+        """Refuse to go on with a network whose weights are not those of :meth:`fit`.
+
+        They are compared by value with a copy, since edits of ``weight.data`` leave no other trace. It takes one pass
+        over the weights in memory.
+        """
         self._require_fit()
-        version = self._version()
-        if version == self._versions:
+        now = self.tangent.state()
+        if now.keys() == self._state.keys() and all(
+            t.shape == kept.shape and t.dtype == kept.dtype and t.device == kept.device and torch.equal(t, kept)
+            for t, kept in zip(now.values(), (self._state[name] for name in now), strict=True)
+        ):
             return
-        if self.tangent.fingerprint() != self.fingerprint:
+        if self.tangent.fingerprint() != self.fingerprint:  # also where NaN in a buffer, or another device, looks so
             raise RuntimeError(
                 "the network's weights have changed since the Laplace approximation was fitted (further training, "
                 "or weights loaded into it); fit again, or put the fitted weights back"
             )
-        self._versions = version

@@ -21,7 +21,6 @@ class ModuleLayer(Layer):
         path: name of the module.
         module: the module.
         leaf: name of the parameter in it.
-        replaying: whether it is being run again, when nothing must watch the layers inside.
     """
 
     deferred = True
@@ -29,7 +28,6 @@ class ModuleLayer(Layer):
     def __init__(self, path: str, module: nn.Module, leaf: str, weight: Part) -> None:
         super().__init__(f"{path}:{leaf}", weight, None)
         self.path, self.module, self.leaf = path, module, leaf
-        self.replaying = False
         self._vectorized = True
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -60,17 +58,13 @@ class ModuleLayer(Layer):
 
             return vjp(outputs, own)[1](direction.unsqueeze(0))[0].reshape(-1)
 
-        self.replaying = True
-        try:
-            with torch.enable_grad():
-                if self._vectorized:
-                    try:
-                        return vmap(one)(rows, gradient).detach()
-                    except RuntimeError:  # an operator that cannot be vectorized; other errors come again below
-                        self._vectorized = False
-                return torch.stack([one(*pair) for pair in zip(rows, gradient, strict=True)]).detach()
-        finally:
-            self.replaying = False
+        with torch.enable_grad():
+            if self._vectorized:
+                try:
+                    return vmap(one)(rows, gradient).detach()
+                except RuntimeError:  # an operator that cannot be vectorized; other errors come again below
+                    self._vectorized = False
+            return torch.stack([one(*pair) for pair in zip(rows, gradient, strict=True)]).detach()
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Every parameter is a weight here."""

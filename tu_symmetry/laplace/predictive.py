@@ -40,7 +40,12 @@ class GaussianPredictive(NamedTuple):
 
 
 def function_covariance(
-    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer] | None, inputs: Any
+    tangent: TangentModel,
+    posterior: Posterior,
+    layers: Sequence[Layer] | None,
+    inputs: Any,
+    *,
+    whole: Sequence[str] = (),
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
 
@@ -52,6 +57,7 @@ def function_covariance(
         posterior: over its parameters.
         layers: the layers of a Kronecker-factored posterior, None for any other.
         inputs: a batch of any size; it is worked through in pieces of bounded memory.
+        whole: parameters of a Kronecker-factored posterior that no layer covers.
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
@@ -60,18 +66,23 @@ def function_covariance(
         if layers is None:
             step = max(1, _ELEMENTS // (tangent.size * width))
             pieces = [
-                _dense_covariance(tangent, posterior, rows_of(inputs, slice(i, i + step)), shape)
+                _dense_covariance(tangent, posterior, None, rows_of(inputs, slice(i, i + step)), shape)
                 for i in range(0, len(outputs), step)
             ]
         else:
             watch = Watch(lambda layer, rows: None)
             with watching(tangent.model, layers, watch) as forward:
                 forward(rows_of(inputs, slice(0, 1)), 1)
-            step = max(1, _ELEMENTS // (max(watch.outputs, _longest_vector(layers)) * width))
-            pieces = [
-                _layered_covariance(tangent, posterior, layers, rows_of(inputs, slice(i, i + step)), shape)
-                for i in range(0, len(outputs), step)
-            ]
+            other = TangentModel(tangent.model, whole) if whole else None
+            longest = max(watch.outputs, _longest_vector(layers), other.size if other is not None else 0)
+            step = max(1, _ELEMENTS // (longest * width))
+            pieces = []
+            for i in range(0, len(outputs), step):
+                some = rows_of(inputs, slice(i, i + step))
+                pieces.append(_layered_covariance(tangent, posterior, layers, some, shape))
+                if other is not None:
+                    own = {block.name: block for block in posterior.blocks if block.name in other.slots}
+                    pieces[-1] += _dense_covariance(other, posterior, own, some, shape)
     return outputs, torch.cat(pieces)
 
 
@@ -85,14 +96,18 @@ def _factored(layer: Layer) -> bool:
     return isinstance(layer, (MatrixLayer, EmbeddingLayer))
 
 
-def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, shape: torch.Size) -> Tensor:
+def _dense_covariance(
+    tangent: TangentModel, posterior: Posterior, own: dict[str, Block] | None, inputs: Any, shape: torch.Size
+) -> Tensor:
+    """Covariances from Jacobians of single samples: of all blocks, or of those that cover one parameter each."""
     width = shape.numel()
     eye = torch.eye(width, dtype=tangent.point().dtype, device=tangent.point().device).view(width, *shape)
     rows = [tangent.sample_gradients(inputs, column.expand(batch_size(inputs), *shape)) for column in eye]
     jacobian = torch.stack(rows, dim=1)
     covariance = jacobian.new_zeros(len(jacobian), width, width)
-    for block in posterior.blocks:
-        white = posterior.whiten(block, jacobian[..., block.start : block.stop])
+    for block in posterior.blocks if own is None else own.values():
+        place = slice(block.start, block.stop) if own is None else slice(*tangent.slots[block.name][:2])
+        white = posterior.whiten(block, jacobian[..., place])
         covariance += white @ white.mT
     return covariance
 

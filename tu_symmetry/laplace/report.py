@@ -15,6 +15,10 @@ class NotConvergedWarning(UserWarning):
     """An optimization stopped before its tolerance was met."""
 
 
+class ReadElsewhereWarning(UserWarning):
+    """A parameter is read outside of its own module, and has no Kronecker factors therefore."""
+
+
 @dataclass(frozen=True)
 class GroupReport:
     """What the evidence found for one prior group.

@@ -66,6 +66,7 @@ def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
         "mode": la.mode,
         "options": asdict(la.options),
         "parameters": list(la.tangent.names),
+        "whole": list(la.whole),
         "groups": list(la.prior_groups.names),
         "noise_variance": la.noise_variance,
         "noise_fixed": la.noise_fixed,
@@ -130,6 +131,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         noise_variance=content["noise_variance"],
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=_solution(content["solution"], tensors["theta"].to(device)),
+        whole=content.get("whole", ()),
     )
     return la
 

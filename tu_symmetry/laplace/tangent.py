@@ -78,11 +78,12 @@ def require_independent_samples(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, ordinary (non-inference) tensors, and attention that forward-mode differentiation knows."""
+    """Evaluation mode, full precision, ordinary (non-inference) tensors, attention with a forward-mode derivative."""
     training = [m for m in model.modules() if m.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(full_precision(model))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -92,6 +93,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             torch.backends.mha.set_fastpath_enabled(fast)
             for module in training:
                 module.training = True
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """No autocast around the network: curvatures have more digits than half precision holds."""
+    kinds = {"cpu"} | {p.device.type for p in model.parameters()}
+    with ExitStack() as stack:
+        for kind in sorted(kinds):
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def ordinary(inputs: Any) -> Any:
@@ -130,6 +142,11 @@ def rows_of(inputs: Any, rows: slice) -> Any:
     return tuple(rows_of(i, rows) for i in inputs) if isinstance(inputs, tuple) else inputs[rows]
 
 
+def _alone(row: Any) -> Any:
+    """A sample as a batch of one."""
+    return tuple(_alone(i) for i in row) if isinstance(row, tuple) else row.unsqueeze(0)
+
+
 class TangentModel:
     """``f(x; theta)`` and its Jacobian products at the linearization point, for a subset of the parameters.
 
@@ -164,10 +181,14 @@ class TangentModel:
     def fingerprint(self) -> str:
         """A digest of all parameters and buffers: two networks with the same one compute the same function."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.model.state_dict().items()):
+        for name, tensor in sorted(self.state().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def state(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers, shared with the module."""
+        return {n: t.detach() for n, t in self.model.state_dict().items() if isinstance(t, Tensor)}
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Concatenate the parameters' tensors to one vector."""
@@ -246,8 +267,7 @@ class TangentModel:
         point = self.parameters()
 
         def one(row: Any, direction: Tensor) -> dict[str, Tensor]:
-            single = tuple(i.unsqueeze(0) for i in row) if isinstance(row, tuple) else row.unsqueeze(0)
-            pullback = vjp(self.function(single), point)[1]
+            pullback = vjp(self.function(_alone(row)), point)[1]
             return pullback(direction.unsqueeze(0))[0]
 
         with torch.enable_grad():

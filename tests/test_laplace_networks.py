@@ -1,0 +1,389 @@
+"""Parameters that are read in several ways, parametrized weights, and random small networks, against dense oracles.
+
+Everywhere: exact curvatures are exact, blocks that are no Kronecker products are the exact blocks, Kronecker factors
+are exact for one sample where no position shares a weight, and covariances of outputs are ``J Sigma J^T``.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import dense_covariance, dense_curvature, exact_ggn, jacobian, randomize, slot
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+
+from tu_symmetry.laplace.layers import UnsupportedLayerError
+from tu_symmetry.laplace.model import LinearizedLaplace, ReadElsewhereWarning
+
+RTOL, ATOL = 1e-7, 1e-9
+
+
+def labels(outputs: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, outputs.shape[-1], outputs.shape[:-1], generator=generator)
+
+
+def fitted(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> LinearizedLaplace:
+    options = {"prior": "single", "mode": "map"} | options
+    cut = max(1, len(x) // 2)
+    return LinearizedLaplace(model, **options).fit([p for p in ((x[:cut], y[:cut]), (x[cut:], y[cut:])) if len(p[0])])
+
+
+def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: bool = False) -> LinearizedLaplace:
+    """All laws of this file for one network; ``one``: one sample, no position shares a weight, so all blocks exact."""
+    full = fitted(model, x, y, curvature="full")
+    exact = exact_ggn(model, full.tangent.names, x, y, "classification")
+    scale = float(exact.abs().max())
+    torch.testing.assert_close(dense_curvature(full), exact, rtol=RTOL, atol=ATOL * scale)
+    diagonal = fitted(model, x, y, curvature="diag")
+    torch.testing.assert_close(dense_curvature(diagonal).diagonal(), exact.diagonal(), rtol=RTOL, atol=ATOL * scale)
+    la = fitted(model, x, y, dense_limit=limit)
+    found, covered = dense_curvature(la), 0
+    for block in la.posterior.blocks:
+        assert block.start == covered
+        covered, own = block.stop, slice(block.start, block.stop)
+        if block.kind == "kronecker" and not one:
+            continue
+        wanted = torch.diag(exact[own, own].diagonal()) if block.kind == "diagonal" else exact[own, own]
+        torch.testing.assert_close(found[own, own], wanted, rtol=RTOL, atol=ATOL * scale)
+    assert covered == la.tangent.size
+    jac = jacobian(model, la.tangent.names, x)
+    flat = jac.reshape(len(x), -1, jac.shape[-1])
+    expected = torch.einsum("nci,ij,ndj->ncd", flat, dense_covariance(la), flat)
+    covariance = la.function_covariance(x)[1]
+    torch.testing.assert_close(covariance, expected, rtol=1e-6, atol=1e-8 * float(expected.abs().max()))
+    return la
+
+
+# ---------------------------------------------------------------------- read in two ways
+
+
+class Inner(nn.Module):
+    """``a`` is called, and its weight (or bias) is read besides."""
+
+    def __init__(self, read: Callable[[Inner, Tensor], Tensor], first: nn.Module | None = None) -> None:
+        super().__init__()
+        self.a, self.b, self.read = first or nn.Linear(5, 5), nn.Linear(5, 3), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.read(self, x)))
+
+
+class Embedded(nn.Module):
+    """Tokens whose table serves as the output layer too, as language models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.mix(self.table(tokens))), self.table.weight)
+
+
+def normalized(m: Inner, x: Tensor) -> Tensor:
+    """A weight norm written out, beside the call."""
+    return m.a(x) + F.linear(x, m.a.weight / m.a.weight.norm(dim=1, keepdim=True))  # type: ignore[union-attr,operator]
+
+
+READS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "weight_transposed": (lambda: Inner(lambda m, x: m.a(x) + x @ m.a.weight.T), {"a.weight"}),
+    "weight_once_more": (lambda: Inner(lambda m, x: m.a(x) + x @ m.a.weight), {"a.weight"}),
+    "weight_norm": (lambda: Inner(normalized), {"a.weight"}),
+    "bias": (lambda: Inner(lambda m, x: m.a(x) * m.a.bias), {"a.bias"}),
+    "both": (lambda: Inner(lambda m, x: m.a(x) * F.linear(x, m.a.weight, m.a.bias)), {"a.weight", "a.bias"}),
+    "penalty": (lambda: Inner(lambda m, x: m.a(x) / (1 + m.a.weight.square().sum())), {"a.weight"}),
+    "of_the_head": (lambda: Inner(lambda m, x: m.a(x) + x @ m.b.weight.T @ m.b.weight), {"b.weight"}),
+    "normalization": (
+        lambda: Inner(lambda m, x: m.a(x) + m.a.weight, nn.LayerNorm(5)),
+        {"a.weight"},
+    ),
+}
+
+
+@pytest.mark.parametrize("limit", [4096, 3])
+@pytest.mark.parametrize("name", list(READS))
+def test_a_parameter_that_is_read_besides_gets_its_exact_block(name: str, limit: int) -> None:
+    build, read = READS[name]
+    model = randomize(build())
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    y = labels(model(x))
+    for curvature in ("kfac", "ekfac"):
+        with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
+            la = fitted(model, x, y, curvature=curvature, dense_limit=limit)
+        assert set(la.whole) == read
+        kinds = {block.name: block.kind for block in la.posterior.blocks}
+        assert all(kinds[n] == ("dense" if la.tangent.slots[n].stop - la.tangent.slots[n].start <= limit
+                                else "diagonal") for n in read)  # fmt: skip
+    with pytest.warns(ReadElsewhereWarning):
+        compare(model, x, y, limit=limit)
+
+
+@pytest.mark.parametrize("limit", [4096, 3])
+def test_an_embedding_that_is_the_output_layer_too(limit: int, tmp_path: Any) -> None:
+    """Token-level likelihood; what is saved knows which parameters are read besides."""
+    model = randomize(Embedded())
+    x = torch.randint(0, 5, (5, 3), generator=torch.Generator().manual_seed(2))
+    with pytest.warns(ReadElsewhereWarning, match=r"table\.weight"):
+        la = compare(model, x, labels(model(x)), limit=limit)
+    assert la.whole == ("table.weight",)
+    la.save(tmp_path / "la.safetensors")
+    again = LinearizedLaplace.load(tmp_path / "la.safetensors", model)
+    assert again.whole == la.whole
+    assert torch.equal(again.function_covariance(x)[1], la.function_covariance(x)[1])
+    theta = la.solve_mode([(x, labels(model(x)))]).theta
+    assert torch.isfinite(theta).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_small_second_use_is_found_in_either_precision(dtype: torch.dtype) -> None:
+    """It makes a thousandth of the gradient: the comparison is in double precision."""
+    model = randomize(Inner(lambda m, x: m.a(x) + 1e-3 * x @ m.a.weight.T)).to(dtype)  # type: ignore[union-attr,operator]
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with pytest.warns(ReadElsewhereWarning, match=r"a\.weight"):
+        fitted(model, x, labels(model(x)))
+
+
+def test_in_single_precision_that_cannot_be_left_a_large_second_use_is_found() -> None:
+    class Constant(nn.Module):
+        def __init__(self, read: bool) -> None:
+            super().__init__()
+            self.a, self.b, self.read = nn.Linear(5, 5), nn.Linear(5, 3), read
+            self.shift = torch.eye(5)  # no buffer, so that the network does not run in double precision
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x) @ self.shift
+            return self.b(torch.tanh(h + x @ self.a.weight.T if self.read else h))
+
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
+    for read in (True, False):
+        model = Constant(read)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fitted(model, x, labels(model(x)))
+        assert any(issubclass(w.category, ReadElsewhereWarning) for w in caught) == read
+
+
+def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
+    """A layer behind a transposition sees positions first; with as many of them as samples no length tells."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.tanh(self.a(x.transpose(0, 1))).transpose(0, 1).mean(1))
+
+    for length in (2, 4, 8):
+        x = torch.randn(length, length, 3, dtype=torch.float64)
+        model = randomize(Turned())
+        with pytest.raises(UnsupportedLayerError, match=r"'a'.*first axis has to be the batch"):
+            fitted(model, x, labels(model(x)), weight_sharing="reduce")
+
+
+# ---------------------------------------------------------------------- parametrized weights
+
+
+def parametrized(kind: str) -> nn.Module:
+    norm = parametrizations.weight_norm
+    if kind == "linear":
+        return nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), norm(nn.Linear(5, 3)))
+    if kind == "convolution":
+        return nn.Sequential(
+            norm(nn.Conv1d(2, 4, 3, padding=1)), nn.ReLU(), norm(nn.Conv1d(4, 4, 2, groups=2), dim=None), nn.Flatten(),
+            nn.Linear(12, 3),
+        )  # fmt: skip
+    if kind == "old":
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
+    if kind == "embedding":
+        return nn.Sequential(norm(nn.Embedding(5, 4)), norm(nn.Linear(4, 3)))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    if kind == "spectral":
+        parametrizations.spectral_norm(model[0])
+    elif kind == "orthogonal":
+        parametrizations.orthogonal(model[0])
+    elif kind == "bias":
+        parametrize.register_parametrization(model[0], "bias", Softplus())
+    elif kind == "chain":
+        norm(model[0])
+        parametrize.register_parametrization(model[0], "weight", Softplus(), unsafe=True)
+    return model
+
+
+class Softplus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softplus(x)
+
+
+KINDS = {"linear": (4,), "convolution": (2, 4), "old": (4,), "embedding": None, "spectral": (4,), "orthogonal": (4,),
+         "bias": (4,), "chain": (4,)}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize("limit", [4096, 3])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str, limit: int) -> None:
+    """For ``W = g v / ||v||`` by the chain rule through ``W``; all other parameters as ever."""
+    model, shape = parametrized(kind), KINDS[kind]
+    model = model.double().eval() if kind in ("orthogonal", "spectral") else randomize(model)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randint(0, 5, (6, 3), generator=generator)
+    if shape is not None:
+        x = torch.randn(6, *shape, generator=generator, dtype=torch.float64)
+    la = compare(model, x, labels(model(x)), limit=limit)
+    assert not la.whole
+    kinds = {block.name: block.kind for block in la.posterior.blocks}
+    assert all(k != "kronecker" for name, k in kinds.items() if "original" in name)
+
+
+def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
+    """``W`` does not depend on the length of ``v``: the block has each row's ``v`` in its null space."""
+    model = randomize(parametrized("linear"))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    la = fitted(model, x, labels(model(x)))
+    name = "0.parametrizations.weight.original1"
+    own = slot(la, name)
+    block, v = dense_curvature(la)[own, own], dict(model.named_parameters())[name].detach()
+    for row in range(len(v)):
+        along = torch.zeros_like(v)
+        along[row] = v[row] / v[row].norm()
+        assert float((block @ along.flatten()).norm()) < 1e-10 * float(block.norm())
+    la = fitted(model, x, labels(model(x)), prior="per_group", mode="linear")
+    la.optimize_evidence()
+    assert torch.isfinite(la.predictive(x)).all()
+    assert len(la.prior_groups) > 1  # the rows of v are normalization groups
+
+
+def test_an_attention_with_a_parametrized_projection() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+            parametrizations.weight_norm(self.attention, "in_proj_weight")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    model = randomize(Network())
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with pytest.warns(ReadElsewhereWarning, match="parametrizations"):
+        la = compare(model, x, labels(model(x)))
+    assert {name.rsplit(".", 1)[1] for name in la.whole} == {"original0", "original1"}
+
+
+# ---------------------------------------------------------------------- random networks
+
+
+class Random(nn.Module):
+    """A chain of random layers over vectors, tokens or images; some weights are read twice, some are parametrized."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        self.kind = rng.choice(["vector", "tokens", "image"])
+        self.per_position = self.kind == "tokens" and rng.random() < 0.5
+        self.layers, self.reads, self.norms = nn.ModuleList(), list[str](), list[Any]()
+        self.shared = self.kind != "vector"
+        width = rng.randint(2, 4)
+        if self.kind == "tokens":
+            self.layers.append(nn.Embedding(5, width))
+            self.reads.append("")
+        elif self.kind == "vector":
+            self.size = width
+        else:
+            self.size = width
+        for _ in range(rng.randint(1, 3)):
+            new = rng.choice([width, rng.randint(2, 4)])
+            if self.kind == "image":
+                groups = 2 if width % 2 == 0 and new % 2 == 0 and rng.random() < 0.3 else 1
+                layer: nn.Module = nn.Conv2d(width, new, rng.choice([1, 3]), padding="same", groups=groups,
+                                             bias=rng.random() < 0.7)  # fmt: skip
+            else:
+                layer = nn.Linear(width, new, bias=rng.random() < 0.7)
+            if rng.random() < 0.3:
+                layer = parametrizations.weight_norm(layer)
+            reads = self.kind != "image" and width == new and rng.random() < 0.4
+            self.layers.append(layer)
+            self.reads.append(rng.choice(["plus", "gram", "scale"]) if reads else "")
+            if rng.random() < 0.5:
+                self.layers.append(self._norm(rng, new))
+                self.reads.append("")
+            width = new
+        self.head = nn.Linear(width, 3)
+        self.width, self.tied_head = width, rng.random() < 0.2
+
+    def _norm(self, rng: random.Random, width: int) -> nn.Module:
+        if self.kind == "image":
+            return rng.choice([nn.BatchNorm2d(width), nn.GroupNorm(1, width), nn.PReLU(width)])
+        return rng.choice([nn.LayerNorm(width), nn.RMSNorm(width)])
+
+    def example(self, samples: int) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
+        if self.kind == "tokens":
+            return torch.randint(0, 5, (samples, 3), generator=generator)
+        shape = (self.size,) if self.kind == "vector" else (self.size, 3, 2)
+        return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, read in zip(self.layers, self.reads, strict=True):
+            y = layer(x)
+            if read == "plus":
+                y = y + x @ layer.weight  # type: ignore[operator]
+            elif read == "gram":
+                y = y @ (layer.weight @ layer.weight.T)  # type: ignore[union-attr,operator]
+            elif read == "scale":
+                y = y * layer.weight.abs().mean()  # type: ignore[union-attr,operator]
+            x = torch.tanh(y)
+        if self.kind == "image":
+            x = x.mean((2, 3))
+        elif self.kind == "tokens" and not self.per_position:
+            x = x.mean(1)
+        if self.tied_head:
+            return self.head(x) + F.linear(x, self.head.weight)
+        return self.head(x)
+
+
+def planted(model: Random) -> set[str]:
+    """The parameters that are read besides: known from how the network was made."""
+    names = set()
+    for i, (layer, read) in enumerate(zip(model.layers, model.reads, strict=True)):
+        if read:
+            names |= {f"layers.{i}.{n}" for n, _ in layer.named_parameters() if n != "bias"}
+    return names | ({"head.weight"} if model.tied_head else set())
+
+
+def check_random(seed: int) -> None:
+    model = Random(seed)
+    randomize(model, seed)
+    x = model.example(5)
+    y = labels(model(x).detach(), seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReadElsewhereWarning)
+        la = compare(model, x, y, limit=random.Random(seed).choice([4096, 5]))
+        assert set(la.whole) == planted(model)
+        if model.kind == "vector":
+            compare(model, x[:1], y[:1], one=True)
+        corrected = fitted(model, x, y, curvature="ekfac", weight_sharing="reduce")
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+    for block in corrected.posterior.blocks:  # the eigenvalues of EKFAC sum to the exact trace
+        trace = exact.diagonal()[block.start : block.stop].sum()
+        torch.testing.assert_close(block.eigenvalues().sum(), trace, rtol=1e-6, atol=1e-9 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_networks(seed: int) -> None:
+    check_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(24, 424, 50))
+def test_many_random_networks(start: int) -> None:
+    for seed in range(start, start + 50):
+        check_random(seed)

@@ -1,0 +1,238 @@
+"""What a network has to be for a Laplace approximation, found out on a few samples before any curvature is taken.
+
+Hooks see a module's inputs and output gradients, from which Kronecker-factored curvature recovers the gradients of its
+weights. They do not see a weight that is read in another way as well::
+
+    def forward(self, tokens):
+        h = self.table(tokens)                      # seen: rows of the table
+        return F.linear(h, self.table.weight)       # not seen: the same table, as a matrix
+
+The gradients recovered from the hooks then lack the second use, and so would the curvature. Comparing them with those
+of automatic differentiation, for a random direction of the outputs, finds every such parameter, however it is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.layers import Layer, Part, Watch, find_layers, watching
+from tu_symmetry.laplace.tangent import (
+    TangentModel,
+    batch_size,
+    evaluating,
+    require_independent_samples,
+    rows_of,
+)
+
+_SAMPLES = 4
+_COPIED = 1 << 28  # parameters of the largest network that is copied to double precision (2 GiB)
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def require_module(model: Any) -> None:
+    """Refuse what is no network that can be called with other weights.
+
+    Raises:
+        TypeError: no module, or a wrapper around one.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; linearized Laplace needs a torch.nn.Module")
+    if isinstance(model, _WRAPPERS):
+        raise TypeError(
+            f"the model is wrapped in {type(model).__name__}, which copies it in every call; pass model.module "
+            "(several processes share the work by torch.distributed: each passes its part of the data)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("the model is a TorchScript module, whose weights cannot vary; pass the original module")
+    if hasattr(model, "_orig_mod"):
+        raise TypeError("the model was compiled by torch.compile; pass the original module, model._orig_mod")
+
+
+def require_weights(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse weights of which no curvature can be taken.
+
+    Raises:
+        TypeError: half precision, several precisions, or other numbers.
+        ValueError: tensors that were made in inference mode, or normalization by the batch.
+    """
+    own = dict(model.named_parameters())
+    kinds = {own[name].dtype: name for name in reversed(names)}
+    for dtype, name in kinds.items():
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"{name} has type {dtype}; curvatures need single or double precision: call model.float(), or leave it "
+                "out with parameters=[...]"
+            )
+    if len(kinds) > 1:
+        raise TypeError(
+            f"{' and '.join(f'{n} ({d})' for d, n in kinds.items())} differ in precision; call model.float()"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name} was made within torch.inference_mode(), and has no gradients ever; build and load the network "
+                "outside of it (under torch.no_grad() if need be)"
+            )
+    require_independent_samples(model)
+
+
+def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: bool) -> tuple[str, ...]:
+    """Try a network on the first few samples of a batch.
+
+    Args:
+        model: the network.
+        names: the parameters that are to be uncertain.
+        inputs: a batch.
+        layered: whether gradients of weights are to be recovered layer by layer.
+
+    Returns:
+        Parameters that have to be treated by themselves, since layers do not give their gradients.
+
+    Raises:
+        ValueError: outputs that change from call to call, that depend on the other samples of the batch, or whose
+            gradients are cut off.
+        UnsupportedLayerError: layers without Kronecker factors, by name.
+    """
+    inputs = rows_of(inputs, slice(0, _SAMPLES))
+    if layered:
+        find_layers(model, names)  # what it refuses by name may not run at all
+    with evaluating(model):
+        _require_a_function(TangentModel(model, names), inputs)
+        exact, values = _in_double(model, names, inputs)
+        with evaluating(exact.model):
+            outputs = exact.outputs(values)
+            generator = torch.Generator().manual_seed(0)
+            cotangent = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
+            expected = exact.vjp(values, cotangent)
+            _require_gradients(exact, values, outputs, expected)
+            if not layered:
+                return ()
+            layers = find_layers(exact.model, names)
+            recovered = _recovered(exact, layers, values, cotangent)
+    return _differing(exact, expected, recovered)
+
+
+def _precision(model: nn.Module) -> float:
+    """Relative error that two ways to compute one output may differ by, on any device."""
+    kinds = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
+    if kinds & {torch.float16, torch.bfloat16}:
+        return 0.1
+    return 1e-3 if torch.float32 in kinds else 1e-8
+
+
+def _require_a_function(tangent: TangentModel, inputs: Any) -> None:
+    """Outputs are the same in every call, and do not depend on the other samples."""
+    outputs, again = tangent.outputs(inputs), tangent.outputs(inputs)
+    limit = _precision(tangent.model) * float(outputs.abs().max())
+    if outputs.shape != again.shape or float((outputs - again).abs().max()) > limit:
+        raise ValueError(
+            "the network's outputs change from call to call, although it is in evaluation mode: something in it draws "
+            "at random (F.dropout without training=self.training, noise that is always added), or it keeps a state. A "
+            "Laplace approximation is of one function: switch that off"
+        )
+    some = batch_size(inputs) // 2
+    if some == 0:
+        return
+    for rows in (slice(0, some), slice(some, None)):  # a network that runs along the batch shows in one of them only
+        part, together = tangent.outputs(rows_of(inputs, rows)), outputs[rows]
+        if part.shape == together.shape and float((part - together).abs().max()) > limit:
+            raise ValueError(
+                "the network's output of a sample depends on the other samples of its batch: it normalizes by the "
+                "batch, mixes samples, or takes another axis for the batch. Outputs of single samples have no Jacobian "
+                "then; make the network treat samples one by one, with the batch as the first axis"
+            )
+
+
+def _in_double(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[TangentModel, Any]:
+    """The network in double precision where it can be copied and run there, else itself."""
+
+    def double(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(double(v) for v in value)
+        return value.double() if value.is_floating_point() else value
+
+    own = TangentModel(model, names)
+    if sum(p.numel() for p in model.parameters()) > _COPIED:
+        return own, inputs
+    try:
+        exact, values = TangentModel(copy.deepcopy(model).double(), names), double(inputs)
+        if exact.outputs(values).dtype == torch.float64:
+            return exact, values
+    except Exception:  # whatever stands in the way: constants in single precision, modules that cannot be copied
+        pass
+    return own, inputs
+
+
+def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, gradient: Tensor) -> None:
+    """A parameter without any gradient does not move the outputs."""
+    limit = _precision(tangent.model) * float(outputs.abs().max())
+    point, generator = tangent.point(), torch.Generator().manual_seed(1)
+    for name, slot in tangent.slots.items():
+        own = slice(slot.start, slot.stop)
+        if bool(gradient[own].any()):
+            continue
+        step = torch.randn(slot.stop - slot.start, generator=generator, dtype=point.dtype).to(point.device)
+        moved = point.clone()
+        moved[own] += 1e-2 * step * (point[own].square().mean().sqrt() + 1e-2)
+        with torch.no_grad():
+            change = tangent.function(inputs)(tangent.unflatten(moved)) - outputs
+        if float(change.abs().max()) > limit:
+            raise ValueError(
+                f"the network's outputs depend on {name}, but it gets no gradient: its path is cut off by "
+                "torch.no_grad(), detach() or a step function. Let gradients through, or freeze it "
+                "(requires_grad_(False), or parameters=[...] without it)"
+            )
+
+
+def _recovered(tangent: TangentModel, layers: Sequence[Layer], inputs: Any, cotangent: Tensor) -> dict[Part, Tensor]:
+    """Gradients of the layers' weights and biases, as the curvature gets them: from inputs and output gradients."""
+    entered: dict[str, Tensor] = {}
+    found: dict[Part, Tensor] = {}
+
+    def enter(layer: Layer, rows: Tensor) -> None:
+        entered[layer.name] = rows.clone()  # the network may go on to work in place
+
+    def add(_: int, layer: Layer, gradient: Tensor) -> None:
+        for i in range(len(gradient)):
+            row, own = entered[layer.name][i : i + 1], gradient[i : i + 1]
+            if layer.weight is not None:
+                update = layer.weight_gradient(layer.rows(row), own)[0]
+                found[layer.weight] = found[layer.weight] + update if layer.weight in found else update
+            if layer.bias is not None:
+                update = layer.bias_gradient(own)[0]
+                found[layer.bias] = found[layer.bias] + update if layer.bias in found else update
+
+    watch = Watch(enter)
+    with watching(tangent.model, layers, watch) as forward:
+        count = batch_size(inputs)
+        if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
+            forward(rows_of(inputs, slice(0, count - 1)), count - 1)
+        watch.backward(forward(inputs, count).view_as(cotangent), [cotangent], add)
+    for layer in layers:
+        for part in (layer.weight, layer.bias):
+            if part is not None:
+                found.setdefault(part, cotangent.new_zeros(part.size))
+    return found
+
+
+def _differing(tangent: TangentModel, expected: Tensor, recovered: Mapping[Part, Tensor]) -> tuple[str, ...]:
+    """Parameters of which a part is not recovered, or differs."""
+    double = expected.dtype == torch.float64
+    relative, floor = (1e-6, 1e-10) if double else (3e-2, 1e-4)
+    floor = floor * float(expected.norm())
+    covered = dict.fromkeys(tangent.names, 0)
+    wrong: set[str] = set()
+    for part, own in recovered.items():
+        covered[part.parameter] += part.size
+        start = tangent.slots[part.parameter].start + part.offset
+        other = expected[start : start + part.size]
+        error = float((own - other).norm())
+        if not error <= max(floor, relative * max(float(own.norm()), float(other.norm()))):
+            wrong.add(part.parameter)
+    sizes = {name: slot.stop - slot.start for name, slot in tangent.slots.items()}
+    return tuple(name for name in tangent.names if name in wrong or covered[name] != sizes[name])
