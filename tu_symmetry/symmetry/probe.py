@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,6 +39,7 @@ class Probe:
         self.kwargs = dict(kwargs)
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
+        self._plain: bool | None = None
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
     @classmethod
@@ -110,6 +113,28 @@ class Probe:
             "Choose the model's plain implementation of that operator."
         ) from first
 
+    @contextlib.contextmanager
+    def _fresh(self) -> Iterator[nn.Module]:
+        """The module as it was made: some keep what they computed from weights, or count their calls.
+
+        Where all that a module holds beside its tensors are plain values, it is put back to them after the run (the
+        usual case, and a deep copy of a large network takes as long as its layers do); else a copy is run.
+        """
+        if self._plain is None:
+            self._plain = all(
+                k == "_buffers" or _plain(v) for part in self.module.modules() for k, v in vars(part).items()
+            )
+        if not self._plain:
+            yield _sharing(self.module)
+            return
+        held = [(part, {k: _shallow(v) for k, v in vars(part).items()}) for part in self.module.modules()]
+        try:
+            yield self.module
+        finally:
+            for part, attributes in held:
+                vars(part).clear()
+                vars(part).update(attributes)
+
     def _attempt(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         precision = self._precision
         given: dict[str, Tensor] = {}
@@ -125,14 +150,15 @@ class Probe:
                         kept[own.untyped_storage().data_ptr()] = name
                 seen[id(tensor)] = own
             given[name] = seen[id(tensor)]
+        for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
+            if name not in given:
+                given[name] = tensor.to(_like(tensor.dtype, precision), copy=True)
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.to(_like(t.dtype, precision), copy=True), (self.args, self.kwargs)
         )
-        # some modules keep what they computed from weights: each run has a model of its own, which shares the tensors
-        module = _sharing(self.module)
         exactly = _Exactly(precision, kept)
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
+            with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
                 torch.manual_seed(0)
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except _WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
@@ -212,6 +238,27 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 if not leaf.is_leaf and id(leaf) not in memo:
                     memo[id(leaf)] = leaf.detach().clone()
     return copy.deepcopy(model, memo)
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+def _plain(value: Any) -> bool:
+    """Whether an attribute cannot change but by being set anew, or is a flat container (see :func:`_shallow`)."""
+    if isinstance(value, (dict, list, set)):
+        items = value.values() if isinstance(value, dict) else value
+        return all(isinstance(v, (nn.Module, nn.Parameter)) or _atom(v) for v in items)
+    return _atom(value)
+
+
+def _atom(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_atom, value))
+    return isinstance(value, (*_ATOMS, types.FunctionType, types.BuiltinFunctionType, type))
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list, set)) else value
 
 
 def _leaves(value: Any) -> Iterator[Tensor]:
@@ -362,19 +409,23 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
 def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], generator: torch.Generator) -> None:
     """Multiply every entry of the floating-point tensors by ``1 + amount(name) * u``, u uniform in (-1, 1), in place.
 
-    Names that hold the same tensor object are perturbed once.
+    Names that hold the same tensor object are perturbed once. The tensors are contiguous.
     """
     done: set[int] = set()
+    pool = torch.rand(2 * _POOL, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
     for name, tensor in state.items():
         size = amount(name)
         floating = tensor.is_floating_point() or tensor.is_complex()
         if id(tensor) in done or not floating or tensor.layout != torch.strided or size == 0:
             continue
         done.add(id(tensor))
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor
-        for piece in flat.split(2**21) if flat.ndim == 1 else (flat,):
-            noise = torch.rand(piece.shape, generator=generator, dtype=torch.float64)
-            piece.mul_(noise.mul_(2 * size).add_(1 - size).to(_real(piece.dtype)))
+        flat = tensor.view(-1)
+        starts = torch.randint(_POOL, (flat.numel() // _POOL + 1,), generator=generator).tolist()
+        for piece, start in zip(flat.split(_POOL), starts, strict=False):
+            piece.mul_((pool[start : start + len(piece)] * size).add_(1).to(_real(piece.dtype)))
+
+
+_POOL = 2**18  # drawing a number for every weight would take longer than a layer does
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:
