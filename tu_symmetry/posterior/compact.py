@@ -196,6 +196,45 @@ class CompactPosterior:
             metadata=metadata,
         )
 
+    @classmethod
+    def from_moments(
+        cls,
+        model: nn.Module,
+        mean: Mapping[str, Tensor],
+        std: Mapping[str, Tensor],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> CompactPosterior:
+        """Put a diagonal posterior together from the moments of a module's parameters.
+
+        Args:
+            model: of the architecture; tied weights and buffers are taken from it.
+            mean: of every parameter, by its name in ``named_parameters`` (tied ones once), on any device.
+            std: likewise.
+            metadata: anything that JSON can hold; the architecture is added.
+
+        Raises:
+            ValueError: moments of another network.
+        """
+        owners = {id(p): name for name, p in model.named_parameters()}
+        if missing := sorted(set(owners.values()) ^ mean.keys() | set(owners.values()) ^ std.keys()):
+            raise ValueError(f"the moments are not those of {type(model).__name__}: {missing[:6]} differ")
+        means: State = {}
+        stds: State = {}
+        aliases: dict[str, list[str]] = {}
+        for name, t in model.state_dict(keep_vars=True).items():
+            if id(t) in owners:
+                own = owners[id(t)]
+                means[name], stds[name] = (part[own].detach().cpu().to(t.dtype) for part in (mean, std))
+                aliases.setdefault(own, []).append(name)
+            else:
+                means[name] = t.detach().cpu().clone()
+        return cls(
+            means,
+            stds,
+            aliases={own: names for own, names in aliases.items() if len(names) > 1},
+            metadata={"architecture": type(model).__name__, **(metadata or {})},
+        )
+
     @property
     def rank(self) -> int:
         """Rank of the low-rank part, 0 for a diagonal posterior."""

@@ -35,6 +35,24 @@ def gaussian_kl(mean: Mapping[str, Tensor], std: Mapping[str, Tensor], prior_pre
     return torch.stack(terms).sum()
 
 
+def gaussian_draw(mean: Mapping[str, Tensor], std: Mapping[str, Tensor], generator: torch.Generator) -> States:
+    """One reparameterized draw from ``N(mean, std^2)``; gradients reach ``mean`` and ``std``."""
+    return {
+        name: m + std[name] * torch.randn(m.shape, generator=generator, device=m.device, dtype=m.dtype)
+        for name, m in mean.items()
+    }
+
+
+def require_function_of_parameters(model: nn.Module) -> None:
+    """Raise a ValueError that names the first layer with running statistics."""
+    for name, layer in model.named_modules():
+        if getattr(layer, "running_mean", None) is not None:
+            raise ValueError(
+                f"{name or 'the network'} ({type(layer).__name__}) has running statistics, so the likelihood is no "
+                "function of the parameters alone: use a normalization without them, such as GroupNorm"
+            )
+
+
 def initialized(model: nn.Module, seed: int) -> nn.Module:
     """A copy of a network with freshly drawn parameters, by the ``reset_parameters`` of its layers.
 
@@ -82,12 +100,7 @@ class BayesianNetwork:
             raise ValueError(f"got {len(x)} inputs and {len(y)} targets: there must be as many, and at least one")
         if x.is_floating_point() and not torch.isfinite(x).all():
             raise ValueError("the inputs hold NaN or infinite values")
-        for name, layer in model.named_modules():
-            if getattr(layer, "running_mean", None) is not None:
-                raise ValueError(
-                    f"{name or 'the network'} ({type(layer).__name__}) has running statistics, so the likelihood is no "
-                    "function of the parameters alone: use a normalization without them, such as GroupNorm"
-                )
+        require_function_of_parameters(model)
         self.device = torch.device(device)
         self.module = copy.deepcopy(model).to(self.device).eval()
         self.x, self.y = x.to(self.device), y.to(self.device)

@@ -26,6 +26,7 @@ from tu_symmetry.posterior.network import (
     States,
     categorical_nll,
     derived_seed,
+    gaussian_draw,
     gaussian_kl,
     initialized,
     require_positive,
@@ -314,10 +315,7 @@ def mean_field_vi(
         running = torch.zeros((), device=network.device, dtype=torch.float64)
         for batch in torch.randperm(n, generator=order).to(network.device).split(batch_size):
             std = {name: F.softplus(r) for name, r in rho.items()}
-            draw = {
-                name: m + std[name] * torch.randn(m.shape, generator=noise, device=m.device, dtype=m.dtype)
-                for name, m in mean.items()
-            }
+            draw = gaussian_draw(mean, std, noise)
             kl = gaussian_kl(mean, std, prior_precision)
             negative_elbo = network.nll(draw, network.x[batch], network.y[batch]) * (n / len(batch)) + kl
             optimizer.zero_grad()

@@ -10,15 +10,27 @@ _EXPORTS: dict[str, str] = {
     "LaplaceEnsemble": "laplace",
     "LaplacePostProcessing": "laplace",
     "LaplaceRegressionRoutine": "laplace",
+    "MembersRoutine": "members",
+    "VariationalRoutine": "variational",
     "posterior_ensemble": "ensembles",
 }
 
-__all__ = ["HMCRoutine", "LaplaceEnsemble", "LaplacePostProcessing", "LaplaceRegressionRoutine", "posterior_ensemble"]
+__all__ = [
+    "HMCRoutine",
+    "LaplaceEnsemble",
+    "LaplacePostProcessing",
+    "LaplaceRegressionRoutine",
+    "MembersRoutine",
+    "VariationalRoutine",
+    "posterior_ensemble",
+]
 
 if TYPE_CHECKING:
     from tu_symmetry.routines.ensembles import posterior_ensemble
     from tu_symmetry.routines.hmc import HMCRoutine
     from tu_symmetry.routines.laplace import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
+    from tu_symmetry.routines.members import MembersRoutine
+    from tu_symmetry.routines.variational import VariationalRoutine
 
 
 def __getattr__(name: str) -> Any:

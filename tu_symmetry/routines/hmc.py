@@ -239,24 +239,8 @@ class HMCRoutine(PredictiveRoutine):
         Raises:
             ValueError: fewer than two of them.
         """
-        std = self.moments.std()
-        state = {name: t.detach().cpu() for name, t in self.model.state_dict().items()}
-        shared = {id(p): name for name, p in self.model.named_parameters()}
-        names = {
-            n: shared[id(t)] for n, t in self.model.state_dict(keep_vars=True).items() if id(t) in shared
-        }  # tied names to the one that the chain has
-        aliases = {own: [n for n, other in names.items() if other == own] for own in set(names.values())}
-        return CompactPosterior(
-            {n: self.moments.mean[names[n]].cpu().to(t.dtype) if n in names else t for n, t in state.items()},
-            {n: std[own].cpu().to(state[n].dtype) for n, own in names.items()},
-            aliases={own: group for own, group in aliases.items() if len(group) > 1},
-            metadata={
-                "architecture": type(self.model).__name__,
-                "method": "hmc",
-                "networks": self.moments.count,
-                "aligned": False,
-            },
-        )
+        metadata = {"method": "hmc", "networks": self.moments.count, "aligned": False}
+        return CompactPosterior.from_moments(self.model, self.moments.mean, self.moments.std(), metadata)
 
     def diagnostics(self) -> dict[str, float]:
         """Effective sample sizes and split R-hat of all transitions after the burn-in so far."""

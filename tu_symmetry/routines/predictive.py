@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
@@ -126,7 +127,7 @@ class PredictiveRoutine(LightningModule):
             confidence = self._take(batch, self.test_cls_metrics, self.test_members)
         else:
             confidence = self.member_outputs(batch[0]).softmax(-1).mean(0).amax(-1)
-        if confidence is not None and len(self.trainer.test_dataloaders or ()) > 1:
+        if confidence is not None and len(self.trainer.num_test_batches) > 1:
             self.test_ood_metrics.update(1 - confidence, torch.full_like(confidence, dataloader_idx, dtype=torch.long))
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
@@ -141,7 +142,7 @@ class PredictiveRoutine(LightningModule):
     def on_test_epoch_end(self) -> None:
         """Log the metrics of the test."""
         self._log(self.test_cls_metrics, self.test_members, "test")
-        if len(self.trainer.test_dataloaders or ()) > 1:
+        if len(self.trainer.num_test_batches) > 1:
             self.log_dict(self.test_ood_metrics.compute())
             self.test_ood_metrics.reset()
 
@@ -170,6 +171,31 @@ class PredictiveRoutine(LightningModule):
             metrics.reset()
         members.reset()
         self.log_dict(found, prog_bar=False)
+
+
+def training_points(trainer: Trainer, given: int | None) -> int:
+    """Number of points in the training set: what is given, else the length of the training loader's data set.
+
+    Raises:
+        ValueError: several training loaders, or one without a length.
+    """
+    dataset = getattr(trainer.train_dataloader, "dataset", None)
+    if given is not None:
+        return given
+    if dataset is None or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            "the number of training points, which weighs the prior against the likelihood, cannot be told from "
+            f"{type(trainer.train_dataloader).__name__}: give num_data"
+        )
+    return len(dataset)
+
+
+def optimizer_config(
+    parameters: Iterable[Any], optimizer: OptimizerCallable | None, scheduler: LRSchedulerCallable | None
+) -> Any:
+    """What ``configure_optimizers`` returns: Adam with learning rate 1e-3 unless another one is given."""
+    made = torch.optim.Adam(parameters, lr=1e-3) if optimizer is None else optimizer(parameters)
+    return made if scheduler is None else {"optimizer": made, "lr_scheduler": scheduler(made)}
 
 
 def evenly(count: int, wanted: int | None) -> list[int]:

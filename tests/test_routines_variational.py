@@ -1,0 +1,221 @@
+"""Variational inference as a training run: the bound by a plain loop, its optimum, files, resuming, YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.network import derived_seed, initialized
+from tu_symmetry.posterior.samplers import mean_field_vi
+from tu_symmetry.routines import VariationalRoutine
+from tu_symmetry.tables.models import MLP
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MLP(64, 10, (6,))
+
+
+def data(**more: Any) -> DigitsDataModule:
+    return DigitsDataModule(**({"batch_size": 40, "train_size": 150, "test_size": 60, "seed": 5} | more))
+
+
+def trainer(folder: Path, epochs: int = 3, *callbacks: Callback, **more: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    common: dict[str, Any] = {"enable_checkpointing": False, "precision": "64-true", "limit_val_batches": 0}
+    return Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        callbacks=list(callbacks),
+        **(quiet | common | more),
+    )
+
+
+class Curve(Callback):
+    """The logged bound and its terms, epoch by epoch."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.rows.append({n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("vi/")})
+
+
+def test_the_bound_and_its_descent_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    curve, path = Curve(), tmp_path / "vi" / "q.safetensors"
+    routine = VariationalRoutine(network(), prior_precision=2.0, draws=2, seed=4, posterior=path)
+    trainer(tmp_path, 3, curve).fit(routine, datamodule=data())
+
+    model = initialized(network(), derived_seed(4, 1, 0)).double()
+    mean = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    rho = {n: torch.full_like(p, 0.05).expm1().log().requires_grad_() for n, p in mean.items()}
+    for r in rho.values():
+        r.data.fill_(float(torch.tensor(0.05, dtype=torch.float64).expm1().log().float()))  # float32 at the start
+    optimizer = torch.optim.Adam([*mean.values(), *rho.values()], lr=1e-3)
+    noise = torch.Generator().manual_seed(derived_seed(4, 3, 0))
+    loader = data().train_dataloader()
+    for epoch in range(3):
+        loader.set_epoch(epoch)  # type: ignore[attr-defined]
+        sums = dict.fromkeys(("vi/elbo", "vi/log_likelihood", "vi/kl"), 0.0)
+        for x, y in loader:
+            nll = torch.zeros((), dtype=torch.float64)
+            for _ in range(2):
+                w = {
+                    n: m + F.softplus(rho[n]) * torch.randn(m.shape, generator=noise, dtype=m.dtype)
+                    for n, m in mean.items()
+                }
+                nll = nll + F.cross_entropy(functional_call(model, w, (x.double(),)), y) * 150 / 2
+            prior = Normal(0.0, torch.tensor(0.5, dtype=torch.float64).sqrt())
+            kl = sum((kl_divergence(Normal(m, F.softplus(rho[n])), prior).sum() for n, m in mean.items()), nll * 0)
+            optimizer.zero_grad()
+            ((nll + kl) / 150).backward()
+            optimizer.step()
+            for name, value in (("vi/elbo", -nll - kl), ("vi/log_likelihood", -nll), ("vi/kl", kl)):
+                sums[name] += float(value.detach()) * len(x) / 150
+        for name, value in sums.items():
+            assert curve.rows[epoch][name] == pytest.approx(value, rel=1e-5)  # logged in float32
+    q = CompactPosterior.load(path)
+    for name, m in mean.items():
+        assert torch.allclose(routine.mean()[name], m, rtol=1e-9, atol=1e-10)
+        assert torch.allclose(q.mean[name], m, rtol=1e-9, atol=1e-10)
+        assert torch.allclose(q.std[name], F.softplus(rho[name]), rtol=1e-9, atol=1e-10)
+    assert q.metadata["method"] == "mean_field_vi"
+
+
+class Regression(LightningDataModule):
+    """A linear problem whose mean-field optimum is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(3)
+        self.x = torch.randn(12, 2, generator=g, dtype=torch.float64) @ torch.tensor([[1.0, 0.6], [0, 0.8]]).double()
+        self.y = self.x @ torch.tensor([1.0, -2.0]).double() + 0.5 + torch.randn(12, generator=g, dtype=torch.float64)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.x, self.y), batch_size=12)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.x, self.y), batch_size=5)
+
+
+def gaussian_nll(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.squeeze(-1) - targets).square().sum() / 2
+
+
+def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
+    module = Regression()
+    design = torch.cat([module.x, torch.ones(12, 1, dtype=torch.float64)], dim=1)
+    precision = design.T @ design + 2 * torch.eye(3, dtype=torch.float64)
+    routine = VariationalRoutine(
+        nn.Linear(2, 1),
+        prior_precision=2.0,
+        nll=gaussian_nll,
+        draws=4,
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.99),
+    )
+    trainer(tmp_path, 400).fit(routine, datamodule=module)
+    mean = torch.cat([p.flatten() for p in routine.mean().values()])
+    std = torch.cat([s.flatten() for s in routine.std().values()])
+    assert torch.allclose(mean, torch.linalg.solve(precision, design.T @ module.y), atol=0.02)
+    assert torch.allclose(std, precision.diagonal().rsqrt(), rtol=0.05)
+    (found,) = trainer(tmp_path).test(routine, datamodule=module, verbose=False)
+    assert "test/members/NLL_mean" in found and "test/cls/Acc" not in found
+
+
+def test_full_batches_follow_the_core(tmp_path: Path) -> None:
+    """The core's loop, whose objective is not divided by N: Adam does not see that but for its eps."""
+    module = data(batch_size="full", train_size=100)
+    module.setup("fit")
+    curve = Curve()
+    expected = mean_field_vi(
+        network().double(), module.train.x.double(), module.train.y, epochs=30, batch_size=100, learning_rate=1e-3
+    )
+    trainer(tmp_path, 30, curve).fit(VariationalRoutine(network().double()), datamodule=module)
+    found = torch.tensor([row["vi/elbo"] for row in curve.rows], dtype=torch.float64)
+    assert torch.allclose(found, expected.elbo, rtol=1e-4)
+
+
+def test_a_cut_run_resumes(tmp_path: Path) -> None:
+    def make(**more: Any) -> VariationalRoutine:
+        return VariationalRoutine(network().double(), **more)  # Lightning restores weights before it makes them double
+
+    whole, rest, saving = make(), make(), ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
+    trainer(tmp_path, 3).fit(whole, datamodule=data())
+    trainer(tmp_path, -1, saving, max_steps=6, enable_checkpointing=True).fit(make(), datamodule=data())
+    trainer(tmp_path, 3).fit(rest, datamodule=data(), ckpt_path=saving.best_model_path)
+    assert all(torch.equal(t, rest.state_dict()[n]) for n, t in whole.state_dict().items())
+
+
+def test_test_measures_draws(tmp_path: Path) -> None:
+    routine = VariationalRoutine(network(), eval_draws=7, initialize=False)
+    assert torch.equal(routine.mean()["layers.0.weight"], network().state_dict()["layers.0.weight"])
+    (found,) = trainer(tmp_path).test(routine, datamodule=data(), verbose=False)
+    (again,) = trainer(tmp_path).test(routine, datamodule=data(), verbose=False)
+    assert found == again and routine.member_scores["Acc"].shape == (7,)
+    assert routine.member_scores["NLL"].unique().numel() == 7
+
+
+def test_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"1 .BatchNorm1d. has running statistics"):
+        VariationalRoutine(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(ValueError, match="initial_std must be positive"):
+        VariationalRoutine(network(), initial_std=0)
+    (tmp_path / "q.safetensors").touch()
+    with pytest.raises(FileExistsError, match="is there already"):
+        trainer(tmp_path).fit(VariationalRoutine(network(), posterior=tmp_path / "q.safetensors"), datamodule=data())
+
+
+YAML = """
+seed_everything: 0
+trainer: {{accelerator: cpu, devices: 1, max_steps: 3, limit_val_batches: 0, enable_progress_bar: false,
+          logger: false, enable_checkpointing: false}}
+{key}:
+  class_path: tu_symmetry.routines.VariationalRoutine
+  init_args:
+    initial_std: 0.02
+    eval_draws: 3
+    posterior: {folder}/q.safetensors
+    nll: tu_symmetry.posterior.network.categorical_nll
+    model:
+      class_path: tu_symmetry.tables.models.MLP
+      init_args: {{in_features: 64, num_classes: 10, hidden: [8]}}
+data:
+  class_path: tu_symmetry.datamodules.DigitsDataModule
+  init_args: {{batch_size: 100}}
+optimizer: {{class_path: torch.optim.Adam, init_args: {{lr: 0.01}}}}
+lr_scheduler: {{class_path: torch.optim.lr_scheduler.ExponentialLR, init_args: {{gamma: 0.9}}}}
+"""
+
+
+@pytest.mark.parametrize("tu", [False, True])
+def test_from_yaml(tmp_path: Path, tu: bool) -> None:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    made: Any = LightningCLI
+    if tu:
+        pytest.importorskip("torch_uncertainty")
+        from torch_uncertainty.utils.cli import TULightningCLI as made
+    (tmp_path / "c.yaml").write_text(YAML.format(folder=tmp_path, key="routine" if tu else "model"))
+    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
+    cli = made(LightningModule, LightningDataModule, args=["fit", "--config", str(tmp_path / "c.yaml")], **common)
+    assert cli.trainer.optimizers[0].param_groups[0]["initial_lr"] == 0.01 and cli.trainer.global_step == 3
+    assert CompactPosterior.load(tmp_path / "q.safetensors").metadata["architecture"] == "MLP"

@@ -1,0 +1,205 @@
+"""Many networks of one architecture trained at once, as one module with stacked weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.func import functional_call, stack_module_state, vmap
+from torchmetrics import Metric
+
+from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
+
+
+class MembersRoutine(PredictiveRoutine):
+    """Independent networks trained at once by ``torch.func``: ensembles of 5 as well as 1,000 small references.
+
+    Every member has its own initialization (by the ``reset_parameters`` of its layers) and, with
+    ``data_order: own``, its own order of the data; member ``m`` does not depend on how many members there are. Its loss
+    is ``nll / B + prior_precision / (2 N) * ||w||^2`` on batches of ``B`` out of ``N`` training points: its minimum is
+    the maximum of the posterior under the prior ``N(0, 1 / prior_precision)``. One optimizer works on the stack, and
+    because it works on every weight by itself (as SGD and Adam do), each member comes out as if it had been trained
+    alone, BatchNorm's statistics included. Gradients are clipped member by member.
+
+    ``self.members`` is the architecture with stacked weights: its ``state_dict()`` is a stack ``[members, ...]`` of
+    state dicts.
+
+    Logged: ``loss`` (mean over the members), and what :class:`~tu_symmetry.routines.predictive.PredictiveRoutine` logs.
+
+    Args:
+        model: the architecture; its own weights do not matter.
+        num_members: number of networks.
+        prior_precision: inverse variance of the prior of every parameter; 0 for none.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        seed: of the initializations.
+        data_order: ``own``: batches are ``[members, B, ...]``, as ``orders`` of this package's data modules makes
+            them; ``shared``: all members see the same batches, from any data module.
+        num_data: number of training points; by default that of the training loader's data set.
+        samples: folder of the sample store that the members are written to at the end; None to write none.
+        chunk_size: how many members are evaluated at a time, to save memory; None for all.
+        optimizer: of the stack; Adam with learning rate 1e-3 by default. ``optimizer`` of LightningCLI goes first.
+        lr_scheduler: of the optimizer.
+        metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
+
+    Raises:
+        ValueError: arguments out of range, or a layer that cannot be initialized anew.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_members: int = 5,
+        prior_precision: float = 1.0,
+        nll: Likelihood = categorical_nll,
+        seed: int = 0,
+        data_order: Literal["own", "shared"] = "own",
+        num_data: int | None = None,
+        samples: str | Path | None = None,
+        chunk_size: int | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        metrics: dict[str, Metric] | None = None,
+    ) -> None:
+        super().__init__(nll, metrics)
+        require_positive(num_members=num_members, num_data=num_data or 1, chunk_size=chunk_size or 1)
+        if prior_precision < 0:
+            raise ValueError(f"prior_precision must not be negative, got {prior_precision}")
+        self.num_members = num_members
+        self.prior_precision = prior_precision
+        self.seed = seed
+        self.data_order = data_order
+        self.num_data = num_data
+        self.samples = None if samples is None else Path(samples)
+        self.chunk_size = chunk_size
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.members = _stacked([initialized(model, derived_seed(seed, 1, m)) for m in range(num_members)])
+        self._points = 0
+        self._resumed = False
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over the stack.
+
+        Raises:
+            ValueError: an optimizer in which members would influence each other.
+        """
+        made = optimizer_config(self.members.parameters(), self.optimizer, self.lr_scheduler)
+        if isinstance(made, torch.optim.LBFGS):
+            raise ValueError("LBFGS mixes the gradients of all members: take an optimizer such as Adam or SGD")
+        return made
+
+    def on_fit_start(self) -> None:
+        """Check the folder before the first step.
+
+        Raises:
+            FileExistsError: it holds these members of another run already.
+        """
+        if self.samples is not None and self.samples.is_dir() and any(self.samples.iterdir()) and not self._resumed:
+            raise FileExistsError(
+                f"{self.samples} is not empty: resume the run that has written there with --ckpt_path, or give another "
+                "samples:"
+            )
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A resumed run may find its own samples."""
+        self._resumed = True
+
+    def on_train_start(self) -> None:
+        """Count the training points."""
+        self._points = training_points(self.trainer, self.num_data)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The sum of the members' losses, which gives every member its own gradient."""
+        x, y = batch
+        own = self.data_order == "own"
+        if own and (len(x) != self.num_members or len(y) != self.num_members or y.ndim < 2):
+            raise ValueError(
+                f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)}: "
+                f"{self.num_members} members need batches [{self.num_members}, B, ...]. Give the data module orders: "
+                f"{self.num_members} (data modules of tu_symmetry have it), or take data_order: shared"
+            )
+
+        def one(parameters: States, buffers: States, inputs: Tensor, targets: Tensor) -> tuple[Tensor, States]:
+            buffers = {name: t.clone() for name, t in buffers.items()}  # BatchNorm writes into them
+            outputs = functional_call(self.members, {**parameters, **buffers}, (inputs,))
+            penalty = torch.stack([p.square().sum() for p in parameters.values()]).sum()
+            prior = self.prior_precision / (2 * self._points) * penalty
+            return self.nll(outputs, targets) / len(inputs) + prior, buffers
+
+        where = 0 if own else None
+        stack = dict(self.members.named_buffers())
+        losses, buffers = vmap(one, (0, 0, where, where), randomness="different", chunk_size=self.chunk_size)(
+            dict(self.members.named_parameters()), stack, x, y
+        )
+        with torch.no_grad():
+            for name, t in buffers.items():
+                stack[name].copy_(t)
+        self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=y.shape[1] if own else len(y))
+        return losses.sum()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient of every member by its own norm."""
+        if not gradient_clip_val or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        gradients = [p.grad for p in self.members.parameters() if p.grad is not None]
+        norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+        factor = (gradient_clip_val / (norm + 1e-6)).clamp(max=1)
+        for g in gradients:
+            g.mul_(factor.view(-1, *(1 for _ in g.shape[1:])))
+
+    def on_train_end(self) -> None:
+        """Write the members."""
+        if self.samples is None or not self.trainer.is_global_zero:
+            return
+        step = self.trainer.global_step
+        if self.samples.is_dir() and any(self.samples.iterdir()):
+            store = SampleStore.open(self.samples)
+            if any(record.step == step for record in store.records):
+                return
+        else:
+            store = SampleStore.create(
+                self.samples,
+                architecture=type(self.members).__name__,
+                method="deep_ensemble",
+                seed=self.seed,
+                prior_precision=self.prior_precision,
+            )
+        store.append(self.states(), chain=range(self.num_members), step=[step] * self.num_members)
+
+    def states(self) -> States:
+        """The members as a stack ``[members, ...]`` of state dicts."""
+        return {name: t.detach() for name, t in self.members.state_dict().items()}
+
+    def member_outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``(members, B, ...)`` for the same inputs ``(B, ...)``, in ``eval`` mode."""
+        self.members.eval()
+
+        def one(parameters: States, buffers: States) -> Tensor:
+            return functional_call(self.members, {**parameters, **buffers}, (x,))
+
+        stacks = dict(self.members.named_parameters()), dict(self.members.named_buffers())
+        return vmap(one, chunk_size=self.chunk_size)(*stacks)
+
+
+def _stacked(networks: list[nn.Module]) -> nn.Module:
+    """The first network with the parameters and buffers of all of them, stacked; ties stay ties."""
+    parameters, buffers = stack_module_state(networks)
+    made = copy.deepcopy(networks[0])
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            p.data = parameters[name].detach().clone()
+        for name, b in made.named_buffers():
+            b.data = buffers[name].detach().clone()
+    return made

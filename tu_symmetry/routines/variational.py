@@ -1,0 +1,192 @@
+"""Mean-field variational inference over all weights of a network, by the true evidence lower bound."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.func import functional_call
+from torchmetrics import Metric
+
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.network import (
+    States,
+    categorical_nll,
+    derived_seed,
+    gaussian_draw,
+    gaussian_kl,
+    initialized,
+    require_function_of_parameters,
+    require_positive,
+)
+from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
+
+_NOISE = "variational_noise"
+
+
+class VariationalRoutine(PredictiveRoutine):
+    """Fits ``N(mean, diag std^2)`` over all weights; ``std = softplus(rho)``.
+
+    The objective is the evidence lower bound of the whole training set, ``-N / B * nll(batch) - KL(q || prior)`` in
+    nats, with the closed-form KL to ``N(0, 1 / prior_precision)``, untempered; what the optimizer sees is its negative
+    divided by ``N``. The weights are drawn by reparameterization: the noise is that of the weights, one draw (or the
+    mean of ``draws`` of them) for all points of a batch; there is no local reparameterization. The state of the noise
+    is in the checkpoint.
+
+    Logged, in nats, as means over an epoch: ``vi/elbo``, ``vi/log_likelihood`` (of the training set, expected) and
+    ``vi/kl``; validation and test measure ``eval_draws`` draws as an ensemble, always the same ones.
+
+    Args:
+        model: the network; it runs in ``eval`` mode.
+        prior_precision: inverse variance of the prior of every parameter.
+        initial_std: standard deviation of every weight at the start.
+        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
+        draws: draws of the weights for each batch.
+        initialize: draw the first mean by the ``reset_parameters`` of the layers; else it is the model as it is.
+        seed: of the initialization and the noise.
+        num_data: number of training points; by default that of the training loader's data set.
+        posterior: file that the Gaussian is written to at the end, as :class:`CompactPosterior` reads it; None to
+            write none.
+        eval_draws: draws in a validation or test.
+        optimizer: of means and ``rho``; Adam with learning rate 1e-3 by default. That of LightningCLI goes first.
+        lr_scheduler: of the optimizer.
+        metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
+
+    Raises:
+        ValueError: arguments out of range, a network with running statistics, or (with ``initialize``) a layer that
+            cannot be initialized anew.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        prior_precision: float = 1.0,
+        initial_std: float = 0.05,
+        nll: Likelihood = categorical_nll,
+        draws: int = 1,
+        initialize: bool = True,
+        seed: int = 0,
+        num_data: int | None = None,
+        posterior: str | Path | None = None,
+        eval_draws: int = 20,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        metrics: dict[str, Metric] | None = None,
+    ) -> None:
+        super().__init__(nll, metrics)
+        require_positive(prior_precision=prior_precision, initial_std=initial_std, draws=draws, eval_draws=eval_draws)
+        require_positive(num_data=num_data or 1)
+        require_function_of_parameters(model)
+        self.model = initialized(model, derived_seed(seed, 1, 0)) if initialize else copy.deepcopy(model)
+        rho = math.log(math.expm1(initial_std))
+        self.rho = nn.ParameterList(torch.full_like(p, rho) for p in self.model.parameters())
+        self.prior_precision = prior_precision
+        self.draws = draws
+        self.seed = seed
+        self.num_data = num_data
+        self.posterior_file = None if posterior is None else Path(posterior)
+        self.eval_draws = eval_draws
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self._noise: torch.Generator | None = None
+        self._noise_state: Tensor | None = None
+        self._points = 0
+        self._evaluated: list[States] | None = None
+
+    def mean(self) -> States:
+        """Means, by parameter."""
+        return dict(self.model.named_parameters())
+
+    def std(self) -> States:
+        """Standard deviations, by parameter."""
+        return {name: F.softplus(rho) for (name, _), rho in zip(self.model.named_parameters(), self.rho, strict=True)}
+
+    def posterior(self) -> CompactPosterior:
+        """The Gaussian as it is now."""
+        return CompactPosterior.from_moments(
+            self.model, self.mean(), self.std(), {"method": "mean_field_vi", "seed": self.seed}
+        )
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over means and ``rho``."""
+        return optimizer_config([*self.model.parameters(), *self.rho], self.optimizer, self.lr_scheduler)
+
+    def on_fit_start(self) -> None:
+        """Check the file before the first step.
+
+        Raises:
+            FileExistsError: it is there, and this run has not been resumed.
+        """
+        if self.posterior_file is not None and self.posterior_file.exists() and self._noise_state is None:
+            raise FileExistsError(f"{self.posterior_file} is there already; give another posterior:, or move it away")
+        self._noise = torch.Generator(self.device)
+        if self._noise_state is not None and self.global_rank == 0:
+            self._noise.set_state(self._noise_state.cpu())
+        else:  # of rank 0 alone the state is in the checkpoint; the others take noise that they have not had yet
+            stream = self.global_rank + self.trainer.world_size * self.trainer.global_step
+            self._noise.manual_seed(derived_seed(self.seed, 3, stream if self.global_rank else 0))
+
+    def on_train_start(self) -> None:
+        """Count the training points."""
+        self._points = training_points(self.trainer, self.num_data)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The negative evidence lower bound divided by the number of training points."""
+        x, y = batch
+        assert self._noise is not None
+        self.model.eval()
+        mean, std = self.mean(), self.std()
+        drawn = [
+            self.nll(functional_call(self.model, gaussian_draw(mean, std, self._noise), (x,)), y)
+            for _ in range(self.draws)
+        ]
+        nll = torch.stack(drawn).mean() * (self._points / len(x))
+        kl = gaussian_kl(mean, std, self.prior_precision)
+        terms = {"vi/elbo": -(nll + kl), "vi/log_likelihood": -nll, "vi/kl": kl}
+        self.log_dict({n: t.detach() for n, t in terms.items()}, on_step=False, on_epoch=True, batch_size=len(x))
+        return (nll + kl) / self._points
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the state of the noise into the checkpoint."""
+        if self._noise is not None:
+            checkpoint[_NOISE] = self._noise.get_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the state of the noise from the checkpoint."""
+        self._noise_state = checkpoint.get(_NOISE)
+
+    def on_train_end(self) -> None:
+        """Write the posterior."""
+        if self.posterior_file is not None and self.trainer.is_global_zero:
+            self.posterior_file.parent.mkdir(parents=True, exist_ok=True)
+            self.posterior().save(self.posterior_file)
+
+    def on_validation_start(self) -> None:
+        """Draw the networks of the validation."""
+        self._evaluated = self._drawn()
+
+    def on_test_start(self) -> None:
+        """Draw the networks of the test."""
+        self._evaluated = self._drawn()
+
+    def on_predict_start(self) -> None:
+        """Draw the networks of the prediction."""
+        self._evaluated = self._drawn()
+
+    def member_outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``(eval_draws, B, ...)``."""
+        self.model.eval()
+        draws = self._drawn() if self._evaluated is None else self._evaluated
+        return torch.stack([functional_call(self.model, draw, (x,)) for draw in draws])
+
+    @torch.no_grad()
+    def _drawn(self) -> list[States]:
+        generator = torch.Generator(self.device).manual_seed(derived_seed(self.seed, 6, 0))
+        mean, std = self.mean(), self.std()
+        return [gaussian_draw(mean, std, generator) for _ in range(self.eval_draws)]
