@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,50 @@ def test_an_interruption_at_any_write_changes_no_byte(
         measure_barriers(Net(), alignment, out, data, options)
         assert [(out / n).read_bytes() for n in names] == whole, number
         assert left == 10**9 - (writes - min(number, 3))  # what was measured is not measured again
+
+
+@pytest.mark.usefixtures("no_figure")
+def test_barriers_stay_in_the_reports_as_long_as_they_hold(graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Aligning again, also without the folder `state`, keeps them; another alignment drops them and says so."""
+    alignment, out = aligned(graph, tmp_path), tmp_path / "out"
+    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
+    options = BarrierOptions(pairs=2, points=3)
+    measure_barriers(Net(), alignment, out, data, options)
+    names = ("barriers.png", "report.json", "report.md")
+    whole = [(out / n).read_bytes() for n in names]
+    files = [Path(f.source) for f in alignment.files]
+    assert align_files(graph, files, out).notes == ()
+    assert [(out / n).read_bytes() for n in names] == whole
+    shutil.rmtree(out / "state")
+    assert align_files(graph, files, out).notes == ()
+    assert [(out / n).read_bytes() for n in names] == whole
+    measure_barriers(Net(), align_files(graph, files, out), out, data, options)  # the figure is known as its own
+    assert [(out / n).read_bytes() for n in names] == whole
+    (note,) = align_files(graph, files, out, reference=files[1]).notes
+    assert "those of another alignment" in note and not (out / "barriers.png").exists()
+    assert "barriers" not in json.loads((out / "report.json").read_text())
+    assert "barrier" not in (out / "report.md").read_text()
+
+
+@pytest.mark.usefixtures("no_figure")
+def test_barriers_are_of_the_files_that_were_aligned(graph: SymmetryGraph, tmp_path: Path) -> None:
+    alignment, out = aligned(graph, tmp_path), tmp_path / "out"
+    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
+    align_files(graph, [Path(f.source) for f in alignment.files], out, reference=Path(alignment.files[1].source))
+    with pytest.raises(AlignFilesError, match="was changed by another run"):
+        measure_barriers(Net(), alignment, out, data, BarrierOptions(pairs=2, points=3))
+
+
+@pytest.mark.usefixtures("no_figure")
+def test_damaged_measurements_are_refused(graph: SymmetryGraph, tmp_path: Path) -> None:
+    alignment, out = aligned(graph, tmp_path), tmp_path / "out"
+    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
+    options = BarrierOptions(pairs=2, points=3)
+    measure_barriers(Net(), alignment, out, data, options)
+    kept = out / "state" / "barriers.json"
+    kept.write_text(kept.read_text().replace("0.", "1.", 1))
+    with pytest.raises(AlignFilesError, match=r"barriers\.json was changed or damaged.*delete it"):
+        measure_barriers(Net(), alignment, out, data, options)
 
 
 @pytest.mark.usefixtures("no_figure")

@@ -26,7 +26,13 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.align_files import align_files
-from tu_symmetry.tables.checkpoint_files import AlignFilesError, find_checkpoints, output_names
+from tu_symmetry.tables.checkpoint_files import (
+    AlignFilesError,
+    find_checkpoints,
+    output_names,
+    owned_header,
+    write_owned,
+)
 
 ROOT = Path(__file__).parents[1]
 MODES = ("first", "medoid", "mean", "universe")
@@ -557,6 +563,149 @@ def test_a_run_killed_within_a_write_leaves_nothing_behind(
     (tmp_path / "out" / ".a.safetensors.1a2b3c4d.tmp" / ".tmpooRX3o").write_bytes(b"half")
     align_files(graph, checkpoints, tmp_path / "out")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+# --- nothing damaged is used
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "nan"])
+def test_a_result_that_was_changed_is_refused(damage: str, graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Each of the files that a run goes on from, whatever is wrong with it; a deleted one is made again."""
+    files, out = write(tmp_path, noisy(graph, 3)), tmp_path / "out"
+    align_files(graph, files, out, reference="universe")
+    whole = tree(out)
+    for name in ("net1.safetensors", "net1.permutation.safetensors", "state/sum.safetensors",
+                 "state/net1.permutation.safetensors"):  # fmt: skip
+        path = out / name
+        if damage == "flipped":
+            path.write_bytes(whole[name][:-2] + bytes([whole[name][-2] ^ 1]) + whole[name][-1:])
+        elif damage == "cut":
+            path.write_bytes(whole[name][:-9])
+        else:
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata()
+            tensors = {n: t * torch.nan if t.is_floating_point() else t.flip(0) for n, t in load_file(path).items()}
+            save_file(tensors, path, metadata=header)
+        before = tree(out)
+        with pytest.raises(AlignFilesError, match=path.name.replace(".", r"\.")) as raised:
+            align_files(graph, files, out, reference="universe")
+        assert "\n" not in str(raised.value) and tree(out) == before
+        path.write_bytes(whole[name])
+        align_files(graph, files, out, reference="universe")
+        assert tree(out) == whole
+    for name in ("net1.safetensors", "net1.permutation.safetensors", "mean.safetensors", "report.json"):
+        (out / name).unlink()
+        align_files(graph, files, out, reference="universe")
+        assert tree(out) == whole
+
+
+@pytest.mark.parametrize("pair", [("net0", "net1"), ("net2", "net1")])
+def test_results_that_were_swapped_are_made_again(pair: tuple[str, str], graph: SymmetryGraph, tmp_path: Path) -> None:
+    files, out = write(tmp_path, noisy(graph, 3)), tmp_path / "out"
+    align_files(graph, files, out)
+    whole = tree(out)
+    first, second = (out / f"{name}.safetensors" for name in pair)
+    first.write_bytes(whole[second.name])
+    second.write_bytes(whole[first.name])
+    assert align_files(graph, files, out).skipped == 1
+    assert tree(out) == whole
+
+
+def test_permutations_of_the_state_that_were_swapped_are_refused(graph: SymmetryGraph, tmp_path: Path) -> None:
+    files, out = write(tmp_path, noisy(graph, 3)), tmp_path / "out"
+    align_files(graph, files, out, reference="universe")
+    state = out / "state"
+    (state / "net1.permutation.safetensors").write_bytes((state / "net2.permutation.safetensors").read_bytes())
+    with pytest.raises(AlignFilesError, match=r"net1\..*of another network; remove the folder .*state to start over"):
+        align_files(graph, files, out, reference="universe")
+
+
+def test_a_sum_of_another_time_is_refused(graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Whole and its own, but not the sum of these permutations: as two runs at once in one folder have left it."""
+    files, out = write(tmp_path, noisy(graph, 4)), tmp_path / "out"
+    align_files(graph, files, out, reference="mean")
+    path = out / "state" / "net2.permutation.safetensors"
+    header, found = owned_header(path), load_file(path)
+    assert header is not None
+    write_owned(path, {n: p.flip(0) for n, p in found.items()}, {"source_sha256": header["source_sha256"]})
+    with pytest.raises(AlignFilesError, match=r"sum\.safetensors is not the sum of the networks .* remove the folder"):
+        align_files(graph, files, out, reference="mean")
+    import shutil
+
+    shutil.rmtree(out / "state")  # as the message says
+    align_files(graph, files, out, reference="mean")
+    align_files(graph, files, tmp_path / "whole", reference="mean")
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_the_mean_is_compared_with_the_files(graph: SymmetryGraph, tmp_path: Path) -> None:
+    files, out = write(tmp_path, noisy(graph, 3)), tmp_path / "out"
+    align_files(graph, files, out, reference="mean")
+    path = out / "net1.safetensors"
+    header = owned_header(path)
+    assert header is not None
+    write_owned(path, {n: t * 1.001 for n, t in load_file(path).items()}, header)
+    with pytest.raises(AlignFilesError, match=r"mean\.safetensors is not the mean of the aligned files"):
+        align_files(graph, files, out, reference="mean")
+
+
+def test_one_run_at_a_time(graph: SymmetryGraph, tmp_path: Path) -> None:
+    from tu_symmetry.files import lock_folder
+
+    files, out = write(tmp_path, planted(graph, 2)[0]), tmp_path / "out"
+    out.mkdir()
+    with lock_folder(out):
+        before = tree(out)
+        with pytest.raises(AlignFilesError, match=r"out is in use by another run; .* with --out"):
+            align_files(graph, files, out)
+        assert tree(out) == before
+    align_files(graph, files, out)
+
+
+def test_runs_at_once_do_not_mix(graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Forked copies of one run in one folder: each ends well or is told that another one is at work."""
+    files, out = write(tmp_path, noisy(graph, 4)), tmp_path / "out"
+    graph.require_verified()
+    children = []
+    for _ in range(3):
+        if (child := os.fork()) == 0:
+            try:
+                align_files(graph, files, out, reference="universe")
+                os._exit(0)
+            except AlignFilesError as error:
+                os._exit(2 if "in use" in str(error) else 3)
+            finally:
+                os._exit(4)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert 0 in codes and set(codes) <= {0, 2}
+    align_files(graph, files, tmp_path / "whole", reference="universe")
+    assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_results_of_other_versions_are_kept_and_said(
+    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, out = write(tmp_path, planted(graph, 2)[0]), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("tu_symmetry.__version__", "0.0.1")
+        align_files(graph, files, out)
+    found = align_files(graph, files, out)
+    assert found.skipped == 2 and found.kept_from == {"tu_symmetry 0.0.1": 2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [(torch.int8, "int8"), (torch.complex64, "complex64"), ("sparse", "sparse"), ("meta", "meta")],
+)
+def test_checkpoints_of_another_kind_are_named(dtype: Any, message: str, graph: SymmetryGraph, tmp_path: Path) -> None:
+    states = planted(graph, 2)[0]
+    files = write(tmp_path, states)
+    change = {"sparse": lambda t: t.to_sparse(), "meta": lambda t: t.to("meta")}.get(dtype, lambda t: t.to(dtype))
+    torch.save({n: change(t) for n, t in states[1].items()}, files[1])
+    with pytest.raises(AlignFilesError, match=rf"net1\.pt.*{message}") as raised:
+        align_files(graph, files, tmp_path / "out")
+    assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
 
 
 def test_results_can_be_read_by_whom_new_files_can_be_read(graph: SymmetryGraph, tmp_path: Path) -> None:

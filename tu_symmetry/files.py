@@ -21,7 +21,7 @@ import secrets
 import shutil
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,16 +119,25 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(moved, ignore_errors=True)
 
 
-def clear_scratch(folder: str | os.PathLike[str], *, recursive: bool = False) -> None:
-    """Take away what a killed process has left under temporary names; only where no other process writes."""
+def clear_scratch(
+    folder: str | os.PathLike[str], *, recursive: bool = False, of: Collection[str] | None = None
+) -> None:
+    """Take away what a killed process has left under temporary names; only where no other process writes.
+
+    Args:
+        folder: where to look; nothing happens where it is not there.
+        recursive: look into its folders too.
+        of: names of the files whose temporary ones are meant; all if None.
+    """
     for left in sorted(Path(folder).iterdir() if Path(folder).is_dir() else ()):
-        if SCRATCH.fullmatch(left.name):
+        scratch = SCRATCH.fullmatch(left.name)
+        if scratch and (of is None or scratch["name"] in of):
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
         elif recursive and left.is_dir() and not left.is_symlink():
-            clear_scratch(left, recursive=True)
+            clear_scratch(left, recursive=True, of=of)
 
 
 @contextmanager

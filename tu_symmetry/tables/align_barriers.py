@@ -18,20 +18,28 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
+from tu_symmetry.files import FileError, digest_of, read_json, write_json
 from tu_symmetry.posterior.samples import State
-from tu_symmetry.tables.align_files import FileAlignment, write_reports
-from tu_symmetry.tables.checkpoint_files import STATE, AlignFilesError, Track, digest_of, read_state, silent, write_text
+from tu_symmetry.tables.align_files import BARRIERS_FIGURE as FIGURE
+from tu_symmetry.tables.align_files import BARRIERS_MARK, FileAlignment, write_reports
+from tu_symmetry.tables.checkpoint_files import (
+    STATE,
+    AlignFilesError,
+    Track,
+    locked,
+    owned_header,
+    read_state,
+    silent,
+)
 from tu_symmetry.tables.grid import Grid
-from tu_symmetry.tables.recipe import RecipeError, resolve
+from tu_symmetry.tables.recipe import RecipeError, read_yaml, resolve
 
 KEPT = "barriers.json"
-FIGURE = "barriers.png"
 MENDINGS = {
     "plain": "as interpolated",
     "batchnorm": "BatchNorm re-estimated",
@@ -161,7 +169,10 @@ def load_data(name: str, arguments: Sequence[str], samples: int, dtype: torch.dt
     pairs = [text.partition("=") for text in arguments]
     if wrong := [text for text, (key, equals, _) in zip(arguments, pairs, strict=True) if not (key and equals)]:
         raise AlignFilesError(f"{wrong[0]!r} is not KEY=VALUE")
-    values = {key: yaml.safe_load(value) for key, _, value in pairs}
+    try:
+        values = {key: read_yaml(value, f"--data-init {key}") for key, _, value in pairs}
+    except RecipeError as error:
+        raise AlignFilesError(str(error)) from error
     try:
         build = resolve(name)
         with torch.random.fork_rng(devices=[]):  # loaders may shuffle
@@ -291,12 +302,20 @@ def measure_barriers(
         track: shows progress.
 
     Raises:
-        AlignFilesError: fewer than two networks, a loss that fails, a foreign ``barriers.png``.
+        AlignFilesError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
+            folder, results that are not those of this alignment any more.
     """
+    with locked(out):
+        return _measure(model, alignment, out, data, options, track)
+
+
+def _measure(
+    model: nn.Module, alignment: FileAlignment, out: Path, data: BarrierData, options: BarrierOptions, track: Track
+) -> BarrierReport:
     if len(alignment.files) < 2:
         raise AlignFilesError("barriers are between networks, so there must be two checkpoints at least")
     kept = out / STATE / KEPT
-    if (out / FIGURE).exists() and not kept.exists():
+    if (out / FIGURE).exists() and not kept.exists() and not _reported(out):
         raise AlignFilesError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
     mendings = options.mend or (("plain", "batchnorm") if _has_batchnorm(model) else ("plain",))
@@ -310,6 +329,12 @@ def measure_barriers(
 
     def states(k: int) -> dict[str, State]:
         file = alignment.files[k]
+        header = owned_header(out / file.aligned) or {}
+        if [header.get("source_sha256"), header.get("reference_sha256")] != [
+            file.source_sha256,
+            alignment.reference_sha256,
+        ]:
+            raise AlignFilesError(f"{out / file.aligned} was changed by another run; run the command again")
         return {
             "before": read_state(Path(file.source), alignment.options["prefix"]),
             "after": read_state(out / file.aligned, ""),
@@ -363,11 +388,20 @@ def measure_barriers(
     os.replace(out / STATE / FIGURE, out / FIGURE)
     grid = report.grid()
     text = (
-        f"## {grid.title}\n\n{grid.markdown()}\n\n![barrier matrices]({FIGURE})\n\nNetworks are numbered as in the "
+        f"{BARRIERS_MARK}\n\n## {grid.title}\n\n{grid.markdown()}\n\n![barrier matrices]({FIGURE})\n\n"
+        "Networks are numbered as in the "
         "table above, from 0; gray pairs were not measured."
     )
-    write_reports(out, alignment, {"barriers": _json(report)}, text)
+    write_reports(out, alignment, {"barriers": {"alignment": alignment.key, **_json(report)}}, text)
     return report
+
+
+def _reported(out: Path) -> bool:
+    """Whether the report of an earlier run holds barriers, so that the figure is its own."""
+    try:
+        return "barriers" in json.loads((out / "report.json").read_bytes())
+    except (OSError, ValueError):
+        return False
 
 
 class _Results:
@@ -377,14 +411,17 @@ class _Results:
         self.path, self.key = path, key
         self.pairs: dict[str, Any] = {}
         self.mean: dict[str, dict[str, float]] = {}
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        try:
+            content = read_json(path)[0] if path.exists() else {}
+        except FileError as error:
+            raise AlignFilesError(f"{error}; delete it to have its barriers measured again") from error
         if content.get("key") == key:
             self.pairs, self.mean = content["pairs"], content["mean"]
 
     def write(self) -> None:
         content = {"key": self.key, "pairs": dict(sorted(self.pairs.items())), "mean": self.mean}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.path, json.dumps(content) + "\n")
+        write_json(self.path, content, seal=True)
 
 
 def _measured(

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from tu_symmetry.alignment.matching import weight_distance, weight_matching
+from tu_symmetry.files import digest_of, other_versions, write_text
 from tu_symmetry.posterior.samples import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -33,19 +39,24 @@ from tu_symmetry.tables.checkpoint_files import (
     Track,
     bounded,
     check_checkpoints,
+    check_owned,
+    clear_left,
     load_checkpoint,
+    locked,
     output_names,
     owned_header,
+    read_owned,
     refuse_foreign,
     sha256,
     silent,
     write_owned,
-    write_text,
 )
 from tu_symmetry.tables.grid import Grid
 
 Reference = Literal["first", "medoid", "mean", "universe"]
 MARK = "<!-- tu_symmetry.aligned -->"
+BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"
+BARRIERS_FIGURE = "barriers.png"
 _FIGURES = ("transpositions", "distance_before", "distance_after")
 
 
@@ -85,6 +96,8 @@ class FileAlignment:
         options: of the matching and of reading.
         files: one for each checkpoint, in the order given.
         skipped: how many had been done before.
+        kept_from: other versions that did some of those, and how many.
+        notes: what the user should know of the folder.
     """
 
     architecture: str
@@ -95,6 +108,13 @@ class FileAlignment:
     options: dict[str, Any]
     files: tuple[Aligned, ...]
     skipped: int
+    kept_from: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Digest of all that the aligned weights depend on."""
+        return digest_of([self.mode, self.reference_sha256, self.options, [f.source_sha256 for f in self.files]])
 
     def grid(self, limit: int | None = None) -> Grid:
         """The table of distances and NoT; paths are short, relative to the folder that holds all checkpoints.
@@ -179,18 +199,49 @@ def align_files(
 
     Raises:
         AlignFilesError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
-            weights; two that would have the same name; a file in ``out`` that this function has not written.
+            weights; two that would have the same name; a file in ``out`` that this function has not written, or that
+            was changed since; another run in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
     _check_arguments(checkpoints, mode, candidates, max_sweeps, threads)
     names = output_names(checkpoints)
-    _refuse_foreign(out, names, checkpoints)
-    graph.require_verified()
-    files = check_checkpoints(graph, checkpoints, names, prefix, track)
-    if isinstance(reference, Path):
-        load_checkpoint(graph, reference, prefix)
+    tensors, texts = _outputs(out, names)
+    refuse_foreign(tensors, texts, checkpoints)
+    with ExitStack() as stack:
+        if out.is_dir():
+            stack.enter_context(locked(out))
+        graph.require_verified()
+        files = check_checkpoints(graph, checkpoints, names, prefix, track)
+        if isinstance(reference, Path):
+            load_checkpoint(graph, reference, prefix)
+        if not out.is_dir():  # nothing is written before the checks
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out))
+            refuse_foreign(tensors, texts, checkpoints)
+        clear_left(tensors, texts)
+        alignment = _align(graph, files, out, reference, prefix, method, candidates, max_sweeps, threads, track)
+        more, text, note = _kept_barriers(out, alignment)
+        write_reports(out, alignment, more, text)
+    return replace(alignment, notes=(note,) if note else ())
+
+
+def _align(
+    graph: SymmetryGraph,
+    files: Sequence[Checkpoint],
+    out: Path,
+    reference: Path | Reference,
+    prefix: str,
+    method: Method,
+    candidates: int,
+    max_sweeps: int,
+    threads: int,
+    track: Track,
+) -> FileAlignment:
+    """Find the reference and write the aligned networks; arguments as for :func:`align_files`."""
+    mode = reference if isinstance(reference, str) else "file"
     state = out / STATE
-    (state if mode in ("medoid", "mean", "universe") else out).mkdir(parents=True, exist_ok=True)
+    if mode in ("medoid", "mean", "universe"):
+        state.mkdir(exist_ok=True)
 
     def load(path: Path) -> State:
         return load_checkpoint(graph, path, prefix)
@@ -224,9 +275,7 @@ def align_files(
         skipped=0,
     )
     target = load_checkpoint(graph, target_path, "") if element else load(target_path)
-    alignment = _permute_files(graph, files, out, alignment, target, element, threads, track)
-    write_reports(out, alignment)
-    return alignment
+    return _permute_files(graph, files, out, alignment, target, element, threads, track)
 
 
 def _check_arguments(checkpoints: Sequence[Path], mode: str, candidates: int, max_sweeps: int, threads: int) -> None:
@@ -262,6 +311,7 @@ def _permute_files(
         for file in files
     ]
     results: dict[int, Aligned] = {}
+    kept: Counter[str] = Counter()
 
     def aligned(k: int, figures: dict[str, Any]) -> Aligned:
         name = files[k].name
@@ -290,6 +340,9 @@ def _permute_files(
         figures = _done_before(out / f"{file.name}.safetensors", out / f"{file.name}{PERMUTATION}", keys[k])
         if figures is not None:
             results[k] = aligned(k, figures)
+            written_by = [check_owned(out / name) for name in (results[k].aligned, results[k].permutation)]
+            if other := other_versions(written_by[0]):
+                kept[other] += 1
     skipped = len(results)
     todo = [k for k in range(len(files)) if k not in results]
     before = f" ({skipped} done before)" if skipped else ""
@@ -297,7 +350,34 @@ def _permute_files(
         for k, result in bounded(one, todo, threads):
             results[k] = result
             tracker.update(len(results) - skipped, file=files[k].path.name)
-    return replace(alignment, files=tuple(results[k] for k in range(len(files))), skipped=skipped)
+    found = tuple(results[k] for k in range(len(files)))
+    if element is not None:
+        _check_mean(out, target, found, track)
+    return replace(alignment, files=found, skipped=skipped, kept_from=dict(kept))
+
+
+def _check_mean(out: Path, mean: State, files: Sequence[Aligned], track: Track) -> None:
+    """The mean that was found is that of the files that were written.
+
+    Raises:
+        AlignFilesError: they do not agree to the rounding of the networks' precision.
+    """
+    total: dict[str, Tensor] = {}
+    size: dict[str, Tensor] = {}
+    with track("checking the mean", len(files)) as tracker:
+        for k, file in enumerate(files, 1):
+            for name, t in read_owned(out / file.aligned, "delete it to have it made again").items():
+                if t.is_floating_point():
+                    total[name] = total[name] + t if name in total else t.double()
+                    size[name] = size[name] + t.abs() if name in size else t.double().abs()
+            tracker.update(k)
+    for name, t in total.items():
+        allowed = 4 * torch.finfo(mean[name].dtype).eps * size[name] / len(files)
+        if ((t / len(files) - mean[name].double()).abs() > allowed).any():
+            raise AlignFilesError(
+                f"{out / MEAN} is not the mean of the aligned files (they differ in {name!r}); remove the folder "
+                f"{out / STATE} and run again"
+            )
 
 
 def _done_before(weights: Path, element: Path, key: dict[str, Any]) -> dict[str, Any] | None:
@@ -308,7 +388,8 @@ def _done_before(weights: Path, element: Path, key: dict[str, Any]) -> dict[str,
     return {k: first[k] for k in _FIGURES}
 
 
-def _refuse_foreign(out: Path, names: Sequence[str], checkpoints: Sequence[Path]) -> None:
+def _outputs(out: Path, names: Sequence[str]) -> tuple[list[Path], dict[Path, str]]:
+    """All files that a run may write, those of tensors and the others, see :func:`refuse_foreign`."""
     if out.exists() and not out.is_dir():
         raise AlignFilesError(f"{out} is a file, and the results need a folder; choose another name with --out")
     results = [out / f"{name}{suffix}" for name in names for suffix in (".safetensors", PERMUTATION)]
@@ -318,7 +399,25 @@ def _refuse_foreign(out: Path, names: Sequence[str], checkpoints: Sequence[Path]
         out / "report.md": MARK,
         out / STATE / MEDOID: '"distances"',
     }
-    refuse_foreign([*results, out / MEAN, *kept], texts, checkpoints)
+    return [*results, out / MEAN, *kept], texts
+
+
+def _kept_barriers(out: Path, alignment: FileAlignment) -> tuple[dict[str, Any], str, str]:
+    """Barriers that the reports hold already: their JSON and Markdown if they are of this alignment, else a note.
+
+    They have cost time, and what they were measured in (``state/barriers.json``) may have been removed.
+    """
+    try:
+        barriers = json.loads((out / "report.json").read_bytes()).get("barriers")
+        text = (out / "report.md").read_text(encoding="utf-8").partition(BARRIERS_MARK)[2]
+    except (OSError, ValueError):
+        return {}, "", ""
+    if barriers is None:
+        return {}, "", ""
+    if barriers.get("alignment") == alignment.key and text and (out / BARRIERS_FIGURE).exists():
+        return {"barriers": barriers}, BARRIERS_MARK + text, ""
+    (out / BARRIERS_FIGURE).unlink(missing_ok=True)
+    return {}, "", "the barriers in the reports were those of another alignment; --data measures them again"
 
 
 def write_reports(out: Path, alignment: FileAlignment, more: dict[str, Any] | None = None, text: str = "") -> None:
@@ -330,7 +429,7 @@ def write_reports(out: Path, alignment: FileAlignment, more: dict[str, Any] | No
         more: further entries of the JSON.
         text: further sections of the Markdown.
     """
-    content = {k: v for k, v in asdict(alignment).items() if k != "skipped"}
+    content = {k: v for k, v in asdict(alignment).items() if k not in ("skipped", "kept_from", "notes")}
     head = {"format": FORMAT, "version": VERSION}
     write_text(out / "report.json", json.dumps({**head, **content, **(more or {})}, indent=1) + "\n")
     grid = alignment.grid()

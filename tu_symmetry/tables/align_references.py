@@ -6,17 +6,16 @@ one begins, so that a killed run goes on to the same result.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
+from tu_symmetry.files import FileError, digest_of, read_json, write_json
 from tu_symmetry.posterior.samples import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
@@ -28,10 +27,9 @@ from tu_symmetry.tables.checkpoint_files import (
     Checkpoint,
     Track,
     bounded,
-    digest_of,
     owned_header,
+    read_owned,
     write_owned,
-    write_text,
 )
 
 Load = Callable[[Path], State]
@@ -86,7 +84,10 @@ def find_medoid(
     order = torch.randperm(len(checkpoints), generator=torch.Generator().manual_seed(0))
     chosen = sorted(order[:candidates].tolist())
     path, options = folder / MEDOID, {"method": method, "prefix": prefix}
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        content = read_json(path)[0] if path.exists() else {}
+    except FileError as error:
+        raise AlignFilesError(f"{error}; delete it to have its distances measured again") from error
     distances: dict[str, float] = content.get("distances", {}) if content.get("options") == options else {}
 
     def key(i: int, j: int) -> str:
@@ -106,7 +107,7 @@ def find_medoid(
 
             for j, found in bounded(distance, partners, threads):
                 distances[key(i, j)] = found
-                write_text(path, json.dumps({"options": options, "distances": distances}, sort_keys=True) + "\n")
+                write_json(path, {"options": options, "distances": dict(sorted(distances.items()))}, seal=True)
                 done += 1
                 tracker.update(done, distance=found)
     totals = [sum(distances[key(min(i, j), max(i, j))] for j in chosen if j != i) for i in chosen]
@@ -163,6 +164,7 @@ def find_consensus(
         track: shows progress.
     """
     run = _RunningSum(graph, checkpoints, folder, {"method": method, "prefix": prefix}, max_sweeps)
+    run.check(load, track)
     count = len(checkpoints)
     while not run.finished:
         sweep = run.next_sweep
@@ -226,11 +228,39 @@ class _RunningSum:
             and header["sweep"] <= max_sweeps
             and all(header[k] == v for k, v in self._header(header).items())
         ):
-            tensors = load_file(folder / SUM)
+            tensors = read_owned(folder / SUM, f"remove the folder {folder} to start over")
             self.sweep, self.done, self.moved = header["sweep"], header["done"], header["moved"]
             self.total = {n.removeprefix("sum/"): t for n, t in tensors.items() if n.startswith("sum/")}
             last = {n.removeprefix("permutation/"): t for n, t in tensors.items() if n.startswith("permutation/")}
             self._write_element(self.done - 1, last)  # the run may have been killed before this
+
+    def check(self, load: Load, track: Track) -> None:
+        """Compare the sum that a former run has left with the networks and permutations that it is the sum of.
+
+        Both are whole and their own by their seals; but one of them can be from another time (a folder that was
+        restored in part, two runs at once before there was a lock), and every later step would build on it.
+
+        Raises:
+            AlignFilesError: they do not agree to rounding.
+        """
+        count = len(self.checkpoints) if self.sweep else self.done
+        if count == 0:
+            return
+        found: dict[str, Tensor] = {}
+        size: dict[str, Tensor] = {}
+        with track("checking the sum", count) as tracker:
+            for k, checkpoint in enumerate(self.checkpoints[:count]):
+                for name, t in permute_tensors(self.graph, self.element(k), load(checkpoint.path)).items():
+                    if t.is_floating_point():
+                        found[name] = found[name] + t if name in found else t.double()
+                        size[name] = size[name] + t.abs() if name in size else t.double().abs()
+                tracker.update(k + 1, file=checkpoint.path.name)
+        for name, t in found.items():
+            if name not in self.total or ((self.total[name] - t).abs() > 1e-10 * size[name]).any():
+                raise AlignFilesError(
+                    f"{self.folder / SUM} is not the sum of the networks that it names (they differ in {name!r}); "
+                    f"remove the folder {self.folder} to start over"
+                )
 
     def _header(self, place: dict[str, Any]) -> dict[str, Any]:
         """What the sum at some place of a run is made of."""
@@ -285,9 +315,10 @@ class _RunningSum:
         """The permutation of a network, as the last step that moved it wrote it."""
         path = self.folder / f"{self.checkpoints[k].name}{PERMUTATION}"
         header = owned_header(path)
+        remedy = f"remove the folder {self.folder} to start over"
         if header is None or header["source_sha256"] != self.checkpoints[k].sha256:
-            raise AlignFilesError(f"{path} is missing or damaged; remove the folder {self.folder} to start over")
-        return load_file(path)
+            raise AlignFilesError(f"{path} is missing, damaged or of another network; {remedy}")
+        return read_owned(path, remedy)
 
     def _write_element(self, k: int, permutation: Permutation) -> None:
         path = self.folder / f"{self.checkpoints[k].name}{PERMUTATION}"

@@ -1,7 +1,7 @@
 """The checkpoints that a run reads and the folder that it writes to: names, digests, checks, and whose files are whose.
 
 Files that a run has written carry a header under one key of safetensors' metadata; files without it are never
-overwritten.
+overwritten. They are sealed (see :mod:`tu_symmetry.files`): one that was changed since is refused, not used.
 """
 
 from __future__ import annotations
@@ -10,26 +10,32 @@ import glob
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tu_symmetry.files import write_safetensors
+from tu_symmetry.files import (
+    FileError,
+    FolderInUseError,
+    check_file,
+    clear_scratch,
+    lock_folder,
+    read_header,
+    read_safetensors,
+    write_safetensors,
+)
 from tu_symmetry.posterior.samples import SampleFileError, State, load_state
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.tables.stage import Tracker
 
 FORMAT = "tu_symmetry.aligned"
-VERSION = 2
+VERSION = 3
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
 STATE = "state"
@@ -193,11 +199,6 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def digest_of(value: Any) -> str:
-    """Digest of anything that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write tensors with a header, whole or not at all."""
     content = {"format": FORMAT, "version": VERSION, **header}
@@ -205,24 +206,67 @@ def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
 
 
 def owned_header(path: Path) -> dict[str, Any] | None:
-    """What :func:`write_owned` wrote about a file; None if there is no file, or it is not its own."""
+    """What :func:`write_owned` wrote about a file; None if there is no file, or it is not its own.
+
+    Only its head is read; :func:`read_owned` and :func:`check_owned` compare its content with its seal.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
-            content = json.loads((file.metadata() or {}).get(FORMAT, "null"))
-    except (SafetensorError, ValueError, OSError):
+        content = json.loads(read_header(path).metadata.get(FORMAT, "null"))
+    except (ValueError, OSError):
         return None
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+def check_owned(path: Path) -> dict[str, str]:
+    """Compare a result with its seal; the versions that wrote it.
+
+    Raises:
+        AlignFilesError: it was changed after it was written.
+    """
+    try:
+        return check_file(path).versions
+    except (FileError, OSError) as error:
+        raise AlignFilesError(f"{error} (deleting it has it made again)") from error
+
+
+def read_owned(path: Path, remedy: str) -> dict[str, Tensor]:
+    """The tensors of a file that :func:`write_owned` wrote.
+
+    Args:
+        path: of the file.
+        remedy: what to do where it is damaged.
+
+    Raises:
+        AlignFilesError: it is damaged or gone.
+    """
+    try:
+        return read_safetensors(path)[0]
+    except (FileError, OSError) as error:
+        raise AlignFilesError(f"{path} is missing or damaged ({error}); {remedy}") from error
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other runs from writing the folder of the results.
+
+    Raises:
+        AlignFilesError: another run does.
+    """
+    try:
+        with lock_folder(out):
+            yield
+    except FolderInUseError as error:
+        raise AlignFilesError(f"{error} with --out") from None
+
+
+def clear_left(tensors: Sequence[Path], texts: Mapping[Path, str]) -> None:
+    """Take away what killed runs have left of a run's files; only while the folder is locked."""
+    for folder in {path.parent for path in (*tensors, *texts)}:
+        clear_scratch(folder, of={path.name for path in (*tensors, *texts) if path.parent == folder})
 
 
 def refuse_foreign(tensors: Sequence[Path], texts: Mapping[Path, str], inputs: Sequence[Path]) -> None:
-    """Nothing that another program wrote may be overwritten; what a killed run left half written is cleared away.
+    """Nothing that another program wrote may be overwritten.
 
     Args:
         tensors: safetensors files that a run will write.
@@ -243,14 +287,6 @@ def refuse_foreign(tensors: Sequence[Path], texts: Mapping[Path, str], inputs: S
     for path, mark in texts.items():
         if path.exists() and mark.encode() not in path.read_bytes():
             raise AlignFilesError(f"{path} was not written by this command; move it away or choose another folder")
-    ours = {path.absolute() for path in (*tensors, *texts)}
-    for folder in {path.parent for path in ours if path.parent.is_dir()}:
-        for left in folder.glob(".*.tmp"):
-            name = left.name.rpartition(".")[0].rpartition(".")[0].removeprefix(".")  # of .NAME.1a2b3c4d.tmp
-            if folder / name in ours and left.is_dir():
-                shutil.rmtree(left)
-            elif folder / name in ours:
-                left.unlink(missing_ok=True)
 
 
 def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:
