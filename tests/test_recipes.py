@@ -170,7 +170,7 @@ def test_transpositions_run_and_resume(tmp_path: Path, monkeypatch: pytest.Monke
 
     import tu_symmetry.tables.transpositions as module
 
-    save, calls = module._save, []
+    save, calls = module.write_safetensors, []
 
     def interrupted(*arguments: Any) -> None:
         save(*arguments)
@@ -178,11 +178,11 @@ def test_transpositions_run_and_resume(tmp_path: Path, monkeypatch: pytest.Monke
         if len(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_save", interrupted)
+    monkeypatch.setattr(module, "write_safetensors", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(folder, tmp_path / "cut", tiny)
     resumed, text = run(folder, tmp_path / "cut", tiny)
-    assert "resuming" in text and len(calls) == 3  # one epoch was left
+    assert "resuming" in text and len(calls) == 4  # one epoch was left, and the pairs
     assert resumed["matching"] == whole["matching"]
 
 

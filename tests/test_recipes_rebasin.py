@@ -231,8 +231,8 @@ def test_interrupted_stages_go_on_to_the_same_numbers(
     def cut_after(name: str, count: int) -> None:
         function = getattr(barriers, name)
 
-        def counted(*arguments: Any) -> None:
-            function(*arguments)
+        def counted(*arguments: Any, **options: Any) -> None:
+            function(*arguments, **options)
             calls[name] = calls.get(name, 0) + 1
             if calls[name] == count:
                 raise KeyboardInterrupt

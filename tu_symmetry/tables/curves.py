@@ -48,7 +48,7 @@ def prune(context: StageContext, options: PruningOptions) -> Results:
     from tu_symmetry.alignment.activations import activation_matching
     from tu_symmetry.posterior.compact import CompactPosterior
     from tu_symmetry.posterior.compact import prune as masked
-    from tu_symmetry.symmetry.action import apply_permutation
+    from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
     from tu_symmetry.tables.sampling import load_samples
 
     data, model, graph = context.data, context.model, context.graph
@@ -86,7 +86,7 @@ def prune(context: StageContext, options: PruningOptions) -> Results:
                 predictive = mean_probabilities(model, masked(draws[name], mask), data.test)
                 add(f"{name} samples, own σ", accuracy(predictive, data.test_y))
                 add(f"{name} mean, own σ", _accuracy_of(context, masked(posterior.mean, mask)))
-            foreign = {name: apply_permutation(graph, p, q[name].pruning_mask(keep)) for name, p in moves.items()}
+            foreign = {name: permute_tensors(graph, p, q[name].pruning_mask(keep)) for name, p in moves.items()}
             foreign["random"] = _lowest(order, keep)
             for name, mask in foreign.items():
                 label = "random order" if name == "random" else f"{name}'s σ"

@@ -22,6 +22,7 @@ from tu_symmetry.tables.predict import unstack
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 PAIRS = "pairs.safetensors"
+CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def train_pairs(context: StageContext, options: PairsOptions) -> Results:
     trained = _sgd(context, options, stacked)
     shape = (options.runs, 1 + options.counts)
     write_safetensors(context.folder / PAIRS, {k: v.unflatten(0, shape) for k, v in trained.items()})
+    (context.folder / CHECKPOINT).unlink(missing_ok=True)
     networks = options.runs * (1 + options.counts)
     return {"initial": wanted, "runs": options.runs, "networks": networks, "headline": f"{networks} networks"}
 
@@ -118,7 +120,7 @@ def _sgd(context: StageContext, options: PairsOptions, start: dict[str, Tensor])
         return cross_entropy(functional_call(model, state, (inputs,)), targets)
 
     step: Callable[..., tuple[dict[str, Tensor], Tensor]] = vmap(grad_and_value(loss))
-    checkpoint = context.folder / "checkpoint.safetensors"
+    checkpoint = context.folder / CHECKPOINT
     epoch, weights, momenta = 0, start, {name: torch.zeros_like(t) for name, t in start.items()}
     if checkpoint.exists():
         saved = read_tensors(checkpoint, device=context.device)
@@ -140,7 +142,6 @@ def _sgd(context: StageContext, options: PairsOptions, start: dict[str, Tensor])
             tracker.update(epoch, loss=last)
             saved = {f"weights/{k}": v for k, v in weights.items()} | {f"momenta/{k}": v for k, v in momenta.items()}
             write_safetensors(checkpoint, saved | {"epoch": torch.tensor(epoch)})
-    checkpoint.unlink(missing_ok=True)
     return weights
 
 
