@@ -67,7 +67,7 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: b
 class Inner(nn.Module):
     """``a`` is called, and its weight (or bias) is read besides."""
 
-    def __init__(self, read: Callable[[Inner, Tensor], Tensor], first: nn.Module | None = None) -> None:
+    def __init__(self, read: Callable[[Any, Tensor], Tensor], first: nn.Module | None = None) -> None:
         super().__init__()
         self.a, self.b, self.read = first or nn.Linear(5, 5), nn.Linear(5, 3), read
 
@@ -86,9 +86,9 @@ class Embedded(nn.Module):
         return F.linear(torch.tanh(self.mix(self.table(tokens))), self.table.weight)
 
 
-def normalized(m: Inner, x: Tensor) -> Tensor:
+def normalized(m: Any, x: Tensor) -> Tensor:
     """A weight norm written out, beside the call."""
-    return m.a(x) + F.linear(x, m.a.weight / m.a.weight.norm(dim=1, keepdim=True))  # type: ignore[union-attr,operator]
+    return m.a(x) + F.linear(x, m.a.weight / m.a.weight.norm(dim=1, keepdim=True))
 
 
 READS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
@@ -143,7 +143,7 @@ def test_an_embedding_that_is_the_output_layer_too(limit: int, tmp_path: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_small_second_use_is_found_in_either_precision(dtype: torch.dtype) -> None:
     """It makes a thousandth of the gradient: the comparison is in double precision."""
-    model = randomize(Inner(lambda m, x: m.a(x) + 1e-3 * x @ m.a.weight.T)).to(dtype)  # type: ignore[union-attr,operator]
+    model = randomize(Inner(lambda m, x: m.a(x) + 1e-3 * x @ m.a.weight.T)).to(dtype)
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
     with pytest.warns(ReadElsewhereWarning, match=r"a\.weight"):
         fitted(model, x, labels(model(x)))
@@ -191,7 +191,7 @@ def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
 
 
 def parametrized(kind: str) -> nn.Module:
-    norm = parametrizations.weight_norm
+    norm: Any = parametrizations.weight_norm
     if kind == "linear":
         return nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), norm(nn.Linear(5, 3)))
     if kind == "convolution":
@@ -289,8 +289,8 @@ class Random(nn.Module):
         torch.manual_seed(seed)
         self.kind = rng.choice(["vector", "tokens", "image"])
         self.per_position = self.kind == "tokens" and rng.random() < 0.5
-        self.layers, self.reads, self.norms = nn.ModuleList(), list[str](), list[Any]()
-        self.shared = self.kind != "vector"
+        self.layers: Any = nn.ModuleList()
+        self.reads: list[str] = []
         width = rng.randint(2, 4)
         if self.kind == "tokens":
             self.layers.append(nn.Embedding(5, width))
@@ -335,11 +335,11 @@ class Random(nn.Module):
         for layer, read in zip(self.layers, self.reads, strict=True):
             y = layer(x)
             if read == "plus":
-                y = y + x @ layer.weight  # type: ignore[operator]
+                y = y + x @ layer.weight
             elif read == "gram":
-                y = y @ (layer.weight @ layer.weight.T)  # type: ignore[union-attr,operator]
+                y = y @ (layer.weight @ layer.weight.T)
             elif read == "scale":
-                y = y * layer.weight.abs().mean()  # type: ignore[union-attr,operator]
+                y = y * layer.weight.abs().mean()
             x = torch.tanh(y)
         if self.kind == "image":
             x = x.mean((2, 3))

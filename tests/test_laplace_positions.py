@@ -89,7 +89,7 @@ def problem(name: str, kind: str = "classification", samples: int = BATCH) -> tu
     return model, x, torch.randn(samples, POSITIONS, CLASSES, generator=generator, dtype=torch.float64)
 
 
-def fitted(model: nn.Module, x: Tensor, y: Tensor, kind: str = "classification", **options: Any) -> LinearizedLaplace:
+def fitted(model: nn.Module, x: Tensor, y: Tensor, kind: Any = "classification", **options: Any) -> LinearizedLaplace:
     options = {"prior": "single", "mode": "map"} | options
     return LinearizedLaplace(model, kind, **options).fit([(x[:4], y[:4]), (x[4:], y[4:])] if len(x) > 4 else [(x, y)])
 
@@ -164,8 +164,8 @@ def test_expand_is_exact_for_linear_networks(mixing: bool) -> None:
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_factors_of_a_shared_weight_follow_their_definition(name: str, weight_sharing: str) -> None:
     """``A``: the mean over samples and positions; ``G``: the sum over observations of what reaches each position."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES))
-    model, reduce = randomize(model), weight_sharing == "reduce"
+    model, reduce = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)), weight_sharing == "reduce"
+    randomize(model)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, POSITIONS, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (BATCH, POSITIONS), generator=generator)
@@ -199,7 +199,7 @@ def test_one_position_is_a_sample_without_positions(name: str) -> None:
 
     model, x, y = problem(name)
     if name == "tagger":
-        model.position = nn.Parameter(model.position[:1].detach())  # type: ignore[union-attr,index]
+        model.position = nn.Parameter(model.position[:1].detach())  # type: ignore[index]
     x, y = x[:, :1], y[:, :1]
     for curvature in ("kfac", "ekfac", "full", "diag"):
         with_axis = fitted(model, x, y, curvature=curvature)

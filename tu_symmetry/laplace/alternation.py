@@ -2,12 +2,16 @@
 
 One step finds the weights that belong to the hyperparameters, and then the hyperparameters that belong to these
 weights. Both lower one objective, so that an extrapolation can be judged by it and taken back.
+
+What is returned is the best point that was seen. The last one can be worse: an extrapolation that no further step was
+left to take back, or a bound that a hyperparameter was sent to. With the objectives 21.4, 20.7, 21.1 and three steps
+allowed it is the second point, with the weights that were found there, and not converged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,27 +24,35 @@ class Step(NamedTuple):
         objective: at the point, with the weights that belong to it.
         image: the hyperparameters that belong to these weights.
         undetermined: which hyperparameters are on their way to their upper bound, ever more slowly.
+        weights: what belongs to the point, to be given back with the best one.
     """
 
     objective: float
     image: Tensor
     undetermined: Tensor
+    weights: Any = None
 
 
 class Alternation(NamedTuple):
-    """Where the iteration stopped.
+    """The best point that was seen.
 
     Attributes:
-        point: the last image where it converged, else the last point.
+        point: the point; its image where the iteration converged, whose objective is no higher.
         iterations: number of steps.
-        change: largest difference between the last point and its image.
-        converged: whether that is below the tolerance.
+        change: largest difference between the point and its image.
+        converged: whether that is below the tolerance, and no earlier point was better.
+        best: number of the step that started at the point.
+        objective: at the point.
+        weights: what belongs to the point.
     """
 
     point: Tensor
     iterations: int
     change: float
     converged: bool
+    best: int
+    objective: float
+    weights: Any
 
 
 def alternate(
@@ -72,17 +84,23 @@ def alternate(
     if max_iterations < 1:
         raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
     memory = _Extrapolation()
+    found: Alternation | None = None
     held = torch.zeros_like(start, dtype=torch.bool)
     point, best, change = start, float("inf"), 1.0
     for iteration in range(1, max_iterations + 1):
         asked = max(accuracy, 0.01 * min(change, 1.0))
-        value, image, undetermined = step(point, asked)
+        value, image, undetermined, weights = step(point, asked)
         image = torch.where(held, point, image)
         change = float((image - point).abs().max())
         if progress is not None:
             progress(iteration, change, value)
+        resolution = 1e-6 * abs(value) + asked**2  # of the objective: rounding, and weights that are found roughly
+        if found is None or not value > found.objective + resolution:
+            found = Alternation(point, iteration, change, False, iteration, value, weights)
         if change <= tolerance and asked <= accuracy:
-            return Alternation(image, iteration, change, True)
+            if found.best == iteration:
+                return found._replace(point=image, converged=True)
+            return found._replace(iterations=iteration)  # stationary, and worse than where it has been
         if iteration == max_iterations:
             break
         lost = undetermined & ~held
@@ -95,7 +113,8 @@ def alternate(
             best = value
             point = memory.next(point, image)
         point = torch.minimum(torch.maximum(point, low), high)
-    return Alternation(point, max_iterations, change, False)
+    assert found is not None
+    return found._replace(iterations=max_iterations)
 
 
 class _Extrapolation:

@@ -342,7 +342,8 @@ class LinearizedLaplace:
         In mode ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. In mode
         ``linear`` it alternates between the mode of the tangent model, given the precisions, and the precisions, given
         the mode, until neither moves: their joint stationary point. Both lower one objective, the negative log
-        evidence less the log hyperprior; steps are extrapolated as long as it falls.
+        evidence less the log hyperprior; steps are extrapolated as long as it falls. The best point
+        that was seen is kept.
 
         Args:
             train_loader: the training data; None for the loader of :meth:`fit`.
@@ -369,7 +370,7 @@ class LinearizedLaplace:
         if self.mode == "map":
             rho, tau = self._hyperparameter_step(self.solution)
             self._set(rho, math.exp(tau))
-            result = EvidenceResult(self._log_evidence(self.solution), 1, 0.0, 0.0, True)
+            result = EvidenceResult(self._log_evidence(self.solution), 1, 0.0, 0.0, True, 1)
         else:
             loader = self._training_data(train_loader)
             accuracy = mode_tolerance or self._default_mode_tolerance()
@@ -408,7 +409,8 @@ class LinearizedLaplace:
             self.solve_mode(loader, tolerance=accuracy, progress=progress)
             rho, log_noise = self._hyperparameter_step(self.solution)
             image = torch.cat([rho, torch.tensor([log_noise], dtype=torch.float64)])
-            return Step(self._objective(), image, torch.cat([self._undetermined(rho), torch.tensor([False])]))
+            undetermined = torch.cat([self._undetermined(rho), torch.tensor([False])])
+            return Step(self._objective(), image, undetermined, self.solution)
 
         def report(iteration: int, change: float, objective: float) -> None:
             if progress is not None:
@@ -424,16 +426,18 @@ class LinearizedLaplace:
             max_iterations=max_iterations,
             progress=report,
         )
-        solution = self.solution
-        if found.converged:  # the precisions that belong to these weights, whose certificate they hardly change
-            place(found.point)
-            self.solution = solution
+        place(found.point)
+        self.solution = found.weights
+        if not found.converged and found.weights.gradient_norm > mode_tolerance:  # found roughly, on the way
+            self.solve_mode(loader, tolerance=mode_tolerance, progress=progress)
+        # where it converged, precisions are those that belong to these weights, whose certificate they hardly change
         return EvidenceResult(
-            self._log_evidence(solution),
+            self._log_evidence(self.solution),
             found.iterations,
             found.change,
-            solution.gradient_norm,
-            found.converged and solution.converged,
+            self.solution.gradient_norm,
+            found.converged and self.solution.converged,
+            found.best,
         )
 
     def _undetermined(self, rho: Tensor) -> Tensor:

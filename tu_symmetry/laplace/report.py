@@ -49,11 +49,12 @@ class EvidenceResult:
     """What :meth:`LinearizedLaplace.optimize_evidence` did.
 
     Attributes:
-        log_marginal_likelihood: at the end (nats), without the hyperprior.
+        log_marginal_likelihood: at the best point that was seen (nats), without the hyperprior.
         iterations: number of alternations between weights and precisions.
-        change: largest change of a log precision in the last one.
+        change: largest change of a log precision in the alternation from that point.
         gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 in mode ``map``.
-        converged: whether both tolerances were met.
+        converged: whether both tolerances were met there, and no earlier point had a better objective.
+        best_iteration: number of the alternation whose point this is; ``iterations`` where it converged.
     """
 
     log_marginal_likelihood: float
@@ -61,6 +62,7 @@ class EvidenceResult:
     change: float
     gradient_norm: float
     converged: bool
+    best_iteration: int
 
 
 def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stacklevel: int) -> None:
@@ -78,7 +80,8 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
     if not result.converged:
         warnings.warn(
             f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
-            f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g}; call optimize_evidence again "
+            f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g} at the best point, that of "
+            f"iteration {result.best_iteration}; call optimize_evidence again "
             "to go on from here, or raise max_iterations or the tolerances",
             NotConvergedWarning,
             stacklevel=stacklevel + 1,
