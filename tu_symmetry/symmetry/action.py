@@ -238,7 +238,7 @@ def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
     start = 0
     for piece in _pieces(tensor, tensor.ndim - ndim if ndim else None):
         rows = slice(start, start := start + (piece.shape[-ndim] if ndim else 0))
-        own = [log[rows] if log.ndim == ndim and log.shape[0] > 1 else log for log in logs]
+        own = [log[rows] if log.ndim == ndim > 0 and log.shape[0] > 1 else log for log in logs]
         factor = _exp_of_sum(own).to(piece.device, precision)
         if piece.dtype == precision:
             for _ in range(times):
