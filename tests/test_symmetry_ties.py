@@ -298,3 +298,95 @@ def test_a_parameter_that_an_operator_reads_twice() -> None:
         return m.c(relu(torch.bmm(m.w, m.w)).flatten() + x.sum())
 
     expect([2, 4], Net(forward, w=nn.Parameter(torch.randn(2, 4, 4)), c=nn.Linear(32, 3)), X)
+
+
+class Attention(nn.Module):
+    """Self-attention on eight channels in two heads; queries and keys normalized in one of several ways."""
+
+    def __init__(self, norm: str, layout: str) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out, self.c = nn.Linear(5, 8), nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.norm, self.layout = norm, layout
+        if norm in ("LayerNorm", "RMSNorm"):
+            self.q_norm, self.k_norm = getattr(nn, norm)(4), getattr(nn, norm)(4)
+
+    def heads(self, x: Tensor) -> Sequence[Tensor]:
+        b, t, _ = x.shape
+        qkv = self.qkv(x)
+        if self.layout == "3hd":
+            return qkv.view(b, t, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.layout == "h3d":
+            return qkv.view(b, t, 2, 3, 4).permute(3, 0, 2, 1, 4).unbind(0)
+        if self.layout == "3dh":
+            return qkv.view(b, t, 3, 4, 2).permute(2, 0, 4, 1, 3).unbind(0)
+        return [part.view(b, t, 4, 2).permute(0, 3, 1, 2) for part in qkv.chunk(3, -1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        q, k, v = self.heads(x)
+        if self.norm == "F.layer_norm":
+            q, k = F.layer_norm(q, (4,)), F.layer_norm(k, (4,))
+        elif self.norm == "F.rms_norm":
+            q, k = F.rms_norm(q, (4,)), F.rms_norm(k, (4,))
+        elif self.norm == "F.normalize":
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        elif self.norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        y = torch.softmax(q @ k.transpose(-2, -1), -1) @ v
+        y = y.transpose(1, 2) if self.layout in ("3hd", "h3d") else y.permute(0, 2, 3, 1)
+        return self.c(self.out(y.reshape(x.shape)))
+
+
+@pytest.mark.parametrize("norm", ["", "F.layer_norm", "F.rms_norm", "F.normalize", "LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("layout", ["3hd", "h3d"])
+def test_normalized_queries_and_keys(norm: str, layout: str) -> None:
+    """An affine normalization shares its weights between the heads, and so the dimensions of queries and keys."""
+    shared = norm in ("LayerNorm", "RMSNorm")
+    expect([2, (2, 4), 4 if shared else (2, 4), 8, 8], Attention(norm, layout), SEQUENCE)
+
+
+# -- channels of grouped convolutions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "multiplier", "expected"),
+    [
+        (2, 1, [4, 4, 4]),  # the channels of each group, and the sums of two outputs
+        (4, 2, [2, (2, 2), (2, 2), (2, 4)]),  # the first two groups with the last two; inputs and outputs of each pair
+        (8, 1, [4]),
+        (8, 2, [4, (4, 2)]),
+    ],
+)
+def test_halves_of_a_grouped_convolution(groups: int, multiplier: int, expected: list[Any]) -> None:
+    for combine in (lambda a, b: relu(a + b), lambda a, b: a * torch.sigmoid(b), lambda a, b: torch.maximum(b, a)):
+
+        def forward(m: Net, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor] = combine) -> Tensor:
+            return m.c(combine(*m.g(relu(m.a(x))).chunk(2, 1)).mean((2, 3)))
+
+        parts = {"a": nn.Conv2d(3, 8, 3), "g": nn.Conv2d(8, 8 * multiplier, 3, groups=groups)}
+        expect(expected, Net(forward, c=nn.Linear(4 * multiplier, 3), **parts), IMAGE)
+
+
+# -- parameters without axes ------------------------------------------------------------------------------------------
+
+SCALARS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "rezero": lambda m, h: h + m.s * relu(m.b(h)),
+    "added": lambda m, h: h + m.s + m.b(h),
+    "product": lambda m, h: m.s * m.t * h + m.b(h),
+    "gate": lambda m, h: torch.sigmoid(m.s) * h + (1 - torch.sigmoid(m.s)) * m.b(h),
+    "stacked": lambda m, h: h * torch.stack([m.s, m.t]).sum() + m.b(h),
+    "expanded": lambda m, h: h * m.s.expand(4) + m.b(h),
+    "power": lambda m, h: (h + 1) ** m.s / m.t + m.b(h),
+    "slope": lambda m, h: relu(h) - m.s * relu(-h) + m.b(h),
+    "lerp": lambda m, h: torch.lerp(h, m.b(h), m.s),
+}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("kind", SCALARS)
+def test_parameters_without_axes(kind: str, trained: bool) -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(SCALARS[kind](m, relu(m.a(x))))
+
+    scalars = {n: nn.Parameter(torch.tensor(v)) if trained else torch.tensor(v) for n, v in (("s", 0.5), ("t", 0.7))}
+    expect([4], Net(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3), **scalars), X)

@@ -188,6 +188,7 @@ class Ledger:
         self.bindings: list[tuple[Array, Label]] = []
         self.pins: list[tuple[Array, str]] = []
         self.marks: list[tuple[Array, Array, str]] = []
+        self.nestings: list[tuple[Array, Array]] = []  # units, and the block of each that their label no longer names
         self.seen: list[tuple[Label, int, tuple[Label, ...]]] = []
         self._seen_ids: set[tuple[int, ...]] = set()
         self.constraints: list[tuple[Term, ...]] = []
@@ -739,13 +740,45 @@ class Ledger:
             else:
                 assigned[spread[-1]].append(component)
                 for position, axis in enumerate(spread[:-1]):
-                    assigned[axis].append(self._blocks(component, spread[: position + 1]))
+                    blocks = self._blocks(component, spread[: position + 1])
+                    self._nest(component, blocks)
+                    assigned[axis].append(blocks)
         for axis, components in assigned.items():
-            label = _simplify(components)
+            label = self._simplify(components)
             if len(label) == 2 and (label[0] >= 0).all() and not (label[1] >= 0).any() and _determines(*label):
                 self.marks.append((*label, "a position of its own"))  # each unit is met at one fixed position only
                 label = label[:1]
             labels[axis] = label
+
+    def _simplify(self, components: list[Array]) -> Label:
+        """Merge fixed components into one, and drop units that another component determines."""
+        fixed = [c for c in components if not (c >= 0).any()]
+        moving = [c for c in components if (c >= 0).any()]
+        if not moving:
+            return ()
+        kept: list[Array] = []
+        for k, component in enumerate(moving):
+            determining = next((o for o in (*kept, *moving[k + 1 :]) if _determines(o, component)), None)
+            if determining is None:
+                kept.append(component)
+            else:
+                self._nest(determining, component)
+        if len(fixed) > 1:
+            stacked = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*fixed)], axis=1)
+            _, inverse = np.unique(-stacked, axis=0, return_inverse=True)
+            fixed = [code(inverse.reshape(-1).astype(np.int64)).reshape(np.broadcast_shapes(*(f.shape for f in fixed)))]
+        return (*kept, *fixed)
+
+    def _nest(self, units: Array, blocks: Array) -> None:
+        """Record the block of each unit, which is left out of a label because the unit tells it.
+
+        Should ties make one class of units of several blocks, then the label was too short, and all of them are pinned.
+        """
+        if units is not blocks:
+            x, y = (z.reshape(-1) for z in np.broadcast_arrays(units, blocks))
+            both = (x >= 0) & (y >= 0)
+            if both.any() and (y[both] != y[both][0]).any():
+                self.nestings.append((x[both], y[both]))
 
     def _blocks(self, component: Array, outer: list[int]) -> Array:
         """One new unit for each block of units: blocks with the same content get the same unit."""
@@ -786,24 +819,6 @@ def _apart(arrays: Sequence[Array], origins: Sequence[int], axis: int) -> Array:
     joined = joined.copy()
     joined[fixed] = code(kinds.reshape(-1).astype(np.int64))
     return joined
-
-
-def _simplify(components: list[Array]) -> Label:
-    """Merge fixed components into one, and drop units that another component determines."""
-    fixed = [c for c in components if not (c >= 0).any()]
-    moving = [c for c in components if (c >= 0).any()]
-    if not moving:
-        return ()
-    kept: list[Array] = []
-    for k, component in enumerate(moving):
-        others = kept + moving[k + 1 :]
-        if not any(_determines(other, component) for other in others):
-            kept.append(component)
-    if len(fixed) > 1:
-        stacked = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*fixed)], axis=1)
-        _, inverse = np.unique(-stacked, axis=0, return_inverse=True)
-        fixed = [code(inverse.reshape(-1).astype(np.int64)).reshape(np.broadcast_shapes(*(f.shape for f in fixed)))]
-    return (*kept, *fixed)
 
 
 def _determines(a: Array, b: Array) -> bool:

@@ -64,7 +64,7 @@ class _Classes:
                 found += [np.where(rows >= 0, self.tuples[rows, k], -1) for k in range(1, self.tuples.shape[1])]
             else:
                 found.append(classes)
-        fixed = self._fixed
+        fixed = self.fixed
         resolved = []
         for component in found:
             moving = component >= 0
@@ -74,7 +74,7 @@ class _Classes:
         return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
 
     @cached_property
-    def _fixed(self) -> NDArray[np.bool_]:
+    def fixed(self) -> NDArray[np.bool_]:
         mask = np.zeros(self.count, dtype=bool)
         if self.pinned:
             mask[np.fromiter(self.pinned, dtype=np.int64)] = True
@@ -193,11 +193,16 @@ class Extraction:
         self.twins: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
         self.splits: list[tuple[Array, Array]] = []  # blocks of one color that hold the same units, told apart by a tag
         self.tags: list[tuple[Array, Array]] = []  # the same, of earlier rounds, by the ledger's units
+        self._tag_of: Hash = np.zeros(max(ledger.units, 1), dtype=np.uint64)  # all tags of each of the ledger's units
         self._build()
-        while self.twins or self.splits:
+        while self.twins or self.splits or self._lost_blocks():
             _, representative = np.unique(self.classes.of, return_index=True)
             ledger.ties += [(representative[a], representative[b]) for a, b in self.twins]
-            self.tags += [(representative[a], tag) for a, tag in self.splits]
+            for a, tag in self.splits:
+                self.tags.append((representative[a], tag))
+                of_class = np.zeros(self.classes.count, dtype=np.uint64)
+                of_class[a] = _combine(len(self.tags), tag)
+                self._tag_of = _combine(self._tag_of, of_class[self.classes.of])
             self.twins, self.splits = [], []
             self._build()
 
@@ -211,6 +216,28 @@ class Extraction:
         self.edges = np.empty((0, 3), dtype=np.int64)  # child, parent, relation
         self.colors = self._color()
         self.nodes = self._forest()
+
+    def _lost_blocks(self) -> bool:
+        """Pin blocks that could change places and hold a unit in common: its label does not say which of them is meant.
+
+        Take ``y0 + y1``, the halves of a convolution in two groups. Its eight output channels have units of their own,
+        from which the group can be told, so that the group does not stand in their label. The sum makes one unit of
+        channel k of the one half and channel k of the other: should the groups change places, nothing would tell that
+        these channels do so too. Blocks that cannot change places (queries and keys) need not be told apart by labels.
+        """
+        if not self.ledger.nestings:
+            return False
+        units, blocks = (self.classes.of[np.concatenate(side)] for side in zip(*self.ledger.nestings, strict=True))
+        free = (self.classes.bound[units] < 0) & ~self.classes.fixed[units] & ~self.classes.fixed[blocks]
+        rows = distinct_rows(np.stack([units[free], self.colors[blocks[free]], blocks[free]], axis=1))
+        if len(rows) < 2:
+            return False
+        again = np.flatnonzero((rows[1:, :2] == rows[:-1, :2]).all(axis=1))
+        lost = distinct(np.append(rows[again][:, 2], rows[again + 1][:, 2]))
+        if len(lost):
+            _, representative = np.unique(self.classes.of, return_index=True)
+            self.ledger.pins.append((representative[lost], "holds units that other blocks hold too"))
+        return bool(len(lost))
 
     # -- colors -------------------------------------------------------------------------------------------------
 
@@ -229,6 +256,8 @@ class Extraction:
                 nested = [k for k in range(component.ndim) if k != axis and component.shape[k] > 1]
                 for k in nested:
                     fixed, found = self._relation(color, component, others.get(k, ()), k, seen * 64 + k)
+                    for outer in labels[k] if self.tags else ():  # blocks that became one are still told apart
+                        fixed = _combine(fixed, np.where(outer >= 0, self._tag_of[np.where(outer >= 0, outer, 0)], 0))
                     context = _combine(context, fixed)
                     edges += found
                 if not (component >= 0).any():

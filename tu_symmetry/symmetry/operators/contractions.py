@@ -53,7 +53,14 @@ def contract(
 
     labels: dict[str, Label] = {}
     reasons: dict[str, str] = {}
-    for letter in sorted(every, key=lambda x: (x not in output, sum(x in own for own in letters) < 2)):
+    nested = {
+        letter
+        for value, own in zip(fresh, letters, strict=True)
+        for k, letter in enumerate(own)
+        if any(n > 1 for c in value.labels[k] for j, n in enumerate(c.shape) if j != k)
+    }
+    order = sorted(every, key=lambda x: (x in nested, x not in output, sum(x in own for own in letters) < 2))
+    for letter in order:
         for value, own in zip(fresh, letters, strict=True):
             axis = own.find(letter)
             if axis < 0 or value.shape[axis] == 1:

@@ -30,7 +30,9 @@ def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, 
         laid = call.ledger.reshape(operand, frame)
         labels = list(value.labels)
         for axis in axes:
-            labels[axis] = call.ledger.unify(labels[axis], laid.labels[axis], value.reasons[axis], laid.reasons[axis])
+            labels[axis] = call.ledger.unify(
+                labels[axis], laid.labels[axis], value.reasons[axis], laid.reasons[axis], axis, labels
+            )
         if multiply:
             value = replace(value, labels=tuple(labels), scale=(*value.scale, *laid.scale))
         else:
