@@ -189,6 +189,113 @@ row(
     [4], 4, 0, IMAGE, a=nn.Conv2d(2, 4, 3), c=nn.Conv2d(4, 3, 1),
 )  # fmt: skip
 
+# -- epsilons that are written as literals, and those of functions --------------------------------------------------
+
+layers = {"a": (5, 8), "c": (8, 3)}
+
+
+def hidden(m: Any, x: Tensor) -> Tensor:
+    return relu(m.a(x))
+
+
+row("by a deviation", lambda m, x: m.c(hidden(m, x) / (hidden(m, x).std(-1, keepdim=True) + 1e-5)), [8], 0, 1)
+row("by a norm", lambda m, x: m.c(hidden(m, x) / (hidden(m, x).norm(dim=-1, keepdim=True) + 1e-4)), [8], 0, 1)
+row("by a clamped norm", lambda m, x: m.c(hidden(m, x) / hidden(m, x).norm(dim=-1)[:, None].clamp(min=1e-6)), [8], 0, 1)
+row("by more than an epsilon", lambda m, x: m.c(hidden(m, x) / (hidden(m, x).std(-1)[:, None] + 0.1)), [8], 0)
+row(
+    "standardized",
+    lambda m, x: m.c((m.a(x) - m.a(x).mean(1, True)) / (m.a(x).var(1, keepdim=True) + 1e-5).sqrt()),
+    [8],
+    0,
+    1,
+)
+row("units that are clamped", lambda m, x: m.c(hidden(m, x).clamp(min=1e-6)), [8], 8)
+row("logarithm of clamped units", lambda m, x: m.c(hidden(m, x).clamp(min=1e-6).log()), [8], 0)
+row("an epsilon on units", lambda m, x: m.c(hidden(m, x) + 1e-4), [8], 8)
+row("normalize", lambda m, x: m.c(F.normalize(hidden(m, x), dim=-1)), [8], 0, 1)
+row("layer_norm", lambda m, x: m.c(F.layer_norm(hidden(m, x), (8,))), [8], 0, 1)
+row("rms_norm", lambda m, x: m.c(F.rms_norm(hidden(m, x), (8,), eps=1e-3)), [8], 0, 1)
+row(
+    "cosine_similarity",
+    lambda m, x: F.cosine_similarity(hidden(m, x), relu(m.b(x)), dim=-1),
+    [8],
+    0,
+    2,
+    a=(5, 8),
+    b=(5, 8),
+)
+row("pairwise_distance", lambda m, x: F.pairwise_distance(hidden(m, x), relu(m.b(x))), [8], 0, a=(5, 8), b=(5, 8))
+
+# -- complex parameters, masks and integers of the state dict -------------------------------------------------------
+
+mask = torch.tensor([True, False, True, True, False, True, True, False])
+order = torch.tensor([4, 0, 7, 3, 2, 5, 1, 6])
+
+
+def gain() -> nn.Parameter:
+    return nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+
+row("a complex gain", lambda m, x: m.c((hidden(m, x) * m.g).abs()), [8], 16, **layers, g=gain)
+row("where a mask is", lambda m, x: m.c(torch.where(m.g, hidden(m, x), 0.0)), [8], 8, **layers, g=mask)
+row("times a mask", lambda m, x: m.c(hidden(m, x) * m.g), [8], 8, **layers, g=mask)
+row("filled where a mask is", lambda m, x: m.c(hidden(m, x).masked_fill(m.g, 0.0)), [8], 8, **layers, g=mask)
+row("times integers", lambda m, x: m.c(hidden(m, x) * m.g), [8], 8, **layers, g=torch.arange(1, 9))
+row(
+    "pruned weights", lambda m, x: m.c(relu(F.linear(x, m.a.weight * m.g, m.a.bias))),
+    [8], 8, **layers, g=(torch.arange(40) % 3 > 0).reshape(8, 5),
+)  # fmt: skip
+row(
+    "a table of zeros and ones",
+    lambda m, x: m.c(hidden(m, x) @ like(m.g, x)),
+    [8, 8],
+    1,
+    **layers,
+    g=torch.eye(8).long(),
+)
+row("in another order", lambda m, x: m.c(hidden(m, x)[:, m.g]), [8], 8, **layers, g=order)
+row("index_select", lambda m, x: m.c(hidden(m, x).index_select(1, m.g)), [8], 8, **layers, g=order)
+row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [4, 4], 4, 4, a=(5, 8), c=(4, 3), g=order[:4])
+row(
+    "gains by kind", lambda m, x: m.c(hidden(m, x) * m.e(m.g)[:, 0]),
+    [2, 3, 3], 9, **layers, e=nn.Embedding(3, 1), g=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),
+)  # fmt: skip
+
+
+def test_a_complex_gain_is_moved_and_scaled_and_its_network_can_be_aligned() -> None:
+    model = Net({"a": nn.Linear(5, 8), "c": nn.Linear(8, 3), "g": gain()}, lambda m, x: m.c((hidden(m, x) * m.g).abs()))
+    graph = tus.discover_symmetries(model, torch.randn(3, 5))
+    assert {m.parameter for g in graph.permutations for m in g.members} == {"g", "a.weight", "a.bias", "c.weight"}
+    state = model.state_dict()
+    planted = {graph.permutations[0].name: torch.randperm(8, generator=torch.Generator().manual_seed(0))}
+    found = tus.weight_matching(graph, state, tus.apply_permutation(graph, planted, state))
+    assert all(torch.equal(p, tus.invert(planted)[n]) for n, p in found.permutation.items())
+
+
+def test_indices_are_part_of_the_architecture_and_masks_are_not() -> None:
+    parts = {"a": nn.Linear(5, 8), "c": nn.Linear(8, 3), "order": order, "mask": mask}
+    model = Net({}, lambda m, x: m.c(hidden(m, x)[:, m.order] * m.mask))
+    for name, part in parts.items():
+        model.register_buffer(name, part) if isinstance(part, Tensor) else model.add_module(name, part)
+    graph = tus.discover_symmetries(model, torch.randn(3, 5))
+    assert set(graph.constants) == {"order"}
+    assert {m.parameter for g in graph.permutations for m in g.members} == {"mask", "a.weight", "a.bias", "c.weight"}
+    state = model.state_dict()
+    permutation = tus.random_permutation(graph, generator=torch.Generator().manual_seed(0))
+    tus.apply_permutation(graph, permutation, state | {"mask": ~mask})  # the mask moves, whatever it is
+    with pytest.raises(tus.SymmetryError, match="reads its values"):
+        tus.apply_permutation(graph, permutation, state | {"order": torch.arange(8)})
+
+
+def test_a_mask_that_loses_its_tie_is_noticed_though_it_is_all_true() -> None:
+    model = Net({"a": nn.Linear(5, 8), "c": nn.Linear(8, 3), "g": torch.ones(8, dtype=torch.bool)}, None)  # type: ignore
+    model.run = lambda m, x: m.c(hidden(m, x) * m.g)
+    x = torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x).without("g")
+    wrong = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "c.weight": 1})
+    with pytest.raises(tus.SymmetryError, match="'mine' is no symmetry"):
+        tus.verify_symmetries(wrong, model, x)
+
 
 def tensors(nested: Any) -> list[Tensor]:
     """All tensors of an output."""
@@ -211,7 +318,12 @@ def test_operators_have_the_groups_counted_by_hand(row: Row) -> None:
 
 def check_by_hand(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Tensor, ...], generator: Any) -> None:
     """Every group alone, on weights of no special form."""
-    model = model.double()
+    for module in model.modules():  # Module.double() would make complex numbers real
+        for held in (module._parameters, module._buffers):
+            for name, t in held.items():
+                if t is not None and (t.is_floating_point() or t.is_complex()):
+                    wide = t.detach().to(torch.promote_types(t.dtype, torch.float64))
+                    held[name] = nn.Parameter(wide) if isinstance(t, nn.Parameter) else wide
     inputs = tuple(t.double() if t.is_floating_point() else t for t in inputs)
     for _ in range(2):
         state = {

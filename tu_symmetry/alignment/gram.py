@@ -102,8 +102,8 @@ def _carries(outer: PermutationMember, inner: PermutationMember) -> bool:
 
 
 def trainable_members(graph: SymmetryGraph, group: PermutationGroup) -> list[PermutationMember]:
-    """The members of a group that are parameters (running statistics follow, they do not vote)."""
-    return [m for m in group.members if m.parameter not in graph.buffers]
+    """The members of a group that are real parameters (running statistics and complex gains follow, without a vote)."""
+    return [m for m in group.members if m.parameter not in graph.buffers and graph.kinds.get(m.parameter) != "complex"]
 
 
 def _units_first(tensor: Tensor, axis: int, index: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ def discover_symmetries(
     order = list(aliases)
     permutations, pinned = Extraction(ledger).groups(order)
     scales, normalizations, terms = scale_groups(ledger, order, shapes, buffers)
-    unused = [n for n in order if n not in ledger.parameters and state[n].is_floating_point()]
+    unused = [
+        n for n in order if n not in ledger.parameters and (state[n].is_floating_point() or state[n].is_complex())
+    ]
     pinned += [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
     return SymmetryGraph(
         permutations=tuple(permutations),
@@ -75,6 +77,7 @@ def discover_symmetries(
         scale_terms=terms,
         architecture=type(model).__name__,
         branch=traced.branch,
+        constants=traced.constants,
         kinds={name: kind_of(state[name].dtype) for name in aliases},
         probe=probe,
     )

@@ -178,6 +178,9 @@ class SymmetryGraph:
             ``"integer"`` or ``"boolean"``; states must be of the same kind. Empty where it is not known.
         branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
             same way as the example.
+        constants: integer and boolean buffers whose values the forward pass reads (indices, masks of an attention):
+            the symmetries are those of a network with these values. Masks and factors that lie beside hidden units are
+            none of them; they move with the units.
         verified: whether :func:`verify_symmetries` has passed.
         failed: groups that were taken out because they failed verification: name to reason.
         by_hand: names of the groups that :meth:`with_permutation` added.
@@ -197,6 +200,7 @@ class SymmetryGraph:
     scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
     architecture: str = ""
     branch: str | None = None
+    constants: dict[str, Tensor] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
     verified: bool = False
     failed: dict[str, str] = field(default_factory=dict)
@@ -368,8 +372,9 @@ class SymmetryGraph:
 
         Raises:
             TypeError: not a mapping of names to tensors.
-            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values, and what is no tensor or
-                one of another kind than the network's (integers or complex numbers for real weights).
+            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values, what is no tensor or one
+                of another kind than the network's (integers or complex numbers for real weights), and other values of
+                the integers and booleans in ``constants``.
         """
         from tu_symmetry.symmetry.states import check_tensor
 
@@ -406,6 +411,13 @@ class SymmetryGraph:
                     raise SymmetryError(
                         f"{name}[{alias!r}] holds {bad} NaN or infinite values; it comes from a diverged run or a "
                         "damaged file, and no alignment of it would mean anything"
+                    )
+                constant = self.constants.get(key)
+                if constant is not None and not bool((tensor.detach().cpu() == constant).all()):
+                    raise SymmetryError(
+                        f"{name}[{alias!r}] differs from the one that the symmetries were discovered with. The forward "
+                        "pass reads its values (an index, a mask of an attention), and with other values the network "
+                        "may have other symmetries: discover them on a model with this state"
                     )
         return leading or 0
 

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.symmetry.graph import SymmetryError
+from tu_symmetry.symmetry.rules import GUARD, SMALL
 
 
 class Probe:
@@ -40,6 +41,7 @@ class Probe:
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
         self._plain: bool | None = None
+        self._guarded = True
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
     @classmethod
@@ -75,17 +77,24 @@ class Probe:
         return Probe(self.module, *_double((args, dict(example_kwargs or {})), None))
 
     def without_epsilons(self) -> Probe:
-        """The same network with every attribute that looks like a normalization's epsilon set to (almost) zero."""
+        """The same network with (almost) zero for every epsilon of a normalization.
+
+        That is every attribute that looks like one, every argument of an operator that is called so, and every literal
+        that the rules take for one: a small number that is added to a statistic (``h.std() + 1e-5``), or below which a
+        norm is clamped.
+        """
         module = _sharing(self.module)
         for part in module.modules():
             for key, value in vars(part).items():
                 if "eps" in key and isinstance(value, float):
                     setattr(part, key, 1e-100)  # some operators refuse zero
-        return Probe(module, self.args, self.kwargs)
+        probe = Probe(module, self.args, self.kwargs)
+        probe._guarded = False
+        return probe
 
-    def random_state(self, generator: torch.Generator) -> dict[str, Tensor]:
+    def random_state(self, generator: torch.Generator, constants: Container[str] | None = None) -> dict[str, Tensor]:
         """Random weights for the network: see :func:`random_state`."""
-        return random_state(self.module, generator)
+        return random_state(self.module, generator, constants)
 
     def run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         """The tensors among the network's outputs for a state, which is not changed.
@@ -156,7 +165,7 @@ class Probe:
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.to(_like(t.dtype, precision), copy=True), (self.args, self.kwargs)
         )
-        exactly = _Exactly(precision, kept)
+        exactly = _Exactly(precision, kept, guarded=self._guarded)
         try:
             with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
                 torch.manual_seed(0)
@@ -302,8 +311,9 @@ class _Exactly(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, precision: torch.dtype, kept: Mapping[int, str]) -> None:
+    def __init__(self, precision: torch.dtype, kept: Mapping[int, str], *, guarded: bool = True) -> None:
         super().__init__()
+        self.guarded = guarded
         self.precision = precision
         self.kept = kept
         self.epsilon = torch.finfo(precision).eps
@@ -319,6 +329,8 @@ class _Exactly(TorchDispatchMode):
         if kwargs.get("dtype") in self.lower:
             kwargs["dtype"] = self.precision
         schema = getattr(func, "_schema", None)
+        if not self.guarded and schema is not None:
+            args, kwargs = _unguarded(schema, args, kwargs)
         if mixed and schema is not None and not schema.is_mutable and any(a.dtype in self.lower for a in held):
             args, kwargs = tree_map_only(Tensor, self._raised, (args, kwargs))
         if schema is not None and schema.is_mutable:
@@ -372,22 +384,54 @@ class _Exactly(TorchDispatchMode):
         raise error
 
 
+def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operator with (almost) zero for an epsilon."""
+    name = schema.name.partition("::")[2].rstrip("_")
+    given, named = list(args), dict(kwargs)
+    for k, argument in enumerate(schema.arguments):
+        value = given[k] if k < len(given) else named.get(argument.name)
+        if not isinstance(value, float) or value <= 0:
+            continue
+        added = name == "add" and argument.name == "other" and value <= SMALL
+        clamped = name in ("clamp", "clamp_min") and argument.name == "min" and value <= GUARD
+        if added or clamped or argument.name in ("eps", "epsilon"):
+            if k < len(given):
+                given[k] = 1e-100  # some operators refuse zero
+            else:
+                named[argument.name] = 1e-100
+    return tuple(given), named
+
+
 # -- random weights ---------------------------------------------------------------------------------------------
 
 
-def random_state(model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
+def random_state(
+    model: nn.Module, generator: torch.Generator, constants: Container[str] | None = None
+) -> dict[str, Tensor]:
     """Random float64 weights of moderate size for every floating-point or complex tensor of a module, on the CPU.
 
     Matrices are scaled by their fan-in; vectors (biases, affine parameters) vary about one or zero; running variances
-    are positive. Integer, boolean and sparse tensors stay as they are. Tied names share one tensor.
+    are positive. Sparse tensors stay as they are, and so do integers and booleans, unless ``constants`` says which of
+    these the network reads by value: the others are drawn too (masks at random, other integers in another order).
+    Tied names share one tensor.
     """
     drawn: dict[int, Tensor] = {}
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in drawn:
             drawn[id(tensor)] = _draw(name, tensor.detach(), generator)
+            whole = tensor.layout == torch.strided and not (tensor.is_floating_point() or tensor.is_complex())
+            if whole and constants is not None and name not in constants and tensor.numel() > 1:
+                drawn[id(tensor)] = _draw_integers(drawn[id(tensor)], generator)
         state[name] = drawn[id(tensor)]
     return state
+
+
+def _draw_integers(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """A mask with three quarters of its entries set, or the same integers in another order."""
+    if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
+        return (torch.rand(tensor.shape, generator=generator) < 0.75).to(tensor.dtype)
+    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
 
 
 def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:

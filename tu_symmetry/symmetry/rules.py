@@ -16,6 +16,9 @@ from tu_symmetry.symmetry.algebra import Ledger, Value, pinned_value
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
 R = TypeVar("R", bound=Rule)
 RULES: dict[str, Rule] = {}
+SMALL = 1e-3  # a number below this that is added to a statistic is taken for a normalization's epsilon
+GUARD = 1e-5  # and one below this to which a norm is clamped; if it is below INACTIVE, no factor in practice meets it
+INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
 
 

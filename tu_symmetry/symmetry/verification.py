@@ -249,7 +249,7 @@ def _try(
     *,
     repeat: bool,
 ) -> dict[Group, Difference]:
-    base = _Base.of(probe, tolerance, seed, repeat=repeat)
+    base = _Base.of(probe, tolerance, seed, graph.constants, repeat=repeat)
     state = base.state  # one set of weights, which the elements move one after the other: no copy is kept
     for plan in plans:
         element = _draw(groups, plan, generator)
@@ -258,7 +258,7 @@ def _try(
         scale_tensors_(graph, log_scale, state)
         if base.difference(state).holds:
             continue
-        base = _Base.of(probe, tolerance, base.seed)  # the same once more
+        base = _Base.of(probe, tolerance, base.seed, graph.constants)  # the same once more
         failed = _bisect(graph, base, element)
         if not failed:
             raise SymmetryError(_TOGETHER)
@@ -286,10 +286,12 @@ def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, 
 class _Base:
     """Random weights, their outputs, and how much each of these may change."""
 
-    def __init__(self, probe: Probe, tolerance: float, seed: int, *, repeat: bool) -> None:
+    def __init__(
+        self, probe: Probe, tolerance: float, seed: int, constants: Mapping[str, Tensor], *, repeat: bool
+    ) -> None:
         self.probe, self.tolerance, self.seed = probe, tolerance, seed
         generator = torch.Generator().manual_seed(seed)
-        self.state = probe.random_state(generator)
+        self.state = probe.random_state(generator, constants)
         before = probe.run(self.state)
         if repeat and not Reference(before).difference(probe.run(self.state), 0.0, epsilon=probe.epsilon).holds:
             raise SymmetryError(
@@ -310,12 +312,14 @@ class _Base:
             self.reference.change(a, b, noise)
 
     @classmethod
-    def of(cls, probe: Probe, tolerance: float, seed: int, *, repeat: bool = False) -> _Base:
+    def of(
+        cls, probe: Probe, tolerance: float, seed: int, constants: Mapping[str, Tensor], *, repeat: bool = False
+    ) -> _Base:
         """Weights with which the outputs are numbers that say something, the first of a few attempts."""
         problem = None
         patterns: list[list[Tensor]] = []
         for attempt in range(4):
-            base = cls(probe, tolerance, seed + 7 * attempt, repeat=repeat and attempt == 0)
+            base = cls(probe, tolerance, seed + 7 * attempt, constants, repeat=repeat and attempt == 0)
             nans = [torch.isnan(t) for t in base.reference.outputs]
             # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
             told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)

@@ -112,3 +112,28 @@ def _weight_norm(call: Call) -> Value | list[Value]:
             call.ledger.pin_scale((term,))
     _, joined = join_labels(call, [value, gain], value.shape)
     return [replace(joined, scale=gain.scale)] * len(call.outputs)
+
+
+@register_rule("cosine_similarity")
+def _cosine(call: Call) -> Value:
+    """Scales of both sides are gone; symmetric in the axis that is summed over."""
+    ledger = call.ledger
+    aligned, result = join_labels(
+        call, [call["x1"], call["x2"]], np.broadcast_shapes(call["x1"].shape, call["x2"].shape)
+    )
+    axis = call.axis(of=result, default=1)
+    for value in aligned:
+        terms = tuple((c, ledger._constant_along(v, axis)) for c, v in value.scale)
+        _absorb(call, replace(value, scale=terms), call.get("eps", 1e-8))
+    return ledger.drop(result, axis)
+
+
+@register_rule("pairwise_distance")
+def _pairwise(call: Call) -> Value:
+    ledger = call.ledger
+    shape = np.broadcast_shapes(call["x1"].shape, call["x2"].shape)
+    aligned, result = join_labels(call, [call["x1"], call["x2"]], shape)
+    ledger.equate(aligned[0].scale, aligned[1].scale)
+    if call.get("eps", 1e-6) > 0:
+        ledger.inexact += [v for _, v in aligned[0].scale]
+    return ledger.drop(replace(result, scale=aligned[0].scale), result.ndim - 1, keep=bool(call.get("keepdim", False)))

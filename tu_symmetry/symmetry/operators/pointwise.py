@@ -8,9 +8,7 @@ from dataclasses import replace
 
 from tu_symmetry.symmetry.algebra import Label, Ledger, Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.operators.movement import split
-from tu_symmetry.symmetry.rules import Call, register_rule
-
-SMALL = 1e-3  # a constant below this that is added to a statistic is taken for a normalization's epsilon
+from tu_symmetry.symmetry.rules import GUARD, INACTIVE, SMALL, Call, register_rule
 
 
 def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
@@ -308,7 +306,7 @@ def _add(call: Call) -> Value:
     scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     if scalar == 0 or not value.scale:
         return replace(value, parameter=None)
-    if abs(scalar) <= SMALL and call.operator == "aten.add":  # an epsilon in a normalization written by hand
+    if 0 < scalar <= SMALL and call.operator == "aten.add":  # an epsilon in a normalization written by hand
         call.ledger.inexact += [v for _, v in value.scale]
         return replace(value, parameter=None)
     call.ledger.pin_scale(value.scale)
@@ -371,7 +369,9 @@ def _clamp(call: Call) -> Value:
     low, high = call.get("min"), call.get("max")
     if isinstance(low, Value) or isinstance(high, Value):
         return elementwise(call)
-    if high is None and low is not None and 0 <= low <= 1e-5:  # relu, or the guard of a norm: inactive in practice
+    if high is None and low is not None and 0 <= low <= GUARD:  # relu, or the guard of a norm
+        if low > INACTIVE:
+            call.ledger.inexact += [v for _, v in call["self"].scale]
         return elementwise(call, homogeneous=True)
     return elementwise(call)
 
