@@ -205,7 +205,8 @@ class _Twin:
     """A float64 copy of a module that can be run with any weights, and forgets what earlier runs left in it."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], *, epsilons: bool = True) -> None:
-        memo = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()}
+        memo = _leaves(model)
+        memo |= {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()}
         self.model = copy.deepcopy(model, memo).cpu().train().eval()
         self.inputs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
         self.epsilons = epsilons
@@ -238,7 +239,7 @@ class _Twin:
         return self._run(state, guarded=not self.plain)
 
     def _run(self, state: Mapping[str, Tensor], *, guarded: bool) -> list[Tensor]:
-        model, self.spare = self.spare or copy.deepcopy(self.model), None
+        model, self.spare = self.spare or copy.deepcopy(self.model, _leaves(self.model)), None
         print_before = _fingerprint(model)
         own = {id(t): t.clone() for t in state.values()}  # for modules that write into their buffers
         tensors = {k: own[id(t)] for k, t in state.items()}
@@ -255,6 +256,12 @@ class _Twin:
         if _fingerprint(model) == print_before:
             self.spare = model
         return [leaf.clone() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _leaves(model: nn.Module) -> dict[int, Any]:
+    """For deepcopy: copies of the tensors that forward may have left in a module, which it refuses."""
+    held = (value for part in model.modules() for value in vars(part).values())
+    return {id(v): v.detach().clone() for v in held if isinstance(v, Tensor) and not v.is_leaf}
 
 
 def _fingerprint(model: nn.Module) -> list[Any]:

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 IMPORTS = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
@@ -1051,9 +1052,31 @@ def embedded(b: Builder) -> None:
 
 
 def random_module(seed: int) -> Module:
-    """A random module; the same for the same seed."""
+    """A random module whose outputs depend on its weights; the same for the same seed."""
+    for attempt in range(20):
+        module = _drawn(seed + 1_000_003 * attempt)
+        if module.outputs and depends_on_weights(module):
+            return module
+    raise RuntimeError(f"no module with outputs that depend on its weights was drawn from seed {seed}")
+
+
+def depends_on_weights(module: Module) -> bool:
+    """Whether other weights give other outputs."""
+    results = []
+    for seed in range(4):
+        model, inputs = module.build(seed)
+        with torch.no_grad():
+            results.append([t for t in tree_leaves(model(*inputs)) if isinstance(t, Tensor)])
+    return any(
+        not torch.equal(a.nan_to_num(), b.nan_to_num())
+        for other in results[1:]
+        for a, b in zip(results[0], other, strict=True)
+    )
+
+
+def _drawn(seed: int) -> Module:
     b = Builder(seed)
-    kind = b.among("vector", "vector", "sequence", "image", "mixed")
+    kind = b.among("vector", "vector", "sequence", "sequence", "image", "mixed")
     shapes = {"vector": [(3, 5)], "sequence": [(2, 4, 5)], "image": [(2, 3, 4, 4)], "mixed": [(2, 4), (2, 4, 4)]}[kind]
     if b.flip(0.15):
         shapes = [*shapes, shapes[0]]
@@ -1065,13 +1088,12 @@ def random_module(seed: int) -> Module:
         b.pool.append(name)
     size = b.random.randint(3, 11)
     functions, weights = zip(*OPERATORS, strict=True)
-    first = convolution if kind == "image" else linear
-    _try(b, first)
+    _try(b, convolution if kind == "image" else linear)
     for _ in range(400):
         if len(b.nodes) >= size:
             break
         _try(b, b.random.choices(functions, weights)[0])
-    outputs = _outputs(b)
+    outputs = _outputs(b)  # adds nodes
     return Module(dict(b.inputs), tuple(b.nodes), tuple(outputs))
 
 

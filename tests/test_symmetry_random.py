@@ -10,6 +10,7 @@ oracle that shares no code with them (``oracle.py``). A failure is shrunk, and p
 from __future__ import annotations
 
 import functools
+import re
 import traceback
 import warnings
 from collections import Counter
@@ -42,6 +43,13 @@ class Outcome:
     found: frozenset[str] = frozenset()
     groups: int = 0
     tried: int = 0
+
+    @property
+    def cause(self) -> str:
+        """What tells this failure from others of its verdict, whatever the module's names and numbers."""
+        text = self.why.strip().splitlines()[-1] if self.why else ""
+        text = re.sub(r"\(.*?\)|'.*?'|[\d.]+(e[-+]\d+)?|\[.*?\]", "", text)
+        return f"{self.verdict}: {text[:30] if self.verdict in (REFUSED, CRASHED) else ''}"
 
 
 def examine(model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) -> Outcome:
@@ -110,7 +118,7 @@ def census(seeds: Sequence[int], *, shrinks: int = 3) -> Census:
             continue
         verdict, small = outcome.verdict, module
         if len(total.reports) < shrinks:
-            small = shrink(module, lambda m, v=verdict, s=seed: examine(*m.build(), seed=s).verdict == v)  # type: ignore[misc]
+            small = shrink(module, lambda m, c=outcome.cause, s=seed: examine(*m.build(), seed=s).cause == c)  # type: ignore[misc]
         why = examine(*small.build(), seed=seed).why
         total.reports.append(f"# seed {seed}, {verdict}: {why}\n{small.source}")
     return total
