@@ -254,23 +254,22 @@ def test_probit_of_two_classes_is_near_the_exact_predictive() -> None:
     assert float((found - la.predictive(x, link="mean")).abs().max()) > 0.03
 
 
-@pytest.mark.parametrize("covariance", ["exact", "samples"])
-def test_bridge_is_the_dirichlet_of_the_logits_that_sum_to_zero(covariance: str) -> None:
+def test_the_bridge_is_left_out_for_it_changes_the_predicted_class() -> None:
+    """The class with the least variance wins there, against the means and against the exact predictive."""
+    mean = torch.tensor([2.0, 0.0, 0.0, -0.5], dtype=torch.float64)
+    covariance = torch.diag(torch.tensor([60.0, 60.0, 60.0, 5.0], dtype=torch.float64))
+    share = covariance.sum(-1) / covariance.sum()
+    center = mean - share * mean.sum()
+    variance = (covariance - torch.outer(covariance.sum(-1), share)).diagonal()
+    alpha = (1 - 2 / 4 + center.exp() / 16 * center.neg().exp().sum()) / variance  # arXiv 2003.01227
+    draws = torch.randn(200_000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exact = (mean + draws @ covariance.sqrt()).softmax(-1).mean(0)
+    probit = predictive_module.probit_probabilities(mean, covariance.diagonal())
+    assert int(exact.argmax()) == int(probit.argmax()) == int(mean.argmax()) == 0
+    assert int(alpha.argmax()) == 3
     la, x = fitted()
-    mean, both = exact(la, x)
-    own = each(both)
-    if covariance == "samples":
-        changes = la.function_samples(x, 6) - mean
-        own = torch.einsum("snc,snd->ncd", changes, changes) / 6
-    found = la.predictive(x, link="bridge", covariance=covariance, n_samples=6)  # type: ignore[arg-type]
-    for i in range(len(x)):
-        ones = torch.ones(3, dtype=torch.float64)
-        shift = own[i] @ ones / (ones @ own[i] @ ones)
-        conditional = own[i] - torch.outer(own[i] @ ones, shift)  # given that the logits sum to zero
-        center = mean[i] - shift * mean[i].sum()
-        assert float(center.sum()) == pytest.approx(0, abs=1e-12)
-        alpha = (1 - 2 / 3 + center.exp() / 9 * center.neg().exp().sum()) / conditional.diagonal()
-        torch.testing.assert_close(found[i], alpha / alpha.sum())
+    with pytest.raises(ValueError, match=r"link='bridge' is left out.*'probit'"):
+        la.predictive(x, link="bridge")  # type: ignore[arg-type]
 
 
 def test_mean_is_the_network() -> None:

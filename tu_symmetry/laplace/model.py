@@ -586,7 +586,7 @@ class LinearizedLaplace:
         Args:
             inputs: a batch.
             n_samples: number of Monte-Carlo samples.
-            link: from logits to probabilities: ``mc``, or in closed form ``probit``, ``bridge``, or ``mean``.
+            link: from logits to probabilities: ``mc``, or in closed form ``probit``, or ``mean``.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
@@ -600,8 +600,7 @@ class LinearizedLaplace:
         self._require_weights()
         if n_samples < 1:
             raise ValueError(f"n_samples={n_samples} has to be at least 1")
-        if link not in ("mc", "probit", "bridge", "mean"):
-            raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit', 'bridge' or 'mean'")
+        outputs_posterior.check_link(link)
         if covariance not in ("auto", "exact", "samples"):
             raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
         classify = self.likelihood.name == "classification"
@@ -615,7 +614,7 @@ class LinearizedLaplace:
         if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
             mean, matrix = self._covariance(inputs)
             matrix = outputs_posterior.within_positions(mean, matrix)
-            variance, with_sum = matrix.diagonal(dim1=-2, dim2=-1), matrix.sum(-1)
+            variance = matrix.diagonal(dim1=-2, dim2=-1)
             if classify and link == "mc":
                 return (mean + outputs_posterior.gaussian_samples(matrix, n_samples, seed)).softmax(-1).mean(0)
         else:
@@ -624,9 +623,9 @@ class LinearizedLaplace:
             )
             if classify and link == "mc":
                 return (mean + changes).softmax(-1).mean(0)
-            variance, with_sum = changes.square().mean(0), (changes * changes.sum(-1, keepdim=True)).mean(0)
+            variance = changes.square().mean(0)
         if classify:
-            return outputs_posterior.link_probabilities(link, mean, variance, with_sum)
+            return outputs_posterior.probit_probabilities(mean, variance)
         return GaussianPredictive(mean, variance + self.noise_variance, variance)
 
     def _exact_is_cheap(self) -> bool:

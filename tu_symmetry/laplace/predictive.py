@@ -18,7 +18,7 @@ from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part,
 from tu_symmetry.laplace.likelihood import check_outputs
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
 
-Link = Literal["mc", "probit", "bridge", "mean"]
+Link = Literal["mc", "probit", "mean"]
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
@@ -314,28 +314,31 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     return torch.einsum("...cd,sd->s...c", root, noise)
 
 
-def link_probabilities(link: Link, mean: Tensor, variance: Tensor, with_sum: Tensor) -> Tensor:
-    """Class probabilities from Gaussian logits in closed form, ``[batch, classes]``.
+def check_link(link: str) -> None:
+    """Refuse links that are not known.
 
-    ``probit``: MacKay's ``softmax(f / sqrt(1 + pi/8 var))``. ``bridge``: the mean of the Dirichlet that matches the
-    Gaussian on the logits that sum to zero (arXiv 2003.01227). ``mean``: the softmax of the mean.
+    The Laplace bridge (arXiv 2003.01227) is none of them. It divides the concentration of each class by the variance of
+    that class's logit, so that the class with the least variance wins where variances are large, whatever the means
+    say; and it conditions the logits on a sum of zero, which a softmax does not know of.
+
+    Raises:
+        ValueError: another link.
+    """
+    if link == "bridge":
+        raise ValueError(
+            "link='bridge' is left out: with the variances that a Laplace approximation of several classes has, it "
+            "changes which class is predicted, and its probabilities are far from the true ones; choose 'mc', or "
+            "'probit' in closed form"
+        )
+    if link not in ("mc", "probit", "mean"):
+        raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit' or 'mean'")
+
+
+def probit_probabilities(mean: Tensor, variance: Tensor) -> Tensor:
+    """Class probabilities from Gaussian logits in closed form, by MacKay's ``softmax(f / sqrt(1 + pi/8 var))``.
 
     Args:
-        link: which of them.
-        mean: of the logits, ``[batch, classes]``.
-        variance: of every logit, ``[batch, classes]``.
-        with_sum: covariance of every logit with the sum of all, ``[batch, classes]``.
+        mean: of the logits, ``[..., classes]``.
+        variance: of every logit, in the same shape.
     """
-    if link == "mean":
-        return mean.softmax(-1)
-    if link == "probit":
-        return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
-    if link != "bridge":
-        raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit', 'bridge' or 'mean'")
-    classes = mean.shape[-1]
-    share = with_sum / with_sum.sum(-1, keepdim=True)
-    mean = mean - share * mean.sum(-1, keepdim=True)
-    variance = variance - share * with_sum
-    total = mean.neg().exp().sum(-1, keepdim=True)
-    alpha = (1 - 2 / classes + mean.exp() / classes**2 * total) / variance
-    return alpha / alpha.sum(-1, keepdim=True)
+    return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)

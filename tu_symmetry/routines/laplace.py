@@ -18,7 +18,7 @@ from torch_uncertainty.routines import RegressionRoutine
 from torchmetrics import MetricCollection
 
 from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.predictive import Link
+from tu_symmetry.laplace.predictive import Link, check_link
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "
@@ -53,6 +53,7 @@ class LaplacePostProcessing(PostProcessing):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        check_link(link)
         self.n_samples, self.link, self.covariance, self.seed = n_samples, link, covariance, seed
         self.attach_laplace(laplace)
 
