@@ -6,17 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS: dict[str, str] = {
+    "FitCompactPosterior": "compact",
     "FitLaplace": "laplace",
     "PosteriorSnapshots": "snapshots",
+    "PredictiveWriter": "reference",
     "Rebasin": "rebasin",
+    "ReferencePredictive": "reference",
     "ScaleCanonicalization": "scale",
 }
 
-__all__ = ["FitLaplace", "PosteriorSnapshots", "Rebasin", "ScaleCanonicalization"]
+__all__ = [
+    "FitCompactPosterior",
+    "FitLaplace",
+    "PosteriorSnapshots",
+    "PredictiveWriter",
+    "Rebasin",
+    "ReferencePredictive",
+    "ScaleCanonicalization",
+]
 
 if TYPE_CHECKING:
+    from tu_symmetry.callbacks.compact import FitCompactPosterior
     from tu_symmetry.callbacks.laplace import FitLaplace
     from tu_symmetry.callbacks.rebasin import Rebasin
+    from tu_symmetry.callbacks.reference import PredictiveWriter, ReferencePredictive
     from tu_symmetry.callbacks.scale import ScaleCanonicalization
     from tu_symmetry.callbacks.snapshots import PosteriorSnapshots
 

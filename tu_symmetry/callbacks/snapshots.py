@@ -8,7 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, find_members, require_whole_weights
+from tu_symmetry.callbacks.compact import trained_networks
+from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, require_whole_weights
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.posterior.samples import SampleStore
 
@@ -24,11 +25,11 @@ class PosteriorSnapshots(ScheduledCallback):
     Args:
         folder: folder of the store; a store that is there must be of the same architecture.
         members: as for :class:`~tu_symmetry.callbacks.Rebasin`: an attribute path or a callable. Default: the
-            ``core_models`` of TorchUncertainty's deep ensembles if there are any, else the ``model`` of the routine
-            without TorchUncertainty's averaging wrappers.
+            members of a :class:`~tu_symmetry.routines.MembersRoutine`, the ``core_models`` of TorchUncertainty's deep
+            ensembles if there are any, else the ``model`` of the routine without TorchUncertainty's averaging wrappers.
         every_n_epochs: write at the end of every n-th epoch after the burn-in.
         every_n_steps: write after every n-th optimizer step after the burn-in.
-        burn_in: epochs (optimizer steps with ``every_n_steps``) to leave out first.
+        burn_in: epochs (optimizer steps with ``every_n_steps``) to leave out first; the interval is the thinning.
         at_end: also write the last weights.
         chain: number of the first member's chain; runs with other seeds can share a store under other numbers.
         method: name of the method in the store's metadata.
@@ -86,7 +87,7 @@ class PosteriorSnapshots(ScheduledCallback):
             SampleFileError: the folder holds something else, or samples of another architecture.
         """
         require_whole_weights(trainer)
-        members = find_members(pl_module, self.members)
+        members = trained_networks(pl_module, self.members)
         check_same_architecture(members)
         self._store = self._open(members[0])
         chains = range(self.chain, self.chain + len(members))
@@ -101,7 +102,9 @@ class PosteriorSnapshots(ScheduledCallback):
         """Append the weights of every member."""
         if not trainer.is_global_zero:
             return
-        members = find_members(pl_module, self.members)
+        members = trained_networks(pl_module, self.members)
+        if self._store is None:  # another chain may have made it since this run began
+            self._store = self._open(members[0])
         if self._store is None:
             architecture = self.architecture or type(members[0]).__name__
             self._store = SampleStore.create(self.folder, architecture=architecture, method=self.method, seed=self.seed)

@@ -249,6 +249,14 @@ class HMCRoutine(PredictiveRoutine):
         series = torch.stack(self._series)
         return chain_diagnostics({"projections": series[:, :-1], "potential": series[:, -1]})
 
+    def on_predict_start(self) -> None:
+        """Choose the stored samples that predict."""
+        self.on_test_start()
+
+    def on_predict_end(self) -> None:
+        """Let go of the samples."""
+        self._tested = None
+
     def on_test_start(self) -> None:
         """Choose the stored samples that are tested; without a store the chain's position is."""
         self._tested = None

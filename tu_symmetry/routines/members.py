@@ -182,6 +182,15 @@ class MembersRoutine(PredictiveRoutine):
         """The members as a stack ``[members, ...]`` of state dicts."""
         return {name: t.detach() for name, t in self.members.state_dict().items()}
 
+    def member(self, index: int) -> nn.Module:
+        """One member as a module of its own (a copy)."""
+        made = copy.deepcopy(self.members)
+        with torch.no_grad():
+            for t in (*made.parameters(), *made.buffers()):
+                t.grad = None
+                t.data = t.data[index].clone()
+        return made
+
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(members, B, ...)`` for the same inputs ``(B, ...)``, in ``eval`` mode."""
         self.members.eval()
@@ -189,8 +198,9 @@ class MembersRoutine(PredictiveRoutine):
         def one(parameters: States, buffers: States) -> Tensor:
             return functional_call(self.members, {**parameters, **buffers}, (x,))
 
-        stacks = dict(self.members.named_parameters()), dict(self.members.named_buffers())
-        return vmap(one, chunk_size=self.chunk_size)(*stacks)
+        parameters: States = dict(self.members.named_parameters())
+        buffers: States = dict(self.members.named_buffers())
+        return vmap(one, chunk_size=self.chunk_size)(parameters, buffers)
 
 
 def _stacked(networks: list[nn.Module]) -> nn.Module:

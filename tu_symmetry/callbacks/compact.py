@@ -1,0 +1,198 @@
+"""Compact Gaussian posteriors at the end of a fit: from the networks that it has trained, or from stored samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from tu_symmetry.alignment.align import Alignment, align
+from tu_symmetry.callbacks.members import (
+    ModuleSource,
+    check_same_architecture,
+    detached_state,
+    example_from,
+    find_members,
+    require_whole_weights,
+    twin_of,
+)
+from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines.members import MembersRoutine
+from tu_symmetry.symmetry.discovery import discover_symmetries
+
+
+class FitCompactPosterior(Callback):
+    """Fits q_d (networks as they are) and q_r (permuted into one basin) when a fit ends, and writes them.
+
+    The networks are those of a sample store (``samples``; it may have been written by this very run, as
+    :class:`~tu_symmetry.routines.HMCRoutine` does), or else the members that the run has trained. Rank 0 does the work.
+
+    Logged once: ``compact/NoT`` (mean number of transpositions to the reference), ``compact/sigma_q_d`` and
+    ``compact/sigma_q_r`` (root mean square of the standard deviations).
+
+    Args:
+        q_r: file for the aligned posterior; None for none.
+        q_d: file for the posterior of the networks as they are; None for none.
+        samples: folder of a sample store; None for the networks of this run.
+        num_samples: number of stored samples that are used, evenly spaced; None for all.
+        members: where this run's networks are, as for :class:`~tu_symmetry.callbacks.Rebasin`.
+        match_on: match units by ``weights``, or by ``activations`` on the training data.
+        reference: what the networks are aligned to, see :func:`tu_symmetry.align`.
+        rank: rank of the low-rank part of both posteriors.
+        train_data: loader or data set for the activations and for the example input; by default that of this run,
+            in order and without augmentation.
+        batch_size: of the activations' batches; by default that of the loader.
+
+    Attributes:
+        alignment: the alignment, after the fit.
+        q_d_posterior: the posterior as it is, after the fit.
+        q_r_posterior: the aligned posterior, after the fit.
+
+    Raises:
+        ValueError: no file is given at all, or arguments out of range.
+    """
+
+    def __init__(
+        self,
+        q_r: str | Path | None = None,
+        q_d: str | Path | None = None,
+        *,
+        samples: str | Path | None = None,
+        num_samples: int | None = None,
+        members: ModuleSource | None = None,
+        match_on: Literal["weights", "activations"] = "weights",
+        reference: Literal["first", "medoid", "mean", "universe"] = "first",
+        rank: int = 0,
+        train_data: DataLoader[Any] | Dataset[Any] | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if q_r is None and q_d is None:
+            raise ValueError("FitCompactPosterior has nothing to write: give q_r, q_d or both")
+        if match_on not in ("weights", "activations"):
+            raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
+        if num_samples is not None and num_samples < 2:
+            raise ValueError(f"a posterior needs at least two networks, got num_samples={num_samples}")
+        self.q_r = None if q_r is None else Path(q_r)
+        self.q_d = None if q_d is None else Path(q_d)
+        self.samples = None if samples is None else Path(samples)
+        self.num_samples = num_samples
+        self.members = members
+        self.match_on = match_on
+        self.reference = reference
+        self.rank = rank
+        self.train_data = train_data
+        self.batch_size = batch_size
+        self.alignment: Alignment[Any] | None = None
+        self.q_d_posterior: CompactPosterior | None = None
+        self.q_r_posterior: CompactPosterior | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check what would fail at the end.
+
+        Raises:
+            ValueError: no networks, a single one, or of different architectures; weights sharded over processes.
+            FileExistsError: a file that is there already, in a run that is not resumed.
+        """
+        require_whole_weights(trainer)
+        networks = trained_networks(pl_module, self.members)
+        check_same_architecture(networks)
+        if self.samples is None and len(networks) < 2:
+            raise ValueError(
+                f"{type(pl_module).__name__} trains a single network, of which there is no posterior to fit: give "
+                "samples: with the folder of a sample store, or members: with where the networks are"
+            )
+        for path in (self.q_r, self.q_d):
+            if path is not None and path.exists() and trainer.ckpt_path is None:
+                raise FileExistsError(f"{path} is there already; give another file, or move it away")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fit and write."""
+        if not trainer.is_global_zero:
+            return
+        networks = trained_networks(pl_module, self.members)
+        states = self._states(networks, pl_module.device)
+        loader = plain_training_loader(trainer, pl_module, self.train_data, batch_size=self.batch_size)
+        twin = twin_of(networks[0])
+        example = tuple(x.to(next(twin.parameters()).dtype) if x.is_floating_point() else x for x in _first(loader))
+        graph = discover_symmetries(twin.cpu(), example)
+        found: dict[str, float] = {}
+        if self.q_d is not None:
+            self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False, rank=self.rank)
+            found["sigma_q_d"] = _root_mean_square(self.q_d_posterior)
+        if self.q_r is not None:
+            self.alignment = align(
+                graph,
+                states,
+                reference=self.reference,
+                method="activation" if self.match_on == "activations" else "weight",
+                model=twin.to(pl_module.device) if self.match_on == "activations" else None,
+                dataloader=_on(loader, pl_module.device, states[0]) if self.match_on == "activations" else None,
+            )
+            q = CompactPosterior.from_states(self.alignment.states, graph, align=False, rank=self.rank)
+            counts = self.alignment.transpositions
+            moved = [n for i, n in enumerate(counts) if i != self.alignment.reference]
+            q.metadata |= {"aligned": True, "match_on": self.match_on, "reference": self.reference}
+            q.metadata["transpositions"] = list(counts)
+            self.q_r_posterior = q
+            found |= {"sigma_q_r": _root_mean_square(q), "NoT": sum(moved) / len(moved)}
+        for path, posterior in ((self.q_d, self.q_d_posterior), (self.q_r, self.q_r_posterior)):
+            if path is not None and posterior is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                posterior.save(path)
+        rank_zero_info("compact posterior of %d networks: %s", len(states), _line(found))
+        for logger in trainer.loggers:
+            logger.log_metrics({f"compact/{name}": value for name, value in found.items()}, step=trainer.global_step)
+
+    def _states(self, networks: Sequence[nn.Module], device: torch.device) -> list[dict[str, Tensor]]:
+        if self.samples is None:
+            return [detached_state(network) for network in networks]
+        store = SampleStore.open(self.samples, like=networks[0].state_dict())
+        count = len(store) if self.num_samples is None else self.num_samples
+        if not 2 <= count <= len(store):
+            raise ValueError(f"{self.samples} holds {len(store)} samples, {count} are wanted; at least two are needed")
+        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64).round().long().tolist()
+        return [{name: t.to(device) for name, t in store[i].items()} for i in chosen]
+
+
+def trained_networks(pl_module: LightningModule, source: ModuleSource | None) -> list[nn.Module]:
+    """The networks of a routine: copies of the members trained at once, else what :func:`find_members` finds."""
+    if source is None and isinstance(pl_module, MembersRoutine):
+        return [pl_module.member(i) for i in range(pl_module.num_members)]
+    return find_members(pl_module, source)
+
+
+class _OnDevice:
+    """Batches of a loader on a device, in the precision of the networks, as often as they are read."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device, dtype: torch.dtype) -> None:
+        self.loader, self.device, self.dtype = loader, device, dtype
+
+    def __iter__(self) -> Any:
+        for batch in self.loader:
+            x = batch[0] if isinstance(batch, (tuple, list)) else batch
+            yield (x.to(self.device, self.dtype if x.is_floating_point() else None),)
+
+
+def _on(loader: DataLoader[Any], device: torch.device, like: Mapping[str, Tensor]) -> _OnDevice:
+    return _OnDevice(loader, device, next(t.dtype for t in like.values() if t.is_floating_point()))
+
+
+def _first(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
+    return example_from(next(iter(loader)))
+
+
+def _root_mean_square(posterior: CompactPosterior) -> float:
+    return float(posterior.sigma().double().square().mean().sqrt())
+
+
+def _line(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in found.items())
