@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tu_symmetry.cli.ends import Parser, Signals, ended, fail, named, whole_number
+
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
     from tu_symmetry.tables.align_barriers import BarrierReport
@@ -49,9 +51,13 @@ def table(parser: argparse.ArgumentParser) -> Handler:
     parser.epilog = (
         "example: tu-symmetry table recipes/compact_posterior/digits --set hmc.num_samples=50 --out runs/quick"
     )
-    parser.add_argument("folder", help="recipe folder, for example recipes/compact_posterior/digits")
-    parser.add_argument("--data-root", default="data", metavar="DIR", help="folder of data sets (default: data)")
-    parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/<recipe>)")
+    parser.add_argument(
+        "folder", type=named("a recipe folder"), help="recipe folder, for example recipes/compact_posterior/digits"
+    )
+    parser.add_argument(
+        "--data-root", type=named("a folder"), default="data", metavar="DIR", help="folder of data sets (default: data)"
+    )
+    parser.add_argument("--out", type=named("a folder"), metavar="DIR", help="run folder (default: runs/<recipe>)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
         "--set",
@@ -64,26 +70,19 @@ def table(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever has been done")
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.symmetry.graph import SymmetryError
         from tu_symmetry.tables.engine import run_table
         from tu_symmetry.tables.progress import Display
-        from tu_symmetry.tables.recipe import RecipeError
 
         display = Display()
-        try:
-            results = run_table(
-                arguments.folder,
-                out=arguments.out,
-                data_root=arguments.data_root,
-                device=arguments.device,
-                overrides=arguments.overrides,
-                fresh=arguments.fresh,
-                display=display,
-            )
-        except (RecipeError, SymmetryError) as error:
-            return _fail(str(error))
-        except KeyboardInterrupt:
-            return _fail("interrupted; the same command goes on where this one stopped", code=130)
+        results = run_table(
+            arguments.folder,
+            out=arguments.out,
+            data_root=arguments.data_root,
+            device=arguments.device,
+            overrides=arguments.overrides,
+            fresh=arguments.fresh,
+            display=display,
+        )
         display.tables(results)
         return 0
 
@@ -141,23 +140,18 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
     )
     parser.epilog = "example: tu-symmetry inspect --model torchvision.models.resnet50 --input 1,3,224,224"
     _add_architecture(parser)
-    parser.add_argument("--html", metavar="FILE", help="also draw the network with its groups colored")
+    parser.add_argument(
+        "--html", type=named("a file"), metavar="FILE", help="also draw the network with its groups colored"
+    )
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="leave out the numerical check")
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.symmetry.graph import SymmetryError
-        from tu_symmetry.tables.architecture import ArchitectureError
-
-        try:
-            graph = _discover(arguments, verify=arguments.verify)
-        except (ArchitectureError, SymmetryError) as error:
-            return _fail(str(error))
+        if arguments.html and Path(arguments.html).is_dir():
+            return fail(f"--html takes the name of a file to write, and {arguments.html} is a folder")
+        graph = _discover(arguments, verify=arguments.verify)
         print(graph)
         if arguments.html:
-            try:
-                graph.to_html(arguments.html)
-            except OSError as error:
-                return _fail(f"{arguments.html} cannot be written: {error.strerror}")
+            graph.to_html(arguments.html)
         return 0
 
     return run
@@ -179,9 +173,12 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
     )
     _add_architecture(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the aligned files and the report")
+    parser.add_argument(
+        "--out", type=named("a folder"), required=True, metavar="DIR", help="folder of the aligned files and the report"
+    )
     parser.add_argument(
         "--reference",
+        type=named("a file, or first, medoid, mean or universe"),
         default="first",
         metavar="FILE|first|medoid|mean|universe",
         help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
@@ -193,59 +190,56 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     )
     parser.add_argument(
         "--candidates",
-        type=int,
+        type=whole_number(2),
         default=16,
         help="files that are compared for the medoid, drawn at random if there are more (default: 16)",
     )
     parser.add_argument(
         "--max-sweeps",
-        type=int,
+        type=whole_number(1),
         default=20,
         help="bound on the sweeps over all networks for the universe (default: 20)",
     )
     parser.add_argument(
         "--threads",
-        type=int,
+        type=whole_number(1),
         default=1,
         help="networks that are matched at the same time; mean and universe go one by one (default: 1)",
     )
     _add_barriers(parser)
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.symmetry.graph import SymmetryError
         from tu_symmetry.tables.align_files import align_files
-        from tu_symmetry.tables.architecture import ArchitectureError
-        from tu_symmetry.tables.checkpoint_files import AlignFilesError, find_checkpoints
+        from tu_symmetry.tables.checkpoint_files import find_checkpoints
         from tu_symmetry.tables.progress import Display
 
         display = Display()
         reference = arguments.reference
-        try:
-            checkpoints = find_checkpoints(arguments.checkpoints)
-            if reference not in ("first", "medoid", "mean", "universe"):
-                reference = find_checkpoints([reference])[0]
-            graph = _discover(arguments)
-            measure = _barrier_measurement(arguments) if arguments.data else None
-            alignment = align_files(
-                graph,
-                checkpoints,
-                Path(arguments.out),
-                reference=reference,
-                prefix=arguments.prefix,
-                method=arguments.method,
-                candidates=arguments.candidates,
-                max_sweeps=arguments.max_sweeps,
-                threads=arguments.threads,
-                track=display.track,
-            )
-            alignment.grid(limit=50).print(display.console)
-            if measure:
-                measure(alignment, display).grid().print(display.console)
-        except (AlignFilesError, ArchitectureError, SymmetryError, OSError) as error:
-            return _fail(str(error))
-        except KeyboardInterrupt:
-            return _fail("interrupted; the same command goes on where this one stopped", code=130)
-        before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
+        checkpoints = find_checkpoints(arguments.checkpoints)
+        if reference not in ("first", "medoid", "mean", "universe"):
+            reference = find_checkpoints([reference])[0]
+        graph = _discover(arguments)
+        measure = _barrier_measurement(arguments) if arguments.data else None
+        alignment = align_files(
+            graph,
+            checkpoints,
+            Path(arguments.out),
+            reference=reference,
+            prefix=arguments.prefix,
+            method=arguments.method,
+            candidates=arguments.candidates,
+            max_sweeps=arguments.max_sweeps,
+            threads=arguments.threads,
+            track=display.track,
+        )
+        alignment.grid(limit=50).print(display.console)
+        if measure:
+            measure(alignment, display).grid().print(display.console)
+        else:
+            for note in alignment.notes:
+                display.note(note)
+        others = "".join(f", {count} of them by {name}" for name, count in alignment.kept_from.items())
+        before = f" ({alignment.skipped} done before{others})" if alignment.skipped else ""
         mean = " and their mean" if reference in ("mean", "universe") else ""
         print(f"{len(alignment.files)} aligned files{before}{mean} in {arguments.out}")
         return 0
@@ -259,6 +253,7 @@ def _add_barriers(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--data",
+        type=named("a LightningDataModule or a function that returns a loader"),
         metavar="NAME",
         help="dotted name of a LightningDataModule (losses on its test data, statistics on its training data), or of a "
         "function that returns a loader of batches (inputs, targets), or two loaders",
@@ -271,11 +266,15 @@ def _add_barriers(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="arguments of what --data names",
     )
-    group.add_argument("--samples", type=int, default=2000, help="of each loader, the first (default: 2000)")
+    group.add_argument(
+        "--samples", type=whole_number(1), default=2000, help="of each loader, the first (default: 2000)"
+    )
     group.add_argument(
         "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
     )
-    group.add_argument("--points", type=int, default=11, help="on the path between two networks (default: 11)")
+    group.add_argument(
+        "--points", type=whole_number(3), default=11, help="on the path between two networks (default: 11)"
+    )
     group.add_argument(
         "--loss",
         default="torch.nn.functional.cross_entropy",
@@ -297,10 +296,10 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
     import torch
 
     from tu_symmetry.tables.align_barriers import BarrierOptions, check_loss, load_data, measure_barriers
-    from tu_symmetry.tables.architecture import build_module, parse_dtype
+    from tu_symmetry.tables.architecture import build_module, parse_precision
     from tu_symmetry.tables.checkpoint_files import AlignFilesError
 
-    if arguments.barriers != "all" and not arguments.barriers.isdecimal():
+    if arguments.barriers != "all" and not (arguments.barriers.isdecimal() and int(arguments.barriers) > 0):
         raise AlignFilesError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
     options = BarrierOptions(
         loss=arguments.loss,
@@ -308,7 +307,7 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
         points=arguments.points,
         mend=tuple(arguments.mend),
     )
-    dtype = parse_dtype(arguments.dtype)
+    dtype = parse_precision(arguments.dtype)
     with torch.random.fork_rng(devices=[]):
         module = build_module(arguments.model, arguments.init).to(dtype)
     data = load_data(arguments.data, arguments.data_init, arguments.samples, dtype)
@@ -331,8 +330,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
     """The whole parser, and what runs each subcommand."""
     from tu_symmetry import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tu-symmetry",
+        allow_abbrev=False,
         description="Find, verify and remove the weight-space symmetries of neural networks, and rerun the tables of "
         "the papers about them.",
         epilog="`tu-symmetry COMMAND --help` explains a command.",
@@ -350,23 +350,24 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        if arguments and arguments[0] in LIGHTNING:
-            from tu_symmetry.cli.lightning import run_lightning
+    with Signals() as signals:
+        try:
+            code = _run(arguments)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:  # whoever reads has seen enough (`| head`); Python would complain when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except BaseException as error:
+            return ended(error, signals, arguments)
 
-            run_lightning(arguments)
-            code = 0
-        else:
-            parser, handlers = build_parser()
-            parsed = parser.parse_args(arguments)
-            code = handlers[parsed.command](parsed) or 0
-        sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough (`| head`); Python would complain once more when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in LIGHTNING:
+        from tu_symmetry.cli.lightning import run_lightning
+
+        run_lightning(arguments)
         return 0
-    return code
-
-
-def _fail(message: str, code: int = 2) -> int:
-    print(f"tu-symmetry: {message}", file=sys.stderr)
-    return code
+    parser, handlers = build_parser()
+    parsed = parser.parse_args(arguments)
+    return handlers[parsed.command](parsed) or 0

@@ -133,7 +133,8 @@ def load_state(
         except pickle.UnpicklingError as error:
             raise SampleFileError(
                 f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
-                f"names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: {error}"
+                "names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: "
+                + _reason(error)
             ) from error
         except OSError:
             raise  # no such file, no right to read it
@@ -157,6 +158,14 @@ def load_state(
     if not state:
         raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
     return state
+
+
+def _reason(error: Exception) -> str:
+    """What torch's reader stumbled on, without its paragraphs of advice."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next((line for line in said if "WeightsUnpickler error" in line or line.startswith("Unsupported")), None)
+
+    return (found or next(iter(said), "nothing")).partition(" Please use")[0]
 
 
 class SampleStore(Sequence[State]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.verification import verify_symmetries
+
+_ELEMENTS = 1 << 28  # of an input: 1 GB in single precision
 
 
 class ArchitectureError(ValueError):
@@ -49,7 +52,7 @@ class Architecture:
             ArchitectureError: the module cannot be built or called.
             SymmetryError: it cannot be traced, or a symmetry does not hold.
         """
-        dtype = parse_dtype(self.dtype)
+        dtype = parse_precision(self.dtype)
         with _step(console, f"building {self.model}"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module = build_module(self.model, self.init).to(dtype).eval()
@@ -123,19 +126,32 @@ def parse_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def parse_precision(name: str) -> torch.dtype:
+    """A dtype that networks can be in: ``float64``, ``float32``, ``bfloat16`` or ``float16``."""
+    dtype = parse_dtype(name)
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ArchitectureError(f"{name} is no dtype of a network here; use float64, float32, bfloat16 or float16")
+    return dtype
+
+
 def parse_input(text: str, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """A random tensor from ``1,3,224,224`` (standard normal) or ``1,16:long`` (zeros and ones)."""
-    sizes, _, name = text.partition(":")
+    sizes, colon, name = text.partition(":")
     try:
         shape = tuple(int(s) for s in sizes.split(",") if s.strip())
     except ValueError:
         shape = ()
-    if not shape or min(shape) < 1:
+    if not shape or min(shape) < 1 or (colon and not name):
         raise ArchitectureError(f"{text!r} is no shape: write positive sizes as 1,3,224,224, or 1,16:long for integers")
+    if math.prod(shape) > _ELEMENTS:
+        raise ArchitectureError(f"{text!r} has more than {_ELEMENTS} elements; a small batch of small inputs is enough")
     wanted = parse_dtype(name) if name else dtype
-    if wanted.is_floating_point or wanted.is_complex:
-        return torch.randn(shape, generator=generator, dtype=wanted)
-    return torch.randint(2, shape, generator=generator).to(wanted)
+    try:
+        if wanted.is_floating_point or wanted.is_complex:
+            return torch.randn(shape, generator=generator, dtype=wanted)
+        return torch.randint(2, shape, generator=generator).to(wanted)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise ArchitectureError(f"{text!r}: torch makes no such input ({_first_line(error)})") from error
 
 
 def _find(dotted: str) -> Any:
@@ -172,7 +188,7 @@ def _split(text: str) -> tuple[str, str]:
 def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
 
 

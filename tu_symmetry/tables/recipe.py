@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import yaml
 
 T = TypeVar("T")
+_LARGEST = 10**12  # of a number among a stage's options
 _BYTES, _NODES = 1_000_000, 100_000  # of a YAML text, and of its values with every alias written out
 
 
@@ -134,6 +135,8 @@ def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
     parser = ArgumentParser(exit_on_error=False)
     parsed: dict[str, Any] = {}
     for name in values:
+        if values[name] is None and type(None) not in typing.get_args(hints[name]) and hints[name] is not Any:
+            raise RecipeError(f"{where}: {name} has no value; give one, or leave the key out for the default")
         if dataclasses.is_dataclass(hints[name]):
             parsed[name] = parse(hints[name], values[name], f"{where}: {name}")
         else:
@@ -152,7 +155,8 @@ def check_numbers(options: Any, where: str) -> None:
     """Refuse numbers that no option can mean: integers below 1, other numbers below 0, NaN and infinite ones.
 
     An integer whose default is 0 may be 0. A field of the options dataclass says otherwise by
-    ``field(default=..., metadata={"least": 0})``, where None stands for any finite number. Numbers in lists count too.
+    ``field(default=..., metadata={"least": 0})``, where None stands for any finite number, or by ``{"above": 0}`` for
+    numbers that must be larger. Numbers in lists count too.
 
     Raises:
         RecipeError: names the option.
@@ -163,10 +167,12 @@ def check_numbers(options: Any, where: str) -> None:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
             least = f.metadata.get("least", 1 if isinstance(number, int) and f.default != 0 else 0)
-            if not math.isfinite(number) or (least is not None and number < least):
-                raise RecipeError(
-                    f"{where}: {f.name} must be {'finite' if least is None else f'at least {least}'}, got {number}"
-                )
+            above = f.metadata.get("above", -math.inf)
+            if (isinstance(number, float) and not math.isfinite(number)) or number > _LARGEST:
+                raise RecipeError(f"{where}: {f.name} must be a finite number, at most {_LARGEST:g}, got {number:g}")
+            if number <= above or (least is not None and number < least):
+                bound = f"above {above}" if "above" in f.metadata else f"at least {least}"
+                raise RecipeError(f"{where}: {f.name} must be {bound}, got {number}")
 
 
 def _required(f: dataclasses.Field[Any]) -> bool:

@@ -39,8 +39,8 @@ class EnsembleOptions:
     members: int = 5
     epochs: int = 50
     batch_size: int = 100
-    learning_rate: float = 1e-3
-    prior_precision: float = 1.0
+    learning_rate: float = field(default=1e-3, metadata={"above": 0})
+    prior_precision: float = field(default=1.0, metadata={"above": 0})
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class HMCOptions:
 
     num_samples: int = 1000
     burn_in: int = field(default=100, metadata={"least": 0})
-    step_size: float = 1e-3
+    step_size: float = field(default=1e-3, metadata={"above": 0})
     leapfrog_steps: int = 500
-    prior_precision: float = 1.0
+    prior_precision: float = field(default=1.0, metadata={"above": 0})
     chunk_size: int = 10
     matmul_precision: Literal["highest", "high"] = "highest"
 
@@ -80,9 +80,9 @@ class VIOptions:
 
     epochs: int = 50
     batch_size: int = 100
-    learning_rate: float = 1e-3
-    initial_std: float = 0.05
-    prior_precision: float = 1.0
+    learning_rate: float = field(default=1e-3, metadata={"above": 0})
+    initial_std: float = field(default=0.05, metadata={"above": 0})
+    prior_precision: float = field(default=1.0, metadata={"above": 0})
 
 
 def load_samples(source: Input, device: torch.device, wanted: int | None = None, first: int = 0) -> dict[str, Tensor]:

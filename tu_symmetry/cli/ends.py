@@ -1,0 +1,148 @@
+"""How a run ends that does not end well: one line on standard error, and an exit status that says what it was.
+
+========  =====================================================================
+status    meaning
+========  =====================================================================
+2         something that was typed, a file or a folder cannot be used
+130, 143  interrupted (Ctrl-C), terminated (SIGTERM)
+1         an error that nobody foresaw; ``TU_SYMMETRY_TRACEBACK=1`` shows where
+========  =====================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+TRACEBACK = "TU_SYMMETRY_TRACEBACK"
+RESUMES = ("table", "align")  # whose command goes on where it was cut off
+TRAINS = ("fit", "validate", "test", "predict")  # run a user's own code, whose errors are shown whole
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM; what tidies up after Ctrl-C tidies up after it too."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in one line what cannot be used, without the usage of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")
+
+
+def named(what: str) -> Callable[[str], str]:
+    """A type of argument that may not be empty."""
+
+    def text(value: str) -> str:
+        if not value.strip():
+            raise argparse.ArgumentTypeError(f"it is empty; name {what}")
+        return value
+
+    return text
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """A type of argument: an integer that is not below ``least``."""
+
+    def number(value: str) -> int:
+        try:
+            found = int(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{value!r} is no integer") from None
+        if found < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {found}")
+        return found
+
+    return number
+
+
+class Signals:
+    """Turns SIGINT and SIGTERM into exceptions, and remembers them.
+
+    What an exception in the middle of an import makes of it (an ImportError, a SystemError), and code that swallows
+    it, would hide which it was; ``caught`` does not forget. Where nothing can be raised (a destructor, a callback of
+    the garbage collector) Python would print the exception and go on: then the signal is sent once more.
+    """
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._raise)
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._unraisable
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        sys.unraisablehook = self._hook
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def _unraisable(self, arguments: Any) -> None:
+        if self.caught is None or not isinstance(arguments.exc_value, KeyboardInterrupt):
+            self._hook(arguments)
+            return
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), self.caught))
+        timer.daemon = True
+        timer.start()
+
+
+def fail(message: str, code: int = 2) -> int:
+    """Print one line; the exit status."""
+    print(f"tu-symmetry: {message}", file=sys.stderr)
+    return code
+
+
+def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> int:
+    """Say in one line why a run ended; the exit status.
+
+    Raises:
+        SystemExit: what argparse and LightningCLI end with.
+        BaseException: the error itself where it has to be seen whole.
+    """
+    command = next(iter(arguments), "")
+    if signals.caught is not None or isinstance(error, KeyboardInterrupt):
+        word, code = ("terminated", 143) if signals.caught == signal.SIGTERM else ("interrupted", 130)
+        return fail(word + ("; the same command goes on where this one stopped" if command in RESUMES else ""), code)
+    if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
+        raise error
+    if isinstance(error, ValueError) and type(error).__module__.startswith("tu_symmetry."):
+        return fail(str(error))
+    if isinstance(error, OSError) and error.strerror:
+        return fail(_of_the_system(error, command in RESUMES))
+    kind = type(error).__name__
+    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "t allocate memory" in str(error):
+        return fail(f"not enough memory ({_first_line(error)}); use a smaller network, batch or number of samples")
+    if kind == "MisconfigurationException":  # Lightning's word for arguments that do not fit together
+        return fail(_first_line(error))
+    if command in TRAINS:
+        raise error
+    return fail(f"{kind}: {_first_line(error)} (not foreseen; {TRACEBACK}=1 shows where)", 1)
+
+
+def _of_the_system(error: OSError, resumes: bool) -> str:
+    import errno
+
+    where = f" ({error.filename2 or error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        again = "; the same command goes on where this one stopped" if resumes else ""
+        return f"there is no more room to write in: {error.strerror}{where}. Make some, or write elsewhere{again}"
+    return f"{error.strerror}{where}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
