@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from laplace_oracles import dense_covariance, dense_curvature, exact_ggn, jacobian, randomize, slot
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -387,3 +388,78 @@ def test_random_networks(seed: int) -> None:
 def test_many_random_networks(start: int) -> None:
     for seed in range(start, start + 50):
         check_random(seed)
+
+
+# ---------------------------------------------------------------------- what hooks do not show
+
+
+def test_an_attention_with_a_forward_of_its_own_is_refused() -> None:
+    """Its projections would be watched in the forward pass of the class that it is derived from."""
+
+    class Doubled(nn.MultiheadAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            mixed, weights = super().forward(*args, **kwargs)
+            return 2 * mixed, weights
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = Doubled(4, 2, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+    model = randomize(Network())
+    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with pytest.raises(UnsupportedLayerError, match="something else while its layers are watched"):
+        fitted(model, x, labels(model(x)))
+    la = fitted(model, x, labels(model(x)), parameters=["head"])
+    assert not la.whole
+
+
+def test_hooks_of_the_user_count() -> None:
+    """A hook that changes what a layer gives belongs to the network."""
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    model[0].register_forward_hook(lambda module, args, output: output * 3)  # type: ignore[index]
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with pytest.warns(ReadElsewhereWarning, match=r"0\.weight"):
+        compare(model, x, labels(model(x)))
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_is_refused_in_clear_words(reentrant: bool, curvature: str) -> None:
+    """What runs again in the backward pass is neither watched nor known to ``torch.func``."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Sequential(nn.Linear(4, 5), nn.Tanh()), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=reentrant))
+
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    model = randomize(Checkpointed())
+    y = labels(model(x))
+    with pytest.raises(
+        ValueError, match=r"switch off activation checkpointing|inner\.0\.weight, but it gets no gradient"
+    ):
+        fitted(model, x, y, curvature=curvature)
+    plain = nn.Sequential(model.inner, model.head)
+    la, other = fitted(model, x, y, curvature="last_layer"), fitted(plain, x, y, curvature="last_layer")
+    torch.testing.assert_close(dense_curvature(la), dense_curvature(other))
+
+
+def test_objects_that_a_network_refers_to_are_not_copied() -> None:
+    """A trainer with its data, or whatever else hangs on a module, stays where it is."""
+
+    class Heavy:
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError("copied")
+
+    model = randomize(Inner(lambda m, x: m.a(x) + x @ m.a.weight.T)).float()
+    model.trainer = Heavy()  # type: ignore[assignment]
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
+    with pytest.warns(ReadElsewhereWarning, match=r"a\.weight"):
+        fitted(model, x, labels(model(x)))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from tu_symmetry.callbacks.members import ModuleSource, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
-from tu_symmetry.laplace.layers import find_layers
+from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.model import EvidenceResult, GroupReport, LinearizedLaplace
 
 _SHOWN = 12  # groups that the printed summary names

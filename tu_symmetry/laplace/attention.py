@@ -7,12 +7,14 @@ is replaced by the same computation in the open (tests compare the two).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.layers import MatrixLayer, Part, UnsupportedLayerError, Watch
+from tu_symmetry.laplace.layers import Layer, MatrixLayer, Part, UnsupportedLayerError
+
+Watcher = Callable[[Layer, Tensor, Tensor], Tensor]
 
 
 class AttentionProjection(MatrixLayer):
@@ -68,7 +70,7 @@ def attention_projections(path: str, module: nn.MultiheadAttention, chosen: set[
 def attention_forward(
     module: nn.MultiheadAttention,
     projections: Sequence[AttentionProjection],
-    watch: Watch,
+    watch: Watcher,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -78,7 +80,10 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What ``nn.MultiheadAttention.forward`` computes in evaluation mode, with its projections watched."""
+    """What ``nn.MultiheadAttention.forward`` computes in evaluation mode, with its projections watched.
+
+    ``watch`` takes a projection, its input and its output, and gives the output to go on with.
+    """
     if not module.batch_first or query.ndim != 3:
         raise UnsupportedLayerError(
             f"{projections[0].attention} (MultiheadAttention) needs batch_first=True and batched inputs for Kronecker "

@@ -14,13 +14,18 @@ of automatic differentiation, for a random direction of the outputs, finds every
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.layers import Layer, Part, Watch, find_layers, watching
+from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError
+from tu_symmetry.laplace.likelihood import as_outputs
 from tu_symmetry.laplace.tangent import (
     TangentModel,
     batch_size,
@@ -81,7 +86,7 @@ def require_weights(model: nn.Module, names: Sequence[str]) -> None:
     require_independent_samples(model)
 
 
-def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: bool) -> tuple[str, ...]:
+def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: bool, functional: bool) -> tuple[str, ...]:
     """Try a network on the first few samples of a batch.
 
     Args:
@@ -89,13 +94,14 @@ def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: boo
         names: the parameters that are to be uncertain.
         inputs: a batch.
         layered: whether gradients of weights are to be recovered layer by layer.
+        functional: whether gradients of samples are to come from ``torch.func``.
 
     Returns:
         Parameters that have to be treated by themselves, since layers do not give their gradients.
 
     Raises:
-        ValueError: outputs that change from call to call, that depend on the other samples of the batch, or whose
-            gradients are cut off.
+        ValueError: outputs that change from call to call, that depend on the other samples of the batch, or that
+            cannot be differentiated.
         UnsupportedLayerError: layers without Kronecker factors, by name.
     """
     inputs = rows_of(inputs, slice(0, _SAMPLES))
@@ -108,12 +114,15 @@ def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: boo
             outputs = exact.outputs(values)
             generator = torch.Generator().manual_seed(0)
             cotangent = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
-            expected = exact.vjp(values, cotangent)
+            expected = _gradient(exact, values, cotangent)
             _require_gradients(exact, values, outputs, expected)
+            if functional:
+                with _differentiating():
+                    exact.vjp(values, cotangent)
             if not layered:
                 return ()
             layers = find_layers(exact.model, names)
-            recovered = _recovered(exact, layers, values, cotangent)
+            recovered = _recovered(exact, layers, values, outputs, cotangent)
     return _differing(exact, expected, recovered)
 
 
@@ -160,12 +169,43 @@ def _in_double(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[Tan
     if sum(p.numel() for p in model.parameters()) > _COPIED:
         return own, inputs
     try:
-        exact, values = TangentModel(copy.deepcopy(model).double(), names), double(inputs)
+        exact, values = TangentModel(copy.deepcopy(model, _shared(model)).double(), names), double(inputs)
         if exact.outputs(values).dtype == torch.float64:
             return exact, values
     except Exception:  # whatever stands in the way: constants in single precision, modules that cannot be copied
         pass
     return own, inputs
+
+
+def _shared(model: nn.Module) -> dict[int, Any]:
+    """What a copy of the network shares with it: objects that hold neither weights nor modules, as a trainer."""
+    copied = (Tensor, nn.Module, list, dict, tuple, set, MethodType, partial)
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return {id(value): value for value in attributes if not isinstance(value, copied)}
+
+
+@contextmanager
+def _differentiating() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(
+            f"automatic differentiation of the network fails ({str(error).splitlines()[0]}); switch off activation "
+            "checkpointing, and write operations so that torch.func knows their derivative"
+        ) from error
+
+
+def _gradient(tangent: TangentModel, inputs: Any, cotangent: Tensor) -> Tensor:
+    """The gradient of ``outputs * cotangent`` with respect to the flat vector, by the most ordinary of all ways."""
+    own = {name: p.detach().requires_grad_() for name, p in tangent.parameters().items()}
+    with torch.enable_grad():
+        outputs = tangent.function(inputs)(own)
+        if not outputs.requires_grad:
+            return torch.zeros_like(tangent.point())
+        with _differentiating():
+            found = torch.autograd.grad(outputs, list(own.values()), cotangent, allow_unused=True)
+    pieces = zip(found, own.values(), strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pieces])
 
 
 def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, gradient: Tensor) -> None:
@@ -189,8 +229,14 @@ def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, grad
             )
 
 
-def _recovered(tangent: TangentModel, layers: Sequence[Layer], inputs: Any, cotangent: Tensor) -> dict[Part, Tensor]:
-    """Gradients of the layers' weights and biases, as the curvature gets them: from inputs and output gradients."""
+def _recovered(
+    tangent: TangentModel, layers: Sequence[Layer], inputs: Any, outputs: Tensor, cotangent: Tensor
+) -> dict[Part, Tensor]:
+    """Gradients of the layers' weights and biases, as the curvature gets them: from inputs and output gradients.
+
+    Raises:
+        UnsupportedLayerError: the network computes something else while it is watched.
+    """
     entered: dict[str, Tensor] = {}
     found: dict[Part, Tensor] = {}
 
@@ -212,7 +258,16 @@ def _recovered(tangent: TangentModel, layers: Sequence[Layer], inputs: Any, cota
         count = batch_size(inputs)
         if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
             forward(rows_of(inputs, slice(0, count - 1)), count - 1)
-        watch.backward(forward(inputs, count).view_as(cotangent), [cotangent], add)
+        watched = as_outputs(forward(inputs, count), count)
+        limit = _precision(tangent.model) * float(outputs.abs().max())
+        if watched.shape != outputs.shape or float((watched.detach() - outputs).abs().max()) > limit:
+            raise UnsupportedLayerError(
+                "the network computes something else while its layers are watched: an attention derived from "
+                "nn.MultiheadAttention with a forward of its own, or a module that looks at its hooks. Leave it out "
+                "with parameters=[...], or use curvature='diag' or 'full'"
+            )
+        with _differentiating():
+            watch.backward(watched, [cotangent], add)
     for layer in layers:
         for part in (layer.weight, layer.bias):
             if part is not None:

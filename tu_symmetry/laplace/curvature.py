@@ -34,7 +34,8 @@ from tu_symmetry.laplace.blocks import (
 )
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
-from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, find_layers, watching
+from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import Directions, Fisher, Likelihood, check_outputs
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of

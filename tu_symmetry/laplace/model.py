@@ -27,7 +27,8 @@ from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, Options, Sum
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers, prior_groups
-from tu_symmetry.laplace.layers import Layer, find_layers
+from tu_symmetry.laplace.hooks import find_layers
+from tu_symmetry.laplace.layers import Layer
 from tu_symmetry.laplace.likelihood import Fisher, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.mode import Mode, solve_mode
 from tu_symmetry.laplace.predictive import GaussianPredictive, Link, WeightSamples
@@ -223,7 +224,14 @@ class LinearizedLaplace:
         with together(device):
             groups = self._group(train_loader)
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
-            found = examine(self.model, self.tangent.names, inputs, layered=self.options.curvature in ("kfac", "ekfac"))
+            kind = self.options.curvature
+            found = examine(
+                self.model,
+                self.tangent.names,
+                inputs,
+                layered=kind in ("kfac", "ekfac"),
+                functional=kind in ("full", "diag"),
+            )
         marked = torch.tensor([float(name in found) for name in self.tangent.names], device=device)
         all_reduce(marked)  # other processes have other samples
         whole = [name for name, mark in zip(self.tangent.names, marked.tolist(), strict=True) if mark > 0]

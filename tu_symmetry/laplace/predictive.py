@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
-from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part, Watch, watching
+from tu_symmetry.laplace.hooks import Watch, watching
+from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import check_outputs
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
 

@@ -1,0 +1,194 @@
+"""The layers of a network, and the hooks that watch them: what goes in, and gradients of what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
+from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of
+from tu_symmetry.laplace.modules import ModuleLayer
+
+
+class Watch:
+    """One forward pass with its inputs and, for each backward pass, its output gradients, layer by layer."""
+
+    def __init__(self, on_input: Callable[[Layer, Tensor], None]) -> None:
+        self.on_input = on_input
+        self.on_gradient: Callable[[Layer, Tensor], None] | None = None
+        self.running = False  # only the forward pass itself is watched, and no module that is run again later
+        self._deferred: list[tuple[Layer, Tensor]] = []
+        self.leaves: list[Tensor] = []
+        self.seen: set[str] = set()
+        self.batch = -1
+        self.outputs = 0
+
+    def __call__(self, layer: Layer, inputs: Tensor, output: Tensor) -> Tensor:
+        """Note one layer's input, and put a gradient hook on its output."""
+        if not self.running:
+            return output
+        if layer.name in self.seen:
+            raise UnsupportedLayerError(
+                f"the module {layer.path!r} is used several times in one forward pass, where Kronecker factors do not "
+                "hold; freeze it, leave it out with parameters=[...], or use curvature='diag' or 'full', which are "
+                "exact for shared weights"
+            )
+        self.seen.add(layer.name)
+        if output.ndim < 1 or len(output) != self.batch or len(inputs) != self.batch:
+            raise UnsupportedLayerError(
+                f"the module {layer.path!r} sees an input of shape {tuple(inputs.shape)} in a batch of {self.batch} "
+                "samples: the first axis has to be the batch. Build the model batch-first, leave the module out with "
+                "parameters=[...], or use curvature='diag' or 'full'"
+            )
+        self.on_input(layer, inputs.detach())
+        self.outputs += output.numel()
+        if not output.requires_grad:
+            leaf = output.detach().requires_grad_()
+            leaf.register_hook(partial(self._note, layer))
+            self.leaves.append(leaf)
+            return leaf.clone()  # a layer that works in place must not meet a leaf
+        output.register_hook(partial(self._note, layer))
+        return output
+
+    def _note(self, layer: Layer, gradient: Tensor) -> None:
+        if layer.deferred:
+            self._deferred.append((layer, gradient.detach()))
+        elif self.on_gradient is not None:
+            self.on_gradient(layer, gradient.detach())
+
+    def backward(
+        self, outputs: Tensor, root: Sequence[Tensor], on_gradient: Callable[[int, Layer, Tensor], None]
+    ) -> None:
+        """One backward pass for each column of ``root``, all in the shape of the outputs, without weight gradients."""
+        for column, direction in enumerate(root):
+            self.on_gradient = partial(on_gradient, column)
+            torch.autograd.grad(outputs, self.leaves, direction, retain_graph=column + 1 < len(root), allow_unused=True)
+            waiting, self._deferred = self._deferred, []
+            for layer, gradient in waiting:
+                self.on_gradient(layer, gradient)
+        self.on_gradient = None
+
+
+@contextmanager
+def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterator[Callable[[Any, int], Tensor]]:
+    """Hooks on the layers; yields the forward pass (inputs, batch size) -> what the network returns.
+
+    The model must be in evaluation mode (:func:`tu_symmetry.laplace.tangent.evaluating`).
+    """
+    modules = dict(model.named_modules())
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    handles, patched = [], []
+
+    def forward(inputs: Any, batch: int) -> Tensor:
+        watch.batch = batch
+        watch.leaves.clear()
+        watch.seen.clear()
+        watch.running = True
+        try:
+            with torch.enable_grad():
+                outputs = functional_call(model, weights, inputs if isinstance(inputs, tuple) else (inputs,))
+        finally:
+            watch.running = False
+        silent = [layer.path for layer in layers if layer.name not in watch.seen]
+        if silent:
+            raise UnsupportedLayerError(
+                f"the forward pass never calls the modules {silent[:6]}: their weights are unused, or read without "
+                "calling the module. Freeze them, leave them out with parameters=[...], or use curvature='diag'"
+            )
+        return outputs
+
+    def hook(layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+        if not watch.running:
+            return output
+        if isinstance(layer, ModuleLayer):
+            layer.check_call(args, kwargs, output)
+        elif not args:
+            raise UnsupportedLayerError(
+                f"the module {layer.path!r} is called with its input as a keyword ({', '.join(kwargs)}=...), where "
+                "hooks do not look; pass it by position, leave the module out with parameters=[...], or use "
+                "curvature='diag' or 'full'"
+            )
+        return watch(layer, args[0], output)
+
+    try:
+        attentions: dict[str, list[AttentionProjection]] = {}
+        for layer in layers:
+            if isinstance(layer, AttentionProjection):
+                attentions.setdefault(layer.attention, []).append(layer)
+            else:
+                handles.append(modules[layer.path].register_forward_hook(partial(hook, layer), with_kwargs=True))
+        for name, projections in attentions.items():
+            module = modules[name]
+            assert isinstance(module, nn.MultiheadAttention)
+            module.forward = partial(attention_forward, module, projections, watch)  # type: ignore[method-assign]
+            patched.append(module)
+        yield forward
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in patched:
+            del module.forward
+
+
+def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
+    """The layers that own the given parameters.
+
+    Raises:
+        UnsupportedLayerError: tied weights, or modules without gradients of single samples, by name.
+    """
+    chosen = set(names)
+    aliases: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(p), []).append(name)
+    tied = [shared for shared in aliases.values() if len(shared) > 1 and chosen & set(shared)]
+    if tied:
+        raise UnsupportedLayerError(
+            f"the parameters {tied[0]} are one tied tensor, for which Kronecker factors do not hold; freeze it, leave "
+            "it out with parameters=[...], or use curvature='diag' or 'full', which are exact for tied weights"
+        )
+    layers: list[Layer] = []
+    refused: list[str] = []
+    inside: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, ParametrizationList):
+            continue  # its parameters count as those of the module that it makes a weight for
+        own = {leaf: p for leaf, p in module.named_parameters(recurse=False)}
+        made: dict[str, nn.Parameter] = {}
+        if is_parametrized(module):
+            lists = module.get_submodule("parametrizations")
+            made = {f"parametrizations.{leaf}": p for leaf, p in lists.named_parameters()}
+        prefix = f"{path}." if path else ""
+        if isinstance(module, nn.MultiheadAttention):
+            names_here = [n for n in chosen if n.startswith(prefix)]
+            if names_here:
+                layers.extend(attention_projections(path, module, chosen))
+            inside.update(n for n in names_here)
+            continue
+        for leaf, p in sorted(made.items()):
+            if prefix + leaf in chosen and prefix + leaf not in inside:
+                layers.append(ModuleLayer(path, module, leaf, Part(prefix + leaf, tuple(p.shape))))
+        if not any(prefix + leaf in chosen and prefix + leaf not in inside for leaf in own):
+            continue
+        parts = {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items() if prefix + leaf in chosen}
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+            refused.append(f"{path or 'the model itself'} (Embedding with max_norm or scale_grad_by_freq)")
+            continue
+        known = layer_of(path, module, parts)
+        layers.extend(
+            [known] if known else [ModuleLayer(path, module, leaf, part) for leaf, part in sorted(parts.items())]
+        )
+    if refused:
+        raise UnsupportedLayerError(
+            f"no exact gradients for the parameters of {'; '.join(refused[:6])}"
+            + (f" and {len(refused) - 6} more" if len(refused) > 6 else "")
+            + ". Freeze them, leave them out with parameters=[...], or use curvature='diag' (any layer) or 'full' "
+            "(small networks)"
+        )
+    return layers
