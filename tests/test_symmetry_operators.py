@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -259,6 +260,203 @@ row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [4, 4], 4, 4, a
 row(
     "gains by kind", lambda m, x: m.c(hidden(m, x) * m.e(m.g)[:, 0]),
     [2, 3, 3], 9, **layers, e=nn.Embedding(3, 1), g=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),
+)  # fmt: skip
+
+# -- message passing on graphs: nodes are fixed, features are not ---------------------------------------------------
+
+NODES = ((4, 5),)
+EDGES = torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]])
+MEMBERSHIP = torch.tensor([0, 0, 1, 1])
+
+
+def convolved(m: Any, x: Tensor) -> Tensor:
+    """GCN: neighbors by the inverse root of both degrees."""
+    source, target = EDGES
+
+    def layer(linear: nn.Module, h: Tensor) -> Tensor:
+        z = linear(h)
+        degree = torch.zeros(4).to(x).index_add(0, target, torch.ones(5).to(x)).clamp(min=1)
+        share = (degree[source] * degree[target]).rsqrt()
+        return torch.zeros(4, z.shape[1]).to(x).index_add_(0, target, share[:, None] * z[source])
+
+    return layer(m.c, relu(layer(m.a, x)))
+
+
+def sampled(m: Any, x: Tensor, reduce: str) -> Tensor:
+    """SAGE: the neighbors' mean or maximum beside the node itself."""
+    h = hidden(m, x)
+    index = EDGES[1][:, None].expand(-1, 8)
+    met = torch.zeros_like(h).scatter_reduce(0, index, h[EDGES[0]], reduce, include_self=False)
+    return m.c(relu(m.b(met) + m.d(h)))
+
+
+def isomorphic(m: Any, x: Tensor) -> Tensor:
+    """GIN: sums of neighbors, twice."""
+    h = (1 + m.e) * x + torch.zeros_like(x).index_add(0, EDGES[1], x[EDGES[0]])
+    h = relu(m.b(relu(m.a(h))))
+    return m.c(h + torch.zeros_like(h).scatter_add(0, EDGES[1][:, None].expand_as(h[EDGES[0]]), h[EDGES[0]]))
+
+
+def attending(m: Any, x: Tensor) -> Tensor:
+    """GAT: four heads of two, with a softmax over the edges of each node."""
+    z = m.a(x).view(4, 4, 2)
+    source, target = EDGES
+    score = F.leaky_relu((z * m.left).sum(-1)[source] + (z * m.right).sum(-1)[target], 0.2)
+    largest = torch.full((4, 4), -1e9).to(x).scatter_reduce(0, target[:, None].expand(-1, 4), score, "amax")
+    weights = (score - largest[target]).exp()
+    weights = weights / torch.zeros(4, 4).to(x).index_add(0, target, weights)[target]
+    mixed = torch.zeros(4, 4, 2).to(x).index_add(0, target, weights[..., None] * z[source])
+    return m.c(F.elu(mixed.reshape(4, 8)))
+
+
+row("graph convolution", convolved, [8], 8, 0, NODES, **layers)
+row("SAGE, mean", lambda m, x: sampled(m, x, "mean"), [8, 8], 16, 0, NODES, **layers, b=(8, 8), d=(8, 8))
+row("SAGE, maximum", lambda m, x: sampled(m, x, "amax"), [8, 8], 16, 0, NODES, **layers, b=(8, 8), d=(8, 8))
+row("GIN", isomorphic, [8, 8], 16, 0, NODES, **layers, b=(8, 8), e=weight(1))
+row("GAT", attending, [(4,), (4, 2)], 0, 0, NODES, **layers, left=weight(1, 4, 2), right=weight(1, 4, 2))
+row(
+    "pooled by index_add", lambda m, x: m.c(torch.zeros(2, 8).to(x).index_add(0, MEMBERSHIP, hidden(m, x))),
+    [8], 8, 0, NODES, **layers,
+)  # fmt: skip
+row(
+    "pooled by scatter_add",
+    lambda m, x: m.c(torch.zeros(2, 8).to(x).scatter_add(0, MEMBERSHIP[:, None].expand(-1, 8), hidden(m, x))),
+    [8], 8, 0, NODES, **layers,
+)  # fmt: skip
+row(
+    "pooled by index_put",
+    lambda m, x: m.c(torch.zeros(2, 8).to(x).index_put((MEMBERSHIP,), hidden(m, x), accumulate=True)),
+    [8], 8, 0, NODES, **layers,
+)  # fmt: skip
+
+# -- joining and reordering -----------------------------------------------------------------------------------------
+
+two = {"a": (5, 8), "b": (5, 4), "c": (12, 3)}
+
+
+def both(m: Any, x: Tensor) -> list[Tensor]:
+    return [relu(m.a(x)), relu(m.b(x))]
+
+
+row("hstack", lambda m, x: m.c(torch.hstack(both(m, x))), [8, 4], 12, **two)
+row("column_stack", lambda m, x: m.c(torch.column_stack(both(m, x))), [8, 4], 12, **two)
+row("vstack", lambda m, x: m.c(torch.vstack([hidden(m, x), relu(m.a(x + 1))])), [8], 8, **layers)
+row(
+    "dstack",
+    lambda m, x: m.c(m.d(torch.dstack([hidden(m, x), relu(m.b(x))])).squeeze(-1)),
+    [8],
+    2,
+    **layers,
+    b=(5, 8),
+    d=(2, 1),
+)
+row("block_diag of weights", lambda m, x: m.c(relu(torch.cat([x, x], -1) @ torch.block_diag(m.w, m.v).T)), [6, 4], 10,
+    w=weight(6, 5), v=weight(4, 5), c=(10, 3))  # fmt: skip
+row("kron", lambda m, x: m.c(torch.kron(relu(m.a(x[0])), relu(m.b(x[0])))), [4, 2], 6, a=(5, 4), b=(5, 2), c=(8, 3))
+row("outer", lambda m, x: m.c(torch.outer(relu(m.a(x[0])), relu(m.b(x[0]))).flatten()), [8, 8], 16,
+    a=(5, 8), b=(5, 8), c=(64, 3))  # fmt: skip
+row("tensordot", lambda m, x: torch.tensordot(hidden(m, x), m.c.weight, dims=([1], [1])), [8], 8, **layers)
+row("rot90, half a turn", lambda m, x: m.c(torch.rot90(hidden(m, x), 2, (0, 1))), [8], 8)
+row("rot90, half a turn and as it is", lambda m, x: m.c(torch.rot90(hidden(m, x), 2, (0, 1)) + hidden(m, x)), [4], 4)
+row("rot90, a quarter", lambda m, x: m.c(torch.rot90(hidden(m, x), 1, (0, 1))), [], 0, a=(5, 8), c=(3, 3))
+row("flipped and as it is", lambda m, x: m.c(hidden(m, x).flip(-1) + hidden(m, x)), [4], 4)
+row("rolled", lambda m, x: m.c(hidden(m, x).roll(1, -1)), [8], 8)
+row("rolled and as it is", lambda m, x: m.c(hidden(m, x).roll(1, -1) + hidden(m, x)), [], 1)
+row("rolled over all axes", lambda m, x: m.c(hidden(m, x).roll(8)), [8], 8)
+row("complex parts", lambda m, x: m.c(torch.complex(m.a(x), m.b(x)).abs()), [8], 8, **layers, b=(5, 8))
+row("polar", lambda m, x: m.c(torch.polar(hidden(m, x), m.b(x)).real), [8], 8, **layers, b=(5, 8))
+row(
+    "viewed as complex",
+    lambda m, x: m.c(torch.view_as_complex(m.a(x).view(-1, 8, 2)).abs()),
+    [8],
+    8,
+    a=(5, 16),
+    c=(8, 3),
+)
+row("viewed as real", lambda m, x: m.c(torch.view_as_real(torch.complex(m.a(x), m.b(x))).flatten(1)), [8], 8,
+    a=(5, 8), b=(5, 8), c=(16, 3))  # fmt: skip
+row(
+    "distances to prototypes", lambda m, x: m.c(torch.cdist(m.a(x), m.p)), [8, 6], 1, a=(5, 8), c=(6, 3), p=weight(6, 8)
+)
+row("mapped over the batch", lambda m, x: torch.vmap(lambda r: m.c(relu(m.a(r))))(x), [8], 8, **layers)
+
+# -- writes in place ------------------------------------------------------------------------------------------------
+
+
+def written(
+    name: str,
+    write: Callable[[Any, Tensor, Tensor], Any],
+    permutations: list[int],
+    scales: int,
+    dead: int = 0,
+    **more: Any,
+) -> None:
+    """A row whose units are written to before they are read; ``write`` returns what is read, or None for the units.
+
+    Units that are overwritten with zeros scale as before, others are ``dead``: nothing reads them.
+    """
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = hidden(m, x)
+        result = write(m, x, h)
+        return m.c(h if result is None else result)
+
+    row("written: " + name, forward, permutations, scales, dead, **(layers | more))
+
+
+def assign(key: Any, value: Any) -> Callable[[Any, Tensor, Tensor], None]:
+    return lambda m, x, h: h.__setitem__(key, value(x) if callable(value) else value)
+
+
+def into(m: Any, x: Tensor, h: Tensor) -> Tensor:
+    out = torch.zeros(3, 16).to(x)
+    out[:, ::2], out[:, 1::2] = h, -h
+    return out
+
+
+def step_by_step(m: Any, x: Tensor, h: Tensor) -> Tensor:
+    out = torch.zeros(3, 4, 8).to(x)
+    for t in range(4):
+        out[:, t] = h * (t + 1)
+    return out
+
+
+def void(_: Any) -> None:
+    """The result of a write is the units themselves."""
+
+
+every = slice(None)
+written("one unit", assign((every, 0), 1.0), [7], 7, 1)
+written("every other unit", assign((every, slice(None, None, 2)), 0.0), [4, 4], 8)
+written("a slice, by inputs", assign((every, slice(1, 3)), lambda x: x[:, :2]), [6, 2], 6, 2)
+written("units at an index", assign((every, [0, 2]), lambda x: x[:, :2]), [6, 2], 6, 2)
+written("a row", assign(0, 0.0), [8], 8)
+written("a row that is not zero", assign(0, 1.0), [8], 0)
+written("where they are large", lambda m, x, h: h.__setitem__(h > 1, 1.0), [8], 0)
+written("one half", lambda m, x, h: void(h.chunk(2, -1)[0].zero_()), [4, 4], 8)
+written("a part, doubled", lambda m, x, h: void(h.split([3, 5], -1)[0].mul_(2)), [3, 5], 8)
+written("one of all", lambda m, x, h: void(h.unbind(1)[2].zero_()), [7], 8)
+written("a part of a part", lambda m, x, h: void(h[:, 2:6][:, 1:3].fill_(0.5)), [2, 2, 4], 6, 2)
+written("through a transpose", lambda m, x, h: void(h.t()[0].zero_()), [7], 8)
+written("by addition", lambda m, x, h: void(h[:, :5].add_(x)), [3], 3)
+written("by index_fill", lambda m, x, h: h.index_fill(1, torch.tensor([0, 3]), 1.0), [6, 2], 6, 2)
+written("by index_copy", lambda m, x, h: h.index_copy(1, torch.tensor([0, 1]), x[:, :2]), [6, 2], 6, 2)
+written("into zeros", into, [8], 8, c=(16, 3))
+written("into zeros, step by step", step_by_step, [8], 8)
+
+# -- detection ------------------------------------------------------------------------------------------------------
+
+
+def pooled(m: Any, x: Tensor) -> Tensor:
+    regions = torch.tensor([[0.0, 0, 0, 4, 4], [1.0, 1, 1, 6, 6]]).to(x)
+    return m.c(torchvision.ops.roi_align(relu(m.a(x)), regions, 2))
+
+
+row("roi_align", pooled, [4], 4, 0, IMAGE, a=nn.Conv2d(2, 4, 3, padding=1), c=nn.Conv2d(4, 3, 2))
+row(
+    "deformable convolution", lambda m, x: m.c(relu(m.d(relu(m.a(x)), m.o(relu(m.a(x)))))), [4, 5], 9, 0, IMAGE,
+    a=nn.Conv2d(2, 4, 3, padding=1), o=nn.Conv2d(4, 18, 3, padding=1),
+    d=torchvision.ops.DeformConv2d(4, 5, 3, padding=1), c=nn.Conv2d(5, 3, 2),
 )  # fmt: skip
 
 

@@ -65,6 +65,7 @@ class Call:
         zeros: ids of the tensor arguments that are zero throughout: these have any scale.
         tied: ids of the tensor arguments whose entries may be equal with positive probability (behind a ReLU), so
             that which of them is the largest is no property of the units alone.
+        sole: ids of the tensor arguments that are views of a parameter which nothing else reads.
     """
 
     ledger: Ledger
@@ -77,6 +78,7 @@ class Call:
     dtypes: dict[str, Any] = field(default_factory=dict)
     zeros: frozenset[int] = frozenset()
     tied: frozenset[int] = frozenset()
+    sole: frozenset[int] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from tu_symmetry.symmetry.algebra import Label, Ledger, Value, along, code, pinned_value
 from tu_symmetry.symmetry.graph import SymmetryError
 from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.probe import copied, own_copy
 from tu_symmetry.symmetry.rules import POSITIONS, Call, Rule, unknown
 
@@ -94,6 +95,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
                 program = torch.export.export(model, args, dict(kwargs), strict=False)
             if _has_open_shapes(program):  # boolean masks, nonzero: no branch, but sizes that only values tell
                 return _recorded(model, args, kwargs, None)
+            if any("_vmap_increment_nesting" in str(n.target) for n in program.graph.nodes):
+                return _recorded(model, args, kwargs, None, batched=True)
             return _exported(model, program)
         except GuardOnDataDependentSymNode as error:
             place = _place(error)
@@ -153,6 +156,10 @@ MOVES = (
     "squeeze", "unsqueeze", "expand", "expand_as", "permute", "transpose", "t", "slice", "select", "type_as", "float",
     "lift_fresh_copy", "_assert_tensor_metadata", "chunk", "split", "repeat", "numpy_T", "narrow", "broadcast_to",
 )  # fmt: skip
+SAME_ENTRIES = (
+    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "detach", "alias", "contiguous", "to", "view_as",
+    "reshape_as", "type_as", "_unsafe_view", "ravel", "positive", "dropout",
+)  # fmt: skip
 COMBINES = (
     "mul", "add", "sub", "rsub", "div", "where", "masked_fill", "maximum", "minimum", "eq", "ne", "lt", "le", "gt",
     "ge", "logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
@@ -192,7 +199,10 @@ def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
     return any(isinstance(size, torch.SymInt) for t in held if isinstance(t, Tensor) for size in t.shape)
 
 
-def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str | None) -> Trace:
+def _recorded(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str | None, *, batched: bool = False
+) -> Trace:
+    """The operators that the example inputs pass through; with ``batched`` those that ``torch.vmap`` makes of them."""
     model = copied(model)
     state = model.state_dict(keep_vars=True)
     tensors = {first: state[first].detach() for first in tied_names(model)}
@@ -203,7 +213,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     graph_module = make_fx(
         forward,
         tracing_mode="real",
-        pre_dispatch=True,
+        pre_dispatch=not batched,
         _allow_non_fake_inputs=True,
         _error_on_data_dependent_ops=False,
     )(tensors, args, dict(kwargs))
@@ -255,6 +265,7 @@ class _Interpreter:
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
         self.zero: set[torch.fx.Node] = set()
         self.tied: set[torch.fx.Node] = set()
+        self.sole: set[torch.fx.Node] = set()
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
@@ -306,6 +317,8 @@ class _Interpreter:
             self.env[node] = self.env[source][position]
             if source in self.tied:
                 self.tied.add(node)
+            if source in self.root:  # a piece of what was cut
+                self.root[node] = self.root[source]
             return
         if not isinstance(target, torch._ops.OpOverload):
             self.env[node] = self._opaque(node)
@@ -334,6 +347,7 @@ class _Interpreter:
             self._bind(node, target, lambda n: getattr(n.meta.get("val"), "dtype", None)),
             self._ids(node, target, bound, self.zero),
             self._ids(node, target, bound, self.tied),
+            self._ids(node, target, bound, {n for n in self.sole if len(n.users) == 1}),
         )
         # a parameter that comes twice is no longer free to be nested as one of its places asks
         places = [a for a in nodes if isinstance(self.env[a], Parameter)]
@@ -453,6 +467,9 @@ class _Interpreter:
             return
         if short in ("zeros_like", "new_zeros", "zero") or (short in MOVES and inputs and inputs[0] in self.zero):
             self.zero.add(node)
+        alone = short in MOVES and len(inputs) == 1 and len(inputs[0].users) == 1
+        if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
+            self.sole.add(node)
         outputs = output if isinstance(output, (tuple, list)) else [output]
         if short in SPREADS:
             return
@@ -467,8 +484,11 @@ class _Interpreter:
 
     def _alias(self, node: torch.fx.Node, target: torch._ops.OpOverload) -> None:
         returns = target._schema.returns
-        if returns and returns[0].alias_info is not None and node.args and isinstance(node.args[0], torch.fx.Node):
-            self.root[node] = self.root.get(node.args[0], node.args[0])
+        source = node.args[0] if node.args else None
+        if not returns or returns[0].alias_info is None or not isinstance(source, torch.fx.Node):
+            return
+        if _same_memory(node, source):  # reshape, to and contiguous copy where they have to
+            self.root[node] = self.root.get(source, source)
 
     def _write(self, node: torch.fx.Node, written: Any) -> None:
         """An in-place write: whoever else reads the same memory later sees the new content."""
@@ -480,40 +500,110 @@ class _Interpreter:
             self.zero -= {root, written, *others}
         self.tied |= {root, written, *others} if node in self.tied or written is not root else {written}
         now = self.order[node]
-        stale = [n for n in others if any(self.order[u] > now for u in n.users)]
         reason = "written to in place through a view"
-        if stale == [root] and written is not root and written.args[0] is root:
-            whole = self._overwritten(root, written, self.env[node])
-            if whole is not None:
-                self.env[root], self.env[written] = whole, self.env[node]
-                return
+        chain = self._put_back(written, self.env[node]) if written is not root else [written]
+        self.env[written] = self.env[node]
+        stale = [n for n in others if any(self.order[u] > now for u in n.users) and n not in (chain or ())]
+        if chain is not None and all(map(self._refresh, sorted(set(others) - set(chain), key=self.order.__getitem__))):
+            return
         for other in stale:
-            value = self._value(self.env[other])
-            if isinstance(value, Value):
+            held = self.env[other]
+            values = [self._value(v) for v in (held if isinstance(held, list) else [held])]
+            for value in values:
                 self.ledger.pin(value, reason)
-                self.env[other] = pinned_value(value.shape, reason)
+            gone = [pinned_value(v.shape, reason) for v in values]
+            self.env[other] = gone if isinstance(held, list) else gone[0]
         if stale:
             self.ledger.pin(self.env[node], reason)
-        self.env[written] = self.env[node]
 
-    def _overwritten(self, base: torch.fx.Node, view: torch.fx.Node, new: Value) -> Value | None:
-        """A tensor of which a run of positions along one axis was written to; None if the view is another one."""
-        assert isinstance(view.target, torch._ops.OpOverload)
-        old = self._value(self.env[base])
+    def _put_back(self, view: torch.fx.Node, new: Value) -> list[torch.fx.Node] | None:
+        """Write new content of a view into what it is a view of, and so on; the nodes that were updated, or None."""
+        updated = [view]
+        while view in self.root:
+            found = self._behind(view, new)
+            if found is None:
+                return None
+            view, new = found
+            self.env[view] = new
+            updated.append(view)
+        return updated
+
+    def _behind(self, view: torch.fx.Node, new: Value) -> tuple[torch.fx.Node, Value] | None:
+        """What a view was taken of, with the view's new content in it; None for a view that does not tell."""
+        piece = None
+        if view.target is operator.getitem:
+            view, piece = view.args  # type: ignore[assignment]
+        source = view.args[0]
+        if not isinstance(source, torch.fx.Node) or not isinstance(view.target, torch._ops.OpOverload):
+            return None
+        old = self._value(self.env[source])
+        if not isinstance(old, Value):
+            return None
+        name = view.target._schema.name.partition("::")[2]
         given = self._bind(view, view.target)
-        if view.target._schema.name not in ("aten::slice", "aten::narrow") or given.get("step", 1) != 1:
+        if name in ("fill_", "copy_") or (view.target._schema.arguments and _writes(view.target._schema.arguments[0])):
+            return source, new  # what an earlier write returned
+        if name in SAME_ENTRIES:
+            return source, self.ledger.reshape(new, old.shape)
+        if name in ("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"):
+            back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
+            return source, RULES[f"aten.{name}"](back)  # type: ignore[return-value]
+        if name == "permute":
+            return source, self.ledger.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
+        axis = given.get("dim", 0)
+        if not isinstance(axis, int):
             return None
-        axis, start = given.get("dim", 0), given.get("start") or 0
-        if not isinstance(old, Value) or not isinstance(axis, int) or not isinstance(start, int):
+        axis %= max(old.ndim, 1)
+        size = old.shape[axis]
+        positions: Any = None
+        if name == "slice":
+            start, end, step = (given.get(k) for k in ("start", "end", "step"))
+            positions = np.arange(size)[start:end:step]
+        elif name == "narrow" and isinstance(given["start"], int):
+            positions = (given["start"] % size) + np.arange(given["length"])
+        elif name == "select" and isinstance(given["index"], int):
+            positions = np.array([given["index"] % size])
+        elif name == "unbind" and isinstance(piece, int):
+            positions = np.array([piece])
+        elif name in ("chunk", "split", "split_with_sizes", "tensor_split") and isinstance(piece, int):
+            lengths = [shape[axis] for shape in _shapes(view.meta.get("val"))]
+            positions = sum(lengths[:piece]) + np.arange(lengths[piece])
+        if positions is None:
             return None
-        axis %= old.ndim
-        first = start + old.shape[axis] if start < 0 else start
-        last = first + new.shape[axis]
-        self.ledger.forget(self.ledger.take(old, axis, np.arange(first, last)), axis, "overwritten")
-        kept = (np.arange(first), np.arange(last, old.shape[axis]))
-        around = [self.ledger.take(old, axis, positions) for positions in kept if len(positions)]
-        around.insert(int(first > 0), new)
-        return self.ledger.concatenate(around, axis)
+        frame = (*old.shape[:axis], len(positions), *old.shape[axis + 1 :])
+        content = new if new.shape == frame else self.ledger.reshape(new, frame)
+        return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
+
+    def _refresh(self, node: torch.fx.Node) -> bool:
+        """Look again at memory that was written to elsewhere; whether that could be done."""
+        if node.target is operator.getitem:
+            source, position = node.args
+            assert isinstance(source, torch.fx.Node)
+            self.env[node] = self.env[source][position]
+            return True
+        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.args[0], torch.fx.Node):
+            return False
+        schema = node.target._schema
+        if _writes(schema.arguments[0]):  # what a write returned
+            self.env[node] = self.env[node.args[0]]
+            return True
+        name = schema.name.replace("::", ".")
+        output = node.meta.get("val")
+        bound = self._bind(node, node.target)
+        call = Call(self.ledger, name, bound, _shapes(output), node.name, _read_outputs(node))
+        values = _apply(RULES.get(name, unknown), call)
+        for value in values:
+            self.ledger.observe(value)
+        self.env[node] = values if isinstance(output, (tuple, list)) else values[0]
+        return True
+
+
+def _same_memory(view: torch.fx.Node, source: torch.fx.Node) -> bool:
+    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell."""
+    held = [_flatten(n.meta.get("val"))[0] for n in (view, source)]
+    if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in held):
+        return True
+    return held[0].untyped_storage()._cdata == held[1].untyped_storage()._cdata
 
 
 def _bound(argument: Any, read: Callable[[torch.fx.Node], Any]) -> Any:

@@ -85,7 +85,8 @@ def contract(
     varying = [any(v.shape[k] > 1 for k in summed) for _, v in scale]
     inside = tuple(t for t, within in zip(scale, varying, strict=True) if within)
     rest = tuple(t for t, within in zip(scale, varying, strict=True) if not within)
-    if inside and not absorbs and not any(is_fresh(ledger, v) for v in fresh):
+    absorbs = absorbs or any(is_fresh(ledger, v) for v in fresh) or any(id(v) in call.sole for v in operands)
+    if inside and not absorbs:
         # what is summed over may scale alike: the common factor passes on (a fresh parameter would absorb it)
         common = [
             max(n) if k not in summed else 1 for k, n in enumerate(zip(*(v.shape for _, v in inside), strict=True))

@@ -190,3 +190,22 @@ def _windows(call: Call) -> Value:
     value = call.ledger.mix(value, axis, "windows are cut")
     frame = call.ledger.reshape(value, (*value.shape, 1)) if value.ndim else value
     return replace(frame, shape=call.shape)
+
+
+@register_rule("torchvision.roi_align", "torchvision.roi_pool")
+def _roi(call: Call) -> Value | list[Value]:
+    """Each channel pooled over regions, of which each names its image."""
+    value: Value = call["input"]
+    pin_tensor(call, call["rois"], "regions of an image")
+    for axis in (3, 2, 0):
+        value = call.ledger.drop(call.ledger.mix(value, axis, "regions of an image"), axis, keep=True)
+    result = replace(value, shape=call.shape, parameter=None)
+    return [result, replace(result, scale=())][: len(call.outputs)]
+
+
+@register_rule("torchvision.deform_conv2d")
+def _deformed(call: Call) -> Value:
+    """A convolution that reads at computed places; what is computed for each place does not permute."""
+    for name in ("offset", "mask"):
+        pin_tensor(call, call.get(name), "places of a deformable convolution")
+    return _conv(replace(call, operator="aten.conv2d", arguments={**call.arguments, "groups": call.get("groups", 1)}))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -185,7 +185,10 @@ def _view_as_real(call: Call) -> Value:
 def _unbind(call: Call) -> list[Value]:
     value = call["self"]
     axis = call.axis(default=0)
-    return [call.ledger.take(value, axis, k) for k in range(value.shape[axis])]
+    return [
+        call.ledger.take(value, axis, k) if k in call.used else pinned_value(shape, "not read")
+        for k, shape in enumerate(call.outputs)
+    ]
 
 
 @register_rule("select", "select_copy", positions="keep")

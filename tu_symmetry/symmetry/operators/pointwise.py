@@ -431,6 +431,5 @@ def _fill(call: Call) -> Value:
 
 @register_rule("copy")
 def _copy(call: Call) -> Value:
-    value, source = call["self"], call["src"]
-    _, result = join_labels(call, [value, source], call.shape)
-    return replace(result, scale=call.ledger.pad_left(source, len(call.shape)).scale)
+    """Whatever was there before."""
+    return call.ledger.expand(replace(call["src"], parameter=None), call.shape)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Label, Ledger, Term, Value, along, pinned_value
 from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
 from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -102,7 +102,7 @@ def _index_write(call: Call) -> Value:
         ledger.pin(given, "fills positions")
         given = math.nan
     if positions is not None and not sums:
-        return overwritten(call, value, axis, positions, given)
+        return overwritten(call.ledger, value, axis, positions, given)
     if not isinstance(given, Value):
         target = meet(call, value, axis, index, "written to by position")
         ledger.pin(replace(index, points=()), "an index")
@@ -123,16 +123,21 @@ def _index_write(call: Call) -> Value:
     return replace(found, scale=_combined(call, held, written, terms, linear=linear))
 
 
-def overwritten(call: Call, value: Value, axis: int, positions: np.ndarray, given: Value | float) -> Value:
-    """The value with other content at known positions along an axis; the rest keeps its units."""
-    ledger = call.ledger
+def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value | float) -> Value:
+    """The value with other content at known positions along an axis; the rest keeps its units.
+
+    The result's label along the axis, for ``h[:, 1:3] = x``, where p and q are places that nothing else shares::
+
+        [u0, u1, u2, u3]    ->    [u0, p, q, u3]
+    """
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
     gone = ledger.take(value, axis, positions)
     ledger.forget(gone, axis, "overwritten")
-    given = replace(gone, scale=gone.scale if given == 0 else ()) if not isinstance(given, Value) else given
-    places = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)  # a unit that arrives lies in its place
-    if any((c >= 0).any() for c in given.labels[axis]):
+    places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
+    if not isinstance(given, Value):
+        given = replace(gone, scale=gone.scale if given == 0 else ())
+    elif any((c >= 0).any() for c in given.labels[axis]):  # units that arrive
         places = given.labels[axis]
     given = replace(given, labels=(*given.labels[:axis], places, *given.labels[axis + 1 :]), parameter=None)
     if not len(kept):
@@ -176,7 +181,7 @@ def _index_put(call: Call) -> Value:
     if id(values) in call.zeros:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     if positions is not None and not accumulate:
-        return overwritten(call, value, axis, positions, source)
+        return overwritten(call.ledger, value, axis, positions, source)
     target = meet(call, value, axis, index, "written to by position")
     if accumulate:
         entries: Label = tuple(along(c.reshape(-1), axis, value.ndim) for c in index.labels[0])
