@@ -242,6 +242,9 @@ def test_says_what_is_wrong(tmp_path: Path) -> None:
     routine = HMCRoutine(network(), **OPTIONS)
     with pytest.raises(ValueError, match=r"comes in 2 batches.*batch_size: full"):
         trainer(tmp_path, 2).fit(routine, datamodule=DigitsDataModule(batch_size=50, train_size=100))
+    with pytest.raises(ValueError, match="the batch has 50 of 100 points"):
+        limited = trainer(tmp_path, 2, limit_train_batches=1)
+        limited.fit(HMCRoutine(network(), **OPTIONS), datamodule=DigitsDataModule(batch_size=50, train_size=100))
     with pytest.raises(ValueError, match="reduction='sum'"):
         HMCRoutine(network(), nll=nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match="during the warm-up only"):

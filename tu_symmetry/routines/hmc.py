@@ -285,6 +285,13 @@ class HMCRoutine(PredictiveRoutine):
                 "batch_size: full (or, for another data module, the number of training points)"
             )
         x, y = batch
+        dataset = getattr(self.trainer.train_dataloader, "dataset", None)
+        size = len(dataset) if hasattr(dataset, "__len__") else len(x)
+        if len(x) != size and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"a transition needs the whole training set, but the batch has {len(x)} of {size} points: give the "
+                "data module batch_size: full, and no limit_train_batches"
+            )
         network = BayesianNetwork(self.model, x, y, self.prior_precision, self.nll, self.device)
         chain = HamiltonianChain(network, **self.kernel_options)
         self._project = SignedSums(network.parameters, self.num_projections, self.kernel_options["seed"])
