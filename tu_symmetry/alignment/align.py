@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -17,8 +17,10 @@ from tu_symmetry.alignment.gram import WeightVotes, families, resized, size_expo
 from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
 from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.symmetry.randomness import leaves_randomness
 from tu_symmetry.symmetry.states import State, require_state, unstack
 
@@ -38,6 +40,9 @@ class Alignment(Generic[States]):
         distances_after: the same after the permutation.
         reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
         rounds: passes over the networks.
+        certificates: of each network, by how much its outputs on the graph's example inputs changed, beside what
+            rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
+        uncertified: why nothing was measured; empty where something was.
     """
 
     states: States
@@ -47,6 +52,8 @@ class Alignment(Generic[States]):
     distances_after: list[float]
     reference: int | None
     rounds: int
+    certificates: list[Certificate] = field(default_factory=list)
+    uncertified: str = ""
 
 
 @leaves_randomness
@@ -62,6 +69,7 @@ def align(
     threads: int = 1,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
+    certify: bool = True,
     **options: Any,
 ) -> Alignment[States]:
     """Permute networks so that they lie in one basin.
@@ -83,13 +91,17 @@ def align(
         generator: for the order of groups in descents; a fixed order without one. The result does not depend on the
             number of threads.
         progress: called after each network with ``{"done", "total", "round"}``.
+        certify: measure on the example inputs that the graph was discovered with that the outputs of each permuted
+            network stay the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no
+            network to run (it was unpickled), the result says so.
         options: passed on to :func:`weight_matching` or :func:`activation_matching` (a universe takes none).
 
     Returns:
         The alignment. The aligned states compute the same functions as the given ones.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights.
+        SymmetryError: a state of another architecture, NaN or infinite weights; outputs of a permuted network that
+            changed by more than rounding explains.
         TypeError: members that are not state dicts.
         ValueError: fewer than two networks, a method without what it needs, or options that nothing reads.
     """
@@ -160,6 +172,7 @@ def align(
         raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
 
     aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
+    certificates, uncertified = _certificates(graph, members, aligned, permutations, certify)
     result: Any = aligned
     if isinstance(states, Mapping):
         result = {name: torch.stack([a[name] for a in aligned]) for name in states}
@@ -171,7 +184,30 @@ def align(
         distances_after=[weight_distance(graph, target, a) for a in aligned],
         reference=index,
         rounds=rounds,
+        certificates=certificates,
+        uncertified=uncertified,
     )
+
+
+def _certificates(
+    graph: SymmetryGraph,
+    members: Sequence[State],
+    aligned: Sequence[State],
+    permutations: Sequence[Permutation],
+    wanted: bool,
+) -> tuple[list[Certificate], str]:
+    """A certificate of each network, or why there is none."""
+    identity = identity_permutation(graph)
+    certificates: list[Certificate] = []
+    for k, (before, after, permutation) in enumerate(zip(members, aligned, permutations, strict=True)):
+        if wanted and graph.probe is not None and all(torch.equal(p, identity[n]) for n, p in permutation.items()):
+            certificates.append(Certificate(0.0, 0.0, torch.float64, 0))  # it stayed as it is
+            continue
+        found, reason = measured(graph, before, after, f"align: states[{k}]", wanted=wanted, rounded=False)
+        if found is None:
+            return [], reason
+        certificates.append(found)
+    return certificates, ""
 
 
 T = TypeVar("T")

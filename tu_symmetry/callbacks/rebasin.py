@@ -34,6 +34,7 @@ from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]
 Loader = Any
@@ -49,8 +50,14 @@ class Rebasin(ScheduledCallback):
     * ``rebasin/barrier_before_i`` and ``rebasin/barrier_after_i``, with a ``barrier_loader``: the loss barrier to the
       reference (excess over the chord, in the unit of the loss);
 
+    * ``rebasin/output_change_i``: by how much the permutation changes the member's outputs on the example input
+      (relative, see :func:`~tu_symmetry.certify`), where the graph holds a network to run;
+
     and the means over the members without the index (``rebasin/NoT``), which can be monitored by other callbacks.
     The same numbers are kept in :attr:`history`, which is part of the checkpoint.
+
+    A permutation that changes a member's outputs by more than rounding explains raises a ``SymmetryError`` before any
+    weight has been changed.
 
     With ``in_place=True`` the members' hidden units are permuted where they are, together with their gradients, the
     optimizers' state and running averages of the weights. The function and the training trajectory stay the same, up
@@ -149,6 +156,7 @@ class Rebasin(ScheduledCallback):
         self.permutations: dict[int, Permutation] = {}
         self._snapshot: dict[str, Tensor] | None = None
         self._seen_input: tuple[Any, ...] | None = None
+        self._warned = False
 
     @property
     def follows_one_network(self) -> bool:
@@ -312,6 +320,9 @@ class Rebasin(ScheduledCallback):
         alignment = align(
             graph, moving, reference=_as_float(reference), method=self.method, model=model, dataloader=loader
         )
+        if alignment.uncertified and not self._warned:
+            self._warned = True
+            warnings.warn(f"Rebasin is not certified: {alignment.uncertified}", UncertifiedWarning, stacklevel=2)
         return _Found.of(alignment)
 
     def _barriers(
@@ -392,6 +403,7 @@ class _Found:
     transpositions: list[int]
     distances_before: list[float]
     distances_after: list[float]
+    output_changes: list[float]
 
     @classmethod
     def of(cls, alignment: Alignment[Any]) -> _Found:
@@ -400,16 +412,18 @@ class _Found:
             transpositions=alignment.transpositions,
             distances_before=alignment.distances_before,
             distances_after=alignment.distances_after,
+            output_changes=[certificate.change for certificate in alignment.certificates],
         )
 
     def as_record(self, trainer: Trainer) -> dict[str, Any]:
-        return {
+        record = {
             "epoch": trainer.current_epoch,
             "step": trainer.global_step,
             "NoT": self.transpositions,
             "distance_before": self.distances_before,
             "distance_after": self.distances_after,
         }
+        return record | ({"output_change": self.output_changes} if self.output_changes else {})
 
 
 class _Batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -32,6 +33,7 @@ from tu_symmetry.symmetry.action import apply_scale, check_scalable_state, move_
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 
 class ScaleCanonicalization(ScheduledCallback):
@@ -66,6 +68,10 @@ class ScaleCanonicalization(ScheduledCallback):
     * Without those changes ``weight_decay`` penalizes the new weights, which is another objective: that is the point of
       least mass. Clipping by the gradient's norm sees another norm.
 
+    The outputs on the example input are measured before and after (``output_change`` in the history, see
+    :func:`~tu_symmetry.certify`). Factors that change them by more than rounding explains raise a ``SymmetryError``
+    before any weight has been changed.
+
     Under data parallelism rank 0 canonicalizes and all ranks apply its factors.
 
     Example:
@@ -97,7 +103,7 @@ class ScaleCanonicalization(ScheduledCallback):
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
             ``minimal_mass`` and ``ratio``; dictionaries for ``layer_mass``, ``layer_minimal_mass``, ``log_factor`` and
             ``profile_minimum`` (infinite where a group's mass lies on one side only), and for ``profile`` (group to
-            masses), where asked for.
+            masses), where asked for. In place also ``output_change``, where the graph holds a network to run.
         log_scales: the log-factors found last, one element for each member.
     """
 
@@ -144,6 +150,7 @@ class ScaleCanonicalization(ScheduledCallback):
         self.history: list[dict[str, Any]] = []
         self.log_scales: list[LogScale] = []
         self._seen_input: tuple[Any, ...] | None = None
+        self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the schedule, the history, and the example input."""
@@ -200,7 +207,8 @@ class ScaleCanonicalization(ScheduledCallback):
                     optimizers=optimizers,
                 )
         record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
-        record |= {key: [numbers[key] for _, numbers in found] for key in found[0][1]}
+        keys = [key for key in found[0][1] if all(key in numbers for _, numbers in found)]
+        record |= {key: [numbers[key] for _, numbers in found] for key in keys}
         self.history.append(record)
         self._log(trainer, pl_module, record, hook)
 
@@ -225,10 +233,11 @@ class ScaleCanonicalization(ScheduledCallback):
     def _find(self, graph: SymmetryGraph, state: dict[str, Tensor]) -> tuple[LogScale, dict[str, Any]]:
         """The log-factors to the canonical scale, and what is recorded of one network."""
         state = {name: t.detach().cpu() for name, t in state.items()}
-        least = canonicalize(graph, state, parameters=self.parameters)
-        log_scale = least.log_scale
+        certify = self.in_place and self.method == "min_mass"
+        least = applied = canonicalize(graph, state, parameters=self.parameters, certify=certify)
         if self.method != "min_mass":
-            log_scale = canonicalize(graph, state, self.method, parameters=self.parameters).log_scale
+            applied = canonicalize(graph, state, self.method, parameters=self.parameters, certify=self.in_place)
+        log_scale = applied.log_scale
         numbers: dict[str, Any] = {
             "mass": least.mass_before,
             "minimal_mass": least.mass_after,
@@ -237,6 +246,12 @@ class ScaleCanonicalization(ScheduledCallback):
             "layer_minimal_mass": self._layer_masses(graph, least.state),
             "log_factor": {name: float(s.square().mean().sqrt()) for name, s in least.log_scale.items()},
         }
+        if applied.certificate is not None:
+            numbers["output_change"] = applied.certificate.change
+        elif self.in_place and not self._warned:
+            self._warned = True
+            text = f"ScaleCanonicalization is not certified: {applied.uncertified}"
+            warnings.warn(text, UncertifiedWarning, stacklevel=2)
         profile = mass_profile(graph, state, self.profile, parameters=self.parameters)
         numbers["profile_minimum"] = dict(profile.minima)
         if self.profile:

@@ -109,6 +109,7 @@ class CompactPosterior:
         buffers: Collection[str] | None = None,
         correction: int = 1,
         progress: Callable[[dict[str, Any]], None] | None = None,
+        certify: bool = True,
         **options: Any,
     ) -> CompactPosterior:
         """Fit the posterior to networks.
@@ -127,6 +128,8 @@ class CompactPosterior:
             correction: ``M - correction`` divides the sum of squares. The default is the unbiased variance, which is
                 what ``D D^T / (M - 1)`` has on its diagonal; 0 is the maximum-likelihood one.
             progress: see :func:`tu_symmetry.align`.
+            certify: see :func:`tu_symmetry.align`; the metadata take the network whose outputs changed most, as
+                ``certificate``, or why nothing was measured, as ``uncertified``.
             options: passed on to :func:`tu_symmetry.align`.
 
         Returns:
@@ -149,6 +152,7 @@ class CompactPosterior:
         if not 0 <= correction < count:
             raise ValueError(f"correction {correction} leaves nothing to divide by with {count} networks")
         transpositions: list[int] | None = None
+        certified: dict[str, Any] = {}
         if align:
             if graph is None:
                 raise ValueError(
@@ -163,9 +167,15 @@ class CompactPosterior:
                 model=model,
                 dataloader=dataloader,
                 progress=progress,
+                certify=certify,
                 **options,
             )
             members, transpositions = alignment.states, alignment.transpositions
+            if alignment.certificates:
+                worst = max(alignment.certificates, key=lambda c: c.change)
+                certified = {"certificate": {"change": worst.change, "allowed": worst.allowed}}
+            else:
+                certified = {"uncertified": alignment.uncertified}
         else:
             _check_states(members, graph)
         first = members[0]
@@ -178,6 +188,7 @@ class CompactPosterior:
                 "method": method,
                 "reference": reference if isinstance(reference, str) else "given",
                 "transpositions": transpositions,
+                **certified,
             }
         aliases: dict[str, tuple[str, ...]] = {}
         if graph is not None:

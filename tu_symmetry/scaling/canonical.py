@@ -22,8 +22,10 @@ from tu_symmetry.scaling.epsilon import scale_with_epsilon
 from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
+from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.measured import measured
 
 Method = Literal["min_mass", "unit_norm", "unit_variance"]
 Convention = Literal["leave", "unit_norm"]
@@ -48,6 +50,9 @@ class CanonicalForm:
             one side only, so that it could be scaled away altogether (dead units, which nothing feeds or nothing
             reads), or they have no mass at all. See ``canonicalize(degenerate=...)`` for what becomes of them.
         unfixed: names of the normalization groups that were left as they are: the mass could shrink without end there.
+        certificate: by how much the outputs on the graph's example inputs changed, beside what rounding explains
+            (:func:`~tu_symmetry.certify`); None where nothing was measured.
+        uncertified: why nothing was measured; empty where something was.
     """
 
     state: dict[str, Tensor]
@@ -59,6 +64,8 @@ class CanonicalForm:
     iterations: int
     degenerate: dict[str, Tensor]
     unfixed: tuple[str, ...]
+    certificate: Certificate | None = None
+    uncertified: str = ""
 
 
 def canonicalize(
@@ -72,6 +79,7 @@ def canonicalize(
     epsilons: Mapping[str, float] | None = None,
     tolerance: float = 1e-12,
     max_iterations: int = 200,
+    certify: bool = True,
 ) -> CanonicalForm:
     """Bring the scale of every hidden unit into canonical form.
 
@@ -110,13 +118,17 @@ def canonicalize(
             up to epsilon; in training mode, and for normalizations without statistics, they always are.
         tolerance: on the relative gradient norm (``min_mass``).
         max_iterations: Newton steps (``min_mass``).
+        certify: measure on the example inputs that the graph was discovered with that the outputs stay the same: some
+            six forward passes in float64 on the CPU. Where the graph holds no network to run (it was unpickled), the
+            result says so.
 
     Returns:
         The canonical form with its certificates.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights, double-precision weights whose squares
-            leave the range of float64, or a canonical form that leaves the range of the state's dtype.
+            leave the range of float64, or a canonical form that leaves the range of the state's dtype; outputs that
+            changed by more than rounding explains.
         ValueError: unknown methods, conventions or parameters, or a stack of states.
         RuntimeError: no convergence; the message says how far it came.
     """
@@ -156,8 +168,13 @@ def canonicalize(
         if lost[part].any():
             named[group.name] = torch.nonzero(lost[part]).flatten()
         position += group.size
+    scaled = scale_with_epsilon(graph, log_scale, state, epsilons or {})
+    name = f"the {method} form"
+    if fixing and not epsilons and not all(g.exact for g in graph.normalizations):
+        name += " (epsilons of normalizations were not folded: pass epsilons=normalization_epsilons(model))"
+    certificate, uncertified = measured(graph, state, scaled, name, wanted=certify)
     return CanonicalForm(
-        scale_with_epsilon(graph, log_scale, state, epsilons or {}),
+        scaled,
         log_scale,
         start.value,
         found.mass,
@@ -166,6 +183,8 @@ def canonicalize(
         found.iterations,
         named,
         () if fixing else tuple(g.name for g in graph.normalizations),
+        certificate,
+        uncertified,
     )
 
 
@@ -183,7 +202,7 @@ def representation_cost(
     fixes them.
     """
     return canonicalize(
-        graph, state, parameters=parameters, normalizations=normalizations, degenerate=degenerate
+        graph, state, parameters=parameters, normalizations=normalizations, degenerate=degenerate, certify=False
     ).mass_after
 
 

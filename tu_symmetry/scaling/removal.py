@@ -6,6 +6,7 @@ vectors compare functions (arXiv 2310.08287: the NS variant of the maximum mean 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Literal
 
@@ -18,6 +19,7 @@ from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, SymmetryGraph
+from tu_symmetry.symmetry.measured import UncertifiedWarning, measured
 
 Key = Literal["max", "first", "mean", "median"]
 _TIE_BREAKERS = 8
@@ -33,6 +35,7 @@ def remove_symmetries(
     normalizations: Convention = "unit_norm",
     degenerate: Convention = "unit_norm",
     epsilons: Mapping[str, float] | None = None,
+    certify: bool = True,
 ) -> dict[str, Tensor]:
     """One representative of a network's orbit: canonical scale, then hidden units in canonical order.
 
@@ -52,12 +55,16 @@ def remove_symmetries(
         degenerate: what becomes of the scale of dead units, as in ``canonicalize``.
         epsilons: of batch normalizations, to be folded exactly, as in ``canonicalize``; without it the function is
             unchanged up to epsilon where there are normalizations.
+        certify: measure on the example inputs that the graph was discovered with that the outputs of each network stay
+            the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no network to run
+            (it was unpickled), an :class:`~tu_symmetry.symmetry.measured.UncertifiedWarning` says so.
 
     Returns:
         A new state dict (or stack) that computes the same function.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights.
+        SymmetryError: a state of another architecture, NaN or infinite weights; outputs that changed by more than
+            rounding explains.
         ValueError: an unknown key, or a stack with several sample axes.
     """
     graph.require_verified()
@@ -71,14 +78,29 @@ def remove_symmetries(
         if scale is None:
             return dict(given)
         form = canonicalize(
-            graph, given, scale, normalizations=normalizations, degenerate=degenerate, epsilons=epsilons
+            graph,
+            given,
+            scale,
+            normalizations=normalizations,
+            degenerate=degenerate,
+            epsilons=epsilons,
+            certify=False,  # the whole is certified below
         )
         return form.state
 
     target = None if reference is None else canonical(reference)
 
     def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        current = canonical(given)
+        current = ordered(canonical(given))
+        name = "remove_symmetries"
+        if scale is not None and normalizations == "unit_norm" and not epsilons:
+            name += " (if there are normalizations: pass epsilons=normalization_epsilons(model) to fold theirs)"
+        _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None)
+        if reason and certify:
+            warnings.warn(f"remove_symmetries is not certified: {reason}", UncertifiedWarning, stacklevel=3)
+        return current
+
+    def ordered(current: dict[str, Tensor]) -> dict[str, Tensor]:
         if target is not None:
             return permute_tensors(graph, weight_matching(graph, target, current).permutation, current)
         for group in _inner_first(graph):

@@ -27,6 +27,7 @@ from tu_symmetry.posterior.samples import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.tables.align_references import MEDOID, SUM, Method, find_consensus, find_medoid
 from tu_symmetry.tables.checkpoint_files import (
     FORMAT,
@@ -57,7 +58,7 @@ Reference = Literal["first", "medoid", "mean", "universe"]
 MARK = "<!-- tu_symmetry.aligned -->"
 BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"
 BARRIERS_FIGURE = "barriers.png"
-_FIGURES = ("transpositions", "distance_before", "distance_after")
+_FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Aligned:
         transpositions: number of transpositions (NoT).
         distance_before: L2 distance of the parameters to the reference's, as given.
         distance_after: the same after the permutation.
+        output_change: relative change of the network's outputs on the example input; None if it was not measured.
+        output_change_allowed: what rounding explains of it.
     """
 
     source: str
@@ -81,6 +84,8 @@ class Aligned:
     transpositions: int
     distance_before: float
     distance_after: float
+    output_change: float | None = None
+    output_change_allowed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,12 @@ class FileAlignment:
                 str(f.transpositions),
                 f"{f.distance_before:.4f}",
                 f"{f.distance_after:.4f}",
+                "not measured" if f.output_change is None else f"{f.output_change:.0e}" if f.output_change else "none",
             ]
             for f in self.files[:limit]
         ]
         if len(rows) < len(self.files):
-            rows.append([f"... {len(self.files) - len(rows)} more in report.md", "", "", ""])
+            rows.append([f"... {len(self.files) - len(rows)} more in report.md", "", "", "", ""])
         named = Path(self.reference).name
         if len({Path(f.source).name for f in self.files}) < len(self.files):  # a bare name would not tell
             named = os.path.relpath(self.reference, shared)
@@ -145,7 +151,7 @@ class FileAlignment:
         }.get(self.mode, named)
         return Grid(
             title=f"{count} of {self.architecture} aligned to {target}",
-            header=["checkpoint", "NoT", "distance before", "distance after"],
+            header=["checkpoint", "NoT", "distance before", "distance after", "output change"],
             rows=rows,
             caption=self._caption(),
         )
@@ -198,6 +204,7 @@ def align_files(
         The alignment; ``report.json`` and ``report.md`` in ``out`` hold the same.
 
     Raises:
+        SymmetryError: a permuted network's outputs changed by more than rounding explains; it is not written.
         AlignFilesError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
             weights; two that would have the same name; a file in ``out`` that this function has not written, or that
             was changed since; another run in ``out``.
@@ -326,10 +333,13 @@ def _permute_files(
         else:
             permutation = weight_matching(graph, target, state, method=method).permutation
         moved = permute_tensors(graph, permutation, state)
+        certificate, _ = measured(graph, state, moved, f"{files[k].path}, aligned", rounded=False)
         figures = {
             "transpositions": transposition_count(permutation),
             "distance_before": weight_distance(graph, target, state),
             "distance_after": weight_distance(graph, target, moved),
+            "output_change": None if certificate is None else certificate.change,
+            "output_change_allowed": None if certificate is None else certificate.allowed,
         }
         result = aligned(k, figures)
         write_owned(out / result.permutation, permutation, {**keys[k], **figures})
@@ -385,7 +395,7 @@ def _done_before(weights: Path, element: Path, key: dict[str, Any]) -> dict[str,
     first, second = owned_header(weights), owned_header(element)
     if first is None or first != second or any(first.get(k) != v for k, v in {**key, "version": VERSION}.items()):
         return None
-    return {k: first[k] for k in _FIGURES}
+    return {k: first[k] for k in _FIGURES} if all(k in first for k in _FIGURES) else None
 
 
 def _outputs(out: Path, names: Sequence[str]) -> tuple[list[Path], dict[Path, str]]:
@@ -420,6 +430,18 @@ def _kept_barriers(out: Path, alignment: FileAlignment) -> tuple[dict[str, Any],
     return {}, "", "the barriers in the reports were those of another alignment; --data measures them again"
 
 
+def _certified(alignment: FileAlignment) -> str:
+    """A sentence on the measured change of outputs."""
+    changes = [f.output_change for f in alignment.files if f.output_change is not None]
+    if len(changes) < len(alignment.files):
+        return "Changes of outputs were not measured: the network could not be run with these weights."
+    allowed = max(f.output_change_allowed or 0.0 for f in alignment.files)
+    return (
+        f"Certified on the example input: no network's outputs change by more than {max(changes):.0e} of their size "
+        f"(rounding explains {allowed:.0e})."
+    )
+
+
 def write_reports(out: Path, alignment: FileAlignment, more: dict[str, Any] | None = None, text: str = "") -> None:
     """Write ``report.json`` and ``report.md``.
 
@@ -438,7 +460,8 @@ def write_reports(out: Path, alignment: FileAlignment, more: dict[str, Any] | No
         MARK,
         f"# {grid.title}",
         grid.markdown(),
-        f"L2 distances between parameters; NoT is the number of transpositions. Options: {options}.",
+        f"L2 distances between parameters; NoT is the number of transpositions. {_certified(alignment)} Options: "
+        f"{options}.",
         text,
     ]
     write_text(out / "report.md", "\n\n".join(p.strip("\n") for p in parts if p) + "\n")

@@ -147,8 +147,8 @@ def rescaled(graph: SymmetryGraph, state: Mapping[str, Tensor], norm: float | No
     from tu_symmetry.scaling.canonical import canonicalize
 
     if norm is None:
-        return canonicalize(graph, state, "min_mass").state
-    unit = canonicalize(graph, state, "unit_norm").state
+        return canonicalize(graph, state, "min_mass", certify=False).state
+    unit = canonicalize(graph, state, "unit_norm", certify=False).state
     stretch = {g.name: torch.full((g.size,), math.log(norm), dtype=torch.float64) for g in graph.scales}
     return apply_scale(graph, stretch, unit)
 

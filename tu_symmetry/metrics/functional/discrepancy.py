@@ -136,7 +136,7 @@ def weight_vectors(
         raise ValueError("parameters needs a graph; without one, pass the tensors that are to be compared")
     if graph is not None:
         counted = counted_parameters(graph, parameters)
-        removed = remove_symmetries(graph, states)
+        removed = remove_symmetries(graph, states, certify=False)
         states = {name: removed[name] for name in graph.shapes if name in counted}
     if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
         kinds = sorted({str(t.dtype) for t in states.values()})
