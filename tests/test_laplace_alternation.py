@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,6 +96,12 @@ def test_no_point_that_was_seen_is_better(seed: int) -> None:
 # ---------------------------------------------------------------------- of a network
 
 
+def note(values: list[float], info: dict[str, Any]) -> None:
+    """Keep the objective of an alternation."""
+    if info["stage"] == "evidence":
+        values.append(info["objective"])
+
+
 @pytest.mark.parametrize("hyperprior", [None, Hyperprior()])
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_more_alternations_are_never_worse(kind: Any, hyperprior: Hyperprior | None) -> None:
@@ -110,7 +117,7 @@ def test_more_alternations_are_never_worse(kind: Any, hyperprior: Hyperprior | N
             result = la.optimize_evidence(
                 hyperprior=hyperprior,
                 max_iterations=limit,
-                progress=lambda d, v=values: v.append(d["objective"]) if d["stage"] == "evidence" else None,
+                progress=partial(note, values),
             )
         objective = la._objective()
         assert objective <= min(values) + 1e-3

@@ -446,7 +446,7 @@ def test_activation_checkpointing_is_refused_in_clear_words(reentrant: bool, cur
         ValueError, match=r"switch off activation checkpointing|inner\.0\.weight, but it gets no gradient"
     ):
         fitted(model, x, y, curvature=curvature)
-    plain = nn.Sequential(model.inner, model.head)
+    plain = nn.Sequential(model.get_submodule("inner"), model.get_submodule("head"))
     la, other = fitted(model, x, y, curvature="last_layer"), fitted(plain, x, y, curvature="last_layer")
     torch.testing.assert_close(dense_curvature(la), dense_curvature(other))
 
