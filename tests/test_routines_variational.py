@@ -54,7 +54,11 @@ class Curve(Callback):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch:
+            self.on_train_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.rows.append({n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("vi/")})
 
 

@@ -285,7 +285,7 @@ class HMCRoutine(PredictiveRoutine):
                 "batch_size: full (or, for another data module, the number of training points)"
             )
         x, y = batch
-        dataset = getattr(self.trainer.train_dataloader, "dataset", None)
+        dataset: Any = getattr(self.trainer.train_dataloader, "dataset", None)
         size = len(dataset) if hasattr(dataset, "__len__") else len(x)
         if len(x) != size and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
             raise ValueError(

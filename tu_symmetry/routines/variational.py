@@ -97,6 +97,8 @@ class VariationalRoutine(PredictiveRoutine):
         self._noise: torch.Generator | None = None
         self._noise_state: Tensor | None = None
         self._points = 0
+        self._sums: Tensor | None = None
+        self._seen = 0
         self._evaluated: list[States] | None = None
 
     def mean(self) -> States:
@@ -148,9 +150,18 @@ class VariationalRoutine(PredictiveRoutine):
         ]
         nll = torch.stack(drawn).mean() * (self._points / len(x))
         kl = gaussian_kl(mean, std, self.prior_precision)
-        terms = {"vi/elbo": -(nll + kl), "vi/log_likelihood": -nll, "vi/kl": kl}
-        self.log_dict({n: t.detach() for n, t in terms.items()}, on_step=False, on_epoch=True, batch_size=len(x))
+        terms = torch.stack([-(nll + kl), -nll, kl]).detach().double() * len(x)
+        self._sums = terms if self._sums is None else self._sums + terms
+        self._seen += len(x)
         return (nll + kl) / self._points
+
+    def on_train_epoch_end(self) -> None:
+        """Log the means over the epoch (Lightning's own averaging costs more than a step of a small network)."""
+        if self._sums is not None:
+            means = (self._sums / self._seen).float()
+            names = ("vi/elbo", "vi/log_likelihood", "vi/kl")
+            self.log_dict(dict(zip(names, means, strict=True)), sync_dist=self.trainer.world_size > 1)
+        self._sums, self._seen = None, 0
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the state of the noise into the checkpoint."""
