@@ -1,0 +1,512 @@
+"""Verification: wrong claims are refused or pinned by name, right ones never, whatever else the outputs hold."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CASES, Case
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tu_symmetry as tus
+from tu_symmetry.symmetry import verification
+from tu_symmetry.symmetry.graph import PermutationMember, ScaleTerm
+from tu_symmetry.symmetry.probe import Probe, Reference
+
+FAST = {
+    "mlp_relu",
+    "mlp_mixed",
+    "cnn_flatten",
+    "GroupedConv",
+    "CellLoop",
+    "InterleavedRotary",
+    "AffineAfterActivation",
+    "MultiScaleLinearAttention",
+}
+zoo = pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[] if c.name in FAST else [pytest.mark.slow]) for c in CASES]
+)
+_GRAPHS: dict[str, tuple[nn.Module, tus.SymmetryGraph]] = {}
+
+
+def discovered(case: Case) -> tuple[nn.Module, tus.SymmetryGraph]:
+    if case.name not in _GRAPHS:
+        torch.manual_seed(0)
+        model = case.build().double().eval()
+        _GRAPHS[case.name] = model, tus.discover_symmetries(model, case.inputs())
+    return _GRAPHS[case.name]
+
+
+def terms(graph: tus.SymmetryGraph, groups: Sequence[tus.ScaleGroup]) -> dict[str, tuple[ScaleTerm, ...]]:
+    """The log-scales of all tensors, spelled out from the members of the groups."""
+    found: dict[str, tuple[ScaleTerm, ...]] = {}
+    start = 0
+    for group in groups:
+        for member in group.members:
+            shape = graph.shapes[member.parameter]
+            index = torch.full([1] * len(shape), start)
+            if member.axis is not None:
+                assert member.index is not None
+                line = torch.full((shape[member.axis],), -1)
+                for j, positions in enumerate(member.index):
+                    line[positions] = start + j
+                index = line.reshape([-1 if k == member.axis else 1 for k in range(len(shape))])
+            found[member.parameter] = (*found.get(member.parameter, ()), ScaleTerm(member.exponent, index))
+        start += group.size
+    return found
+
+
+def split(group: tus.PermutationGroup) -> tuple[tus.PermutationGroup, tus.PermutationGroup]:
+    """One symmetry, claimed as two: what makes its units, and what reads them."""
+    made = tuple(m for m in group.members if m.axis == 0) or group.members[:1]
+    read = tuple(m for m in group.members if m not in made) or made[1:]
+    return replace(group, name="one", members=made or read), replace(group, name="two", members=read)
+
+
+def only(graph: tus.SymmetryGraph, *groups: tus.PermutationGroup) -> tus.SymmetryGraph:
+    return replace(graph, permutations=groups, scales=(), normalizations=(), scale_terms={}, verified=False)
+
+
+def refused(graph: tus.SymmetryGraph, model: nn.Module, inputs: object) -> str:
+    with pytest.raises(tus.SymmetryError, match="is no symmetry of this network") as info:
+        tus.verify_symmetries(graph, model, inputs, on_failure="raise")  # type: ignore[arg-type]
+    assert not graph.verified
+    return str(info.value)
+
+
+# -- the subgroups that are tried ---------------------------------------------------------------------------------
+
+
+def test_two_halves_of_a_symmetry_of_two_units_are_refused_by_name() -> None:
+    model, x = nn.Sequential(nn.Linear(5, 2), nn.ReLU(), nn.Linear(2, 3)), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x).without("0")
+    halves = graph.with_permutation("in", {"0.weight": 0, "0.bias": 0}).with_permutation("out", {"2.weight": 1})
+    for on_failure in ("raise", "pin"):  # groups given by hand are never pinned
+        with pytest.raises(tus.SymmetryError, match=r"'in' is no symmetry.*'out' is no symmetry.*given by hand"):
+            tus.verify_symmetries(halves, model, x, on_failure=on_failure)  # type: ignore[arg-type]
+        assert not halves.verified and [g.name for g in halves.permutations] == ["in", "out"]
+    with pytest.raises(ValueError, match="'pin' or 'raise'"):
+        tus.verify_symmetries(halves, model, x, on_failure="ignore")  # type: ignore[arg-type]
+
+
+@zoo
+def test_a_permutation_group_that_is_split_in_two_is_refused(case: Case) -> None:
+    model, graph = discovered(case)
+    for group in graph.permutations:
+        if len(group.members) < 2:
+            continue
+        one, two = split(group)
+        message = refused(only(graph, replace(one, parent=None), replace(two, parent=None)), model, case.inputs())
+        assert "'one'" in message or "'two'" in message
+
+
+@zoo
+def test_two_permutation_groups_that_are_mixed_are_refused(case: Case) -> None:
+    model, graph = discovered(case)
+    plain = [g for g in graph.permutations if not g.blocks and len(g.members) > 1]
+    for a, b in zip(plain, plain[1:], strict=False):
+        one, two = split(a)[0], split(b)[1]
+        size = min(one.size, two.size)
+        members = tuple(
+            replace(m, index=m.index[:size], within=None if m.within is None else m.within[:size])
+            for m in (*one.members, *two.members)
+        )
+        refused(only(graph, tus.PermutationGroup("mixed", size, members)), model, case.inputs())
+
+
+@zoo
+def test_a_scale_group_that_is_split_in_two_or_has_a_wrong_exponent_is_refused(case: Case) -> None:
+    model, graph = discovered(case)
+    for group in graph.scales:
+        if any(m.within_axis is not None for m in group.members) or len(group.members) < 2:
+            continue
+        half = len(group.members) // 2
+        one, two = (
+            replace(group, name="one", members=group.members[:half]),
+            replace(group, name="two", members=group.members[half:]),
+        )
+        first = group.members[0]
+        bent = replace(group, members=(replace(first, exponent=2 * first.exponent), *group.members[1:]))
+        for wrong in ((one, two), (bent,)):
+            claim = replace(
+                graph, permutations=(), scales=wrong, normalizations=(), scale_terms=terms(graph, wrong), verified=False
+            )
+            refused(claim, model, case.inputs())
+
+
+def test_blocks_of_a_nested_group_are_moved_apart_from_each_other() -> None:
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(5, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return (h[:, :2] * h[:, 2:]).sum(-1)
+
+    model, x = Products(), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x)
+    blocks = torch.tensor([[[0], [1]], [[2], [3]]])
+    members = tuple(PermutationMember(n, 0, blocks) for n in ("a.weight", "a.bias"))
+    claim = only(graph, tus.PermutationGroup("apart", 2, members, None, (2,)))  # true only if both blocks move alike
+    assert "'apart'" in refused(claim, model, x)
+    together = tuple(replace(m, index=torch.tensor([[0, 2], [1, 3]])) for m in members)
+    tus.verify_symmetries(only(graph, tus.PermutationGroup("alike", 2, together)), model, x, on_failure="raise")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 21])
+def test_passes_move_each_of_two_groups_without_the_other(count: int) -> None:
+    member = PermutationMember("w", 0, torch.arange(2).unsqueeze(1))
+    groups = [tus.PermutationGroup(str(k), 2, (member,), None, (3,) if k % 4 == 3 else ()) for k in range(count)]
+    plans = list(verification._passes(groups, torch.Generator().manual_seed(0)))
+    moving = torch.stack([torch.cat([p.moving[g].flatten() for g in groups]) for p in plans])
+    atoms = moving.shape[1]
+    assert len(plans) <= 4 + 2 * max(atoms - 1, 0).bit_length()
+    for a in range(atoms):
+        assert moving[:, a].any()
+        for b in range(atoms):
+            assert a == b or (moving[:, a] & ~moving[:, b]).any(), (a, b)
+
+
+def test_elements_move_every_block_of_a_pass_and_no_other() -> None:
+    index = torch.arange(6).reshape(3, 2, 1)
+    group = tus.PermutationGroup("g", 2, (PermutationMember("w", 0, index),), None, (3,))
+    mask = torch.tensor([True, False, True])
+    for cycles in (True, False):
+        element = verification._draw([group], verification._Pass({group: mask}, cycles), torch.Generator())
+        assert element[group].tolist() == [[1, 0], [0, 1], [1, 0]]
+
+
+# -- what becomes of groups that fail -----------------------------------------------------------------------------
+
+
+def chain(layers: int) -> tuple[nn.Module, Tensor]:
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(4, 4), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(4, 3)), torch.randn(3, 4)
+
+
+def planted(graph: tus.SymmetryGraph, wrong: set[str]) -> tus.SymmetryGraph:
+    """The graph with some permutation groups that forget the bias."""
+    return replace(
+        graph,
+        permutations=tuple(
+            replace(g, members=tuple(m for m in g.members if not m.parameter.endswith("bias")))
+            if g.name in wrong
+            else g
+            for g in graph.permutations
+        ),
+        verified=False,
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"8"}, {"0", "2"}, {"4", "6", "22"}, {str(2 * k) for k in range(12)}], ids=str)
+def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = chain(12)
+    graph = planted(tus.discover_symmetries(model, x), wrong)
+    right = {g.name: g for g in graph.permutations if g.name not in wrong}
+    runs = []
+    run = Probe.run
+    monkeypatch.setattr(Probe, "run", lambda self, state: runs.append(1) or run(self, state))
+    with pytest.warns(tus.SymmetryWarning) as told:
+        tus.verify_symmetries(graph, model, x)
+    assert len(told) == 1 and all(f"permutation group {name!r}" in str(told[0].message) for name in list(wrong)[:1])
+    assert f"{len(wrong)} of the 24 symmetry groups" in str(told[0].message)
+    assert graph.verified and graph.failed.keys() == wrong
+    assert {g.name: g for g in graph.permutations} == right and len(graph.scales) == 12  # scales of these names hold
+    assert len(runs) < 60 + 10 * len(wrong)
+    report = str(graph)
+    assert all(f"{name}: failed verification: outputs changed by" in " ".join(report.split()) for name in wrong)
+    state = dict(model.state_dict())
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
+    assert tus.certify(graph, state, moved).holds
+    some = min(wrong)
+    with pytest.raises(tus.SymmetryError, match=rf"{some!r} was taken out of this graph.*failed verification"):
+        tus.apply_permutation(graph, {some: torch.tensor([1, 0, 2, 3])}, state)
+
+
+def test_a_scale_group_that_fails_is_taken_out_with_its_terms() -> None:
+    model, x = chain(3)
+    graph = tus.discover_symmetries(model, x)
+    wrong = replace(graph.scales[1], members=graph.scales[1].members[1:])
+    scales = (graph.scales[0], wrong, graph.scales[2])
+    claim = replace(graph, scales=scales, scale_terms=terms(graph, scales), verified=False)
+    with pytest.warns(tus.SymmetryWarning, match="1 of the 6 symmetry groups .* scale group '2'"):
+        claim.require_verified()
+    assert [g.name for g in claim.scales] == ["0", "4"] and [g.name for g in claim.permutations] == ["0", "2", "4"]
+    state = {n: t.double() for n, t in model.state_dict().items()}
+    one = tus.random_scale(graph, generator=torch.Generator().manual_seed(0))
+    kept = {n: one[n] for n in ("0", "4")}
+    expected, found = tus.apply_scale(graph, kept, state), tus.apply_scale(claim, kept, state)
+    assert all(torch.equal(expected[n], found[n]) for n in state)
+    with pytest.raises(tus.SymmetryError, match="'2' was taken out of this graph"):
+        tus.apply_scale(claim, one, state)
+
+
+def test_children_of_a_parent_that_fails_stay_and_hold() -> None:
+    case = next(c for c in CASES if c.name == "GroupedConv")
+    model, graph = discovered(case)
+    (parent,) = (g for g in graph.permutations if graph.children(g.name))
+    children = {g.name for g in graph.children(parent.name)}
+    wrong = replace(parent, members=parent.members[:1])
+    claim = replace(graph, permutations=tuple(wrong if g is parent else g for g in graph.permutations), verified=False)
+    with pytest.warns(tus.SymmetryWarning, match=f"permutation group '{parent.name}'"):
+        tus.verify_symmetries(claim, model, case.inputs())
+    assert {g.name for g in claim.permutations} == children and all(g.parent is None for g in claim.permutations)
+    state = verification.random_state(model, torch.Generator().manual_seed(0))
+    moved = tus.apply_permutation(claim, tus.random_permutation(claim), state)
+    assert tus.certify(claim, state, moved).holds
+    with pytest.raises(tus.SymmetryError, match="as the parent of one"):
+        claim.with_permutation(parent.name, {"a.bias": 0})
+
+
+# -- what is compared ---------------------------------------------------------------------------------------------
+
+
+class Outputs(nn.Module):
+    """A layer of hidden units, and some function of what is made of them."""
+
+    def __init__(self, of: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.a, self.b, self.of = nn.Linear(5, 8), nn.Linear(8, 4), of
+
+    def forward(self, x: Tensor) -> object:
+        return self.of(self.b(torch.relu(self.a(x))))
+
+
+FIRST = torch.tensor([True, False, False, False])
+OUTPUTS: dict[str, Callable[[Tensor], object]] = {
+    "a logit masked to -1e9": lambda y: y.masked_fill(FIRST, -1e9),
+    "a large offset": lambda y: y + torch.tensor([-1e6, 0.0, 0.0, 0.0]),
+    "minus infinity": lambda y: y.masked_fill(FIRST, -torch.inf),
+    "infinite where the weights say so": lambda y: torch.log(torch.relu(y)),
+    "zero by construction": lambda y: (y - y, y),
+    "a sum of one": lambda y: (y.softmax(-1).sum(-1), y),
+    "a mean of zero": lambda y: (F.layer_norm(y, (4,)).mean(-1), y),
+    "NaN by construction": lambda y: (torch.full((2,), torch.nan, dtype=y.dtype) * y[0, 0], y),
+    "integers beside numbers": lambda y: (y.argmax(-1), y > 0, y.topk(2, -1).indices, y),
+    "integers alone": lambda y: y.argmax(-1),
+    "in a dictionary": lambda y: {"logits": y.masked_fill(FIRST, -1e9), "classes": [y.argmax(-1)]},
+    "complex": lambda y: torch.complex(y[:, :2], y[:, 2:]),
+    "tiny": lambda y: y * 1e-30,
+    "of very different sizes": lambda y: y * torch.tensor([1e12, 1.0, 1e-12, 1e-30]),
+    "squashed": lambda y: torch.tanh(100 * y),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_right_groups_pass_and_wrong_ones_do_not_whatever_the_outputs(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Outputs(OUTPUTS[name]), torch.randn(32, 5)
+    graph = tus.discover_symmetries(model, x)
+    assert "a" in {g.name for g in graph.permutations}
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    group = graph["a"]
+    assert isinstance(group, tus.PermutationGroup)
+    less = only(graph, replace(group, members=tuple(m for m in group.members if m.parameter != "a.bias")))
+    assert "'a'" in refused(less, model, x)
+
+
+def test_an_error_in_one_entry_beside_large_ones_is_seen() -> None:
+    """The second output alone sees the units' order; the first is a billion times as large."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 2), nn.Linear(2, 1), nn.Parameter(torch.randn(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.a(x))
+            return torch.cat([1e12 * (1 + self.b(h).exp()), h @ self.c[:, None]], 1)
+
+    model, x = Two(), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x).without("a")
+    wrong = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "b.weight": 1})  # c is left behind
+    assert "'mine'" in refused(wrong, model, x)
+
+
+def test_sensitivity_is_each_entrys_own() -> None:
+    before = [torch.tensor([1.0, 1e9, 0.0, -torch.inf], dtype=torch.float64)]
+    reference = Reference(before)
+    noise = 1e-14
+    reference.change(before, [before[0] + noise * torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=torch.float64)], noise)
+    assert torch.allclose(reference.sensitivity[0], torch.tensor([2.0, 0, 0, 0], dtype=torch.float64), rtol=0.05)
+    eps = torch.finfo(torch.float64).eps
+    for entry, change, holds in (
+        (0, 1e-9, True),
+        (0, 3e-9, False),
+        (1, 1e-6, True),
+        (1, 1e-3, False),
+        (2, 1e-300, False),
+        (3, torch.inf, False),
+    ):
+        moved = before[0].clone()
+        moved[entry] += change
+        assert reference.difference([moved], 1e-9, epsilon=eps).holds is holds, (entry, change)
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (lambda y: y * torch.nan, "NaN for random weights|all NaN or infinite"),
+        (lambda y: (1000 + y.abs()).mul(1000).exp(), "all NaN or infinite"),
+        (lambda y: torch.zeros_like(y), "do not depend on its weights"),
+    ],
+)
+def test_outputs_that_prove_nothing_are_refused(of: Callable[[Tensor], object], message: str) -> None:
+    model, x = Outputs(of), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x)
+    if not list(graph.groups()):
+        graph = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "b.weight": 1})
+    with pytest.raises(tus.SymmetryError, match=message):
+        tus.verify_symmetries(graph, model, x)
+    assert not graph.verified
+
+
+# -- networks that keep something, or write to it -----------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Weights that are computed once in evaluation mode, and kept in one way or another."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(5, 8), nn.Linear(8, 3), how
+        self.kept: Tensor | None = None
+        self.store: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.a.weight / self.a.weight.norm()
+        if not self.training:
+            if self.how == "attribute":
+                self.kept = weight if self.kept is None else self.kept
+                weight = self.kept
+            else:
+                weight = self.store.setdefault("weight", weight)
+        return self.b(torch.relu(F.linear(x, weight, self.a.bias)))
+
+
+@pytest.mark.parametrize("how", ["attribute", "dictionary"])
+def test_weights_that_are_kept_in_evaluation_mode_do_not_disturb(how: str) -> None:
+    model, x = Keeps(how).eval(), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    assert [g.name for g in graph.permutations] == ["a"] and model.kept is None and not model.store
+    model(x)  # with the history of a gradient, which no deep copy takes
+    stuck = tus.discover_symmetries(model, x)  # what is kept is a constant: nothing is claimed beside it
+    tus.verify_symmetries(stuck, model, x, on_failure="raise")
+    assert not stuck.permutations
+
+
+class Adapter(nn.Linear):
+    """A low-rank adapter that is merged into the weights in evaluation mode."""
+
+    def __init__(self, merge: bool) -> None:
+        super().__init__(5, 8)
+        self.down, self.up = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(8, 2))
+        self.merge, self.merged = merge, False
+
+    def train(self, mode: bool = True) -> Adapter:
+        super().train(mode)
+        if self.merge and mode == self.merged:
+            self.weight.data += (-1 if mode else 1) * (self.up @ self.down).data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight if self.merged else self.weight + self.up @ self.down, self.bias)
+
+
+def test_weights_that_are_merged_in_evaluation_mode_are_neither_damaged_nor_misread() -> None:
+    x = torch.randn(3, 5)
+    for merge in (True, False):
+        model = nn.Sequential(Adapter(merge), nn.ReLU(), nn.Linear(8, 3))
+        before = copy.deepcopy(model.state_dict())
+        if merge:
+            with pytest.raises(tus.SymmetryError, match=r"changes '0.weight' when it is switched to evaluation mode"):
+                tus.discover_symmetries(model, x)
+        else:
+            graph = tus.discover_symmetries(model, x)
+            tus.verify_symmetries(graph, model, x, on_failure="raise")
+            assert {m.parameter for m in graph["0"].members} == {"0.weight", "0.bias", "0.up", "2.weight"}
+        assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+class Writes(nn.Module):
+    """A forward pass that updates buffers (or its own weights) in place, or by setting them anew."""
+
+    running: Tensor
+    steps: Tensor
+
+    def __init__(self, how: str, persistent: bool = True) -> None:
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(5, 8), nn.Linear(8, 3), how
+        self.register_buffer("running", torch.zeros(8), persistent=persistent)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if self.how == "in place":
+            self.running.mul_(0.9).add_(0.1 * h.mean(0))
+            self.steps += 1
+        elif self.how == "anew":
+            self.running = 0.9 * self.running + 0.1 * h.mean(0)
+            self.steps = self.steps + 1
+        else:
+            with torch.no_grad():
+                self.a.weight.clamp_(-1, 1)
+        return self.b(torch.relu(h - self.running))
+
+
+@pytest.mark.parametrize("how", ["in place", "anew", "weights"])
+def test_what_the_forward_pass_updates_is_updated_on_copies(how: str) -> None:
+    model, x = Writes(how), torch.randn(3, 5)
+    before = copy.deepcopy(model.state_dict())
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    assert [g.size for g in graph.permutations] == [8]
+    state = verification.random_state(model, torch.Generator().manual_seed(0))
+    given = {n: t.clone() for n, t in state.items()}
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
+    assert tus.certify(graph, state, moved).holds
+    assert all(torch.equal(state[n], given[n]) for n in state)
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.c = nn.Linear(8, 16), nn.Linear(8, 3)
+            self.up, self.down = nn.Parameter(torch.randn(2, 16, 8)), nn.Parameter(torch.randn(2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            offsets = torch.tensor([3, 8], dtype=torch.int32)
+            h = torch.relu(torch._grouped_mm(torch.relu(self.a(x)), self.up, offs=offsets))
+            return self.c(torch._grouped_mm(h, self.down, offs=offsets))
+
+    model, x = Experts(), torch.randn(8, 8)
+    graph = tus.discover_symmetries(model, x)
+    graph = graph.without(*{g.name for g in graph.groups()})
+    right = graph.with_permutation("a", {"a.weight": 0, "a.bias": 0, "up": 1})
+    tus.verify_symmetries(right, model, x)
+    probe = Probe.of(model, x)
+    probe.run(model.state_dict())
+    assert probe.epsilon == torch.finfo(torch.float32).eps
+    state = dict(model.state_dict())
+    assert tus.certify(right, state, tus.apply_permutation(right, tus.random_permutation(right), state)).holds
+    assert "'mine'" in refused(graph.with_permutation("mine", {"a.weight": 0, "up": 1}), model, x)  # forgets the bias
+
+
+def test_right_claims_never_warn() -> None:
+    model, x = chain(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tus.SymmetryWarning)
+        for seed in range(5):
+            tus.verify_symmetries(tus.discover_symmetries(model, x), model, x, seed=seed)
