@@ -309,3 +309,20 @@ def test_elements_of_different_groups_do_not_compose() -> None:
         compose({"a": torch.arange(3)}, {"b": torch.arange(3)})
     with pytest.raises(SymmetryError, match="different groups"):
         compose({"a": torch.arange(3)}, {"a": torch.arange(4)})
+
+
+def test_a_level_that_is_left_out_stays_where_it_is() -> None:
+    """A graph may lose the group between two others: elements act as if it were the identity."""
+    graph = chain(3, 2, 3)
+    generator = torch.Generator().manual_seed(0)
+    for gone in ("a", "a/b"):
+        p, q = (random_permutation(graph, generator=generator) for _ in range(2))
+        for element in (p, q):
+            element[gone] = torch.arange(element[gone].shape[-1]).expand(element[gone].shape).clone()
+
+        def less(element: Element, gone: str = gone) -> Element:
+            return {name: index for name, index in element.items() if name != gone}
+
+        assert all(torch.equal(compose(less(p), less(q))[n], compose(p, q)[n]) for n in less(p))
+        assert all(torch.equal(invert(less(p))[n], invert(p)[n]) for n in less(p))
+        assert transposition_count(less(p)) == transposition_count(p)

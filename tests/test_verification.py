@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -109,7 +110,7 @@ def test_a_permutation_group_that_is_split_in_two_is_refused(case: Case) -> None
 def test_two_permutation_groups_that_are_mixed_are_refused(case: Case) -> None:
     model, graph = discovered(case)
     plain = [g for g in graph.permutations if not g.blocks and len(g.members) > 1]
-    for a, b in zip(plain, plain[1:], strict=False):
+    for a, b in itertools.pairwise(plain):
         one, two = split(a)[0], split(b)[1]
         size = min(one.size, two.size)
         members = tuple(
@@ -216,7 +217,8 @@ def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str], monkeypatch: 
     monkeypatch.setattr(Probe, "run", lambda self, state: runs.append(1) or run(self, state))
     with pytest.warns(tus.SymmetryWarning) as told:
         tus.verify_symmetries(graph, model, x)
-    assert len(told) == 1 and all(f"permutation group {name!r}" in str(told[0].message) for name in list(wrong)[:1])
+    named = [name for name in wrong if f"permutation group {name!r}" in str(told[0].message)]
+    assert len(told) == 1 and len(named) == min(len(wrong), 8)
     assert f"{len(wrong)} of the 24 symmetry groups" in str(told[0].message)
     assert graph.verified and graph.failed.keys() == wrong
     assert {g.name: g for g in graph.permutations} == right and len(graph.scales) == 12  # scales of these names hold
@@ -326,7 +328,7 @@ def test_an_error_in_one_entry_beside_large_ones_is_seen() -> None:
             return torch.cat([1e12 * (1 + self.b(h).exp()), h @ self.c[:, None]], 1)
 
     model, x = Two(), torch.randn(3, 5)
-    graph = tus.discover_symmetries(model, x).without("a")
+    graph = only(tus.discover_symmetries(model, x))
     wrong = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "b.weight": 1})  # c is left behind
     assert "'mine'" in refused(wrong, model, x)
 

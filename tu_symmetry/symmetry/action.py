@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation
+from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
 from tu_symmetry.symmetry.graph import PermutationMember, SymmetryError, SymmetryGraph
 
 
@@ -81,7 +81,7 @@ def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[
         if group.name not in permutation:
             continue
         p = permutation[group.name]
-        if group.parent is not None and group.parent in permutation:
+        if parent_of(group.name, permutation) is not None:
             p = _by_old_block(p, group.name, permutation)
         yield from ((member, p) for member in group.members)
 

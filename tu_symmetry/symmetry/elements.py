@@ -55,9 +55,11 @@ def random_scale(graph: SymmetryGraph, *, generator: torch.Generator | None = No
 
 
 def parent_of(name: str, permutation: Mapping[str, Tensor]) -> str | None:
-    """Name of the group in ``permutation`` that ``name`` is nested in, or None."""
+    """Name of the nearest group in ``permutation`` that ``name`` is nested in, or None."""
     parent = name.rpartition("/")[0]
-    return parent if parent in permutation else None
+    while parent and parent not in permutation:
+        parent = parent.rpartition("/")[0]
+    return parent or None
 
 
 def check_permutation(permutation: Mapping[str, Tensor]) -> None:
@@ -82,13 +84,15 @@ def check_elements(element: Mapping[str, Tensor], what: str) -> None:
 
 def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """Index tensors ``[*blocks, 1]`` of the block that each block comes from, outermost first; () without parent."""
+    blocks = permutation[name].shape[:-1]
     parent = parent_of(name, permutation)
-    if parent is None:
-        blocks = permutation[name].shape[:-1]  # blocks that no group moves stay where they are
-        grids = torch.meshgrid(*(torch.arange(b) for b in blocks), indexing="ij") if blocks else ()
-        return tuple(g.unsqueeze(-1) for g in grids)
-    outer = tuple(o.unsqueeze(-1) for o in _origin(parent, permutation))
-    return (*outer, permutation[parent].unsqueeze(-1))
+    moved: tuple[Tensor, ...] = ()
+    if parent is not None:
+        moved = (*_origin(parent, permutation), permutation[parent])
+    still = len(blocks) - len(moved)  # blocks that no group moves stay where they are
+    moved = tuple(m.reshape(*m.shape, *[1] * (still + 1)) for m in moved)
+    grids = (torch.arange(b).reshape(-1, *[1] * (still - k)) for k, b in enumerate(blocks[len(moved) :]))
+    return (*moved, *grids)
 
 
 def block_origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -119,8 +123,7 @@ def invert(p: Mapping[str, Tensor]) -> Permutation:
         own = p[name].argsort(dim=-1)
         parent = parent_of(name, p)
         if parent is not None:  # the block b of the inverse undoes the block that came from b
-            origin = (*_origin(parent, outer_inverse), outer_inverse[parent])
-            own = own[origin]
+            own = own[block_origin(name, outer_inverse | {name: own})]
         outer_inverse[name] = own
     return {name: outer_inverse[name] for name in p}
 
@@ -147,7 +150,7 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
         size = own.shape[-1]
         rows = own.reshape(-1, size)
         strides = torch.arange(rows.shape[0]).reshape(own.shape[:-1])
-        source = strides[tuple(o.squeeze(-1) for o in _origin(name, p))].flatten().tolist()
+        source = strides[block_origin(name, p)].flatten().tolist()
         seen = [False] * len(source)
         for start in range(len(source)):
             if seen[start]:

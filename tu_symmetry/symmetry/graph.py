@@ -276,7 +276,7 @@ class SymmetryGraph:
         return replace(
             self,
             permutations=tuple(
-                replace(g, parent=None if g.parent in gone else g.parent) for g in self.permutations if g not in reasons
+                replace(g, parent=None) if g.parent in gone else g for g in self.permutations if g not in reasons
             ),
             scales=tuple(g for g in self.scales if g not in reasons),
             normalizations=tuple(g for g in self.normalizations if g not in reasons),

@@ -507,7 +507,9 @@ class Reference:
     of the entry, divided by the noise, is what it would change by (linearly) if all weights changed by their own size.
     That is an entry's own scale: a logit masked to -1e9 has one of rounding size, an entry that is zero by construction
     has none, and neither says anything about the entries beside it. An entry may change by ``tolerance`` times its
-    scale, and by a few units in its own last place.
+    scale, and by a few units in its own last place. An entry that did not move at all under the noise (a mean that is
+    zero by construction, but for the last place) may move by what the noise itself made of the same entry of the other
+    samples.
     """
 
     def __init__(self, outputs: list[Tensor]) -> None:
@@ -516,9 +518,11 @@ class Reference:
             torch.zeros(t.shape, dtype=torch.float64) if _floating(t) else torch.zeros(()) for t in outputs
         ]
         self.unstable = [torch.zeros(t.shape, dtype=torch.bool) for t in outputs]
+        self.noise = 0.0
 
     def change(self, before: list[Tensor], after: list[Tensor], noise: float) -> None:
         """Take in how outputs changed when the weights were perturbed by relative noise."""
+        self.noise = max(self.noise, noise)
         for k, (a, b) in enumerate(zip(before, after, strict=True)):
             if a.shape != b.shape or a.shape != self.outputs[k].shape:
                 raise SymmetryError("the shapes of the network's outputs change with the weights: nothing to compare")
@@ -578,6 +582,10 @@ class Reference:
             distance = _distance(a, b)
             magnitude = a.abs().to(torch.float64)
             limit = tolerance * self.sensitivity[k] + 64 * epsilon * magnitude
+            moves = self.noise * self.sensitivity[k]
+            if moves.numel():
+                others = moves.amax(0, keepdim=True) if moves.ndim and len(moves) > 1 else moves.amax()
+                limit = limit + torch.where(moves == 0, 16 * others, 0.0)
             if explained is not None:
                 limit = limit + explained[k]
             distance, limit = distance[finite], limit[finite]
@@ -590,10 +598,10 @@ class Reference:
             at = int(excess.argmax())
             if float(excess[at]) > worst:
                 worst = float(excess[at])
-                scale = float(own[at]) or math.nan
-                change, allowed = float(distance[at]) / scale, float(limit[at]) / scale
-                if math.isnan(change):
+                scale = float(own[at]) or float(limit[at])
+                if not scale:  # an entry that nothing moves has moved
                     return Difference(math.inf, 0.0, count)
+                change, allowed = float(distance[at]) / scale, float(limit[at]) / scale
         return Difference(change, allowed, count)
 
 

@@ -122,6 +122,7 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
     specs = {getattr(spec.arg, "name", None): spec for spec in program.graph_signature.input_specs}
     inputs: list[Any] = []
     constants: dict[str, Tensor] = {}
+    live = _live(program.graph)
     for node in program.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -129,7 +130,7 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
         if spec.kind.name in ("PARAMETER", "BUFFER"):
             held = program.state_dict.get(spec.target, program.constants.get(spec.target))
             name = first_name.get(spec.target)
-            inputs.append(held if name is None or held is None else _enter(name, held, node, constants))
+            inputs.append(held if name is None or held is None else _enter(name, held, node, node in live, constants))
         elif spec.kind.name in ("CONSTANT_TENSOR", "CUSTOM_OBJ"):
             inputs.append(program.constants[spec.target])
         else:
@@ -137,14 +138,54 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
     return Trace(program.graph_module, tuple(inputs), constants=constants)
 
 
-def _enter(name: str, tensor: Tensor, node: torch.fx.Node, constants: dict[str, Tensor]) -> Parameter | Tensor:
+def _enter(
+    name: str, tensor: Tensor, node: torch.fx.Node, live: bool, constants: dict[str, Tensor]
+) -> Parameter | Tensor:
     """What stands for a tensor of the state dict: a parameter, or a constant that is read by value."""
     continuous = _is_continuous(tensor)
     if continuous or _is_data(node):
         return Parameter(name, tuple(tensor.shape), scales=continuous)
-    if node.users:
+    if live:  # a counter that is only counted on is free to differ
         constants[name] = tensor.detach().clone()
     return tensor
+
+
+def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
+    """The nodes that an output of the network, or what is kept of the pass in a real-valued buffer, depends on.
+
+    What is computed and thrown away asks nothing of the units. A write in place counts where anything live reads the
+    memory that it writes to, or where that memory is a buffer of the state: only integers (counters) are not followed.
+    """
+    root: dict[torch.fx.Node, torch.fx.Node] = {}
+    writers: list[torch.fx.Node] = []
+    live: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output":
+            live.add(node)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema, inputs = node.target._schema, node.all_input_nodes
+        aliased = any(r.alias_info is not None for r in schema.returns)
+        if aliased and inputs:
+            root[node] = root.get(inputs[0], inputs[0])
+        if schema.is_mutable and inputs:
+            writers.append(node)
+            value = root.get(inputs[0], inputs[0])
+            held = value.meta.get("val")
+            if value.op == "placeholder" and isinstance(held, Tensor) and _is_continuous(held):
+                live.add(node)
+    for node in graph.nodes:  # the parts of a chunked tensor are views too
+        if node.target is operator.getitem and node.args[0] in root:
+            root[node] = root[node.args[0]]
+    while True:
+        before = len(live)
+        for node in reversed(graph.nodes):
+            if node in live:
+                live.update(node.all_input_nodes)
+        read = {root.get(node, node) for node in live}
+        live.update(writer for writer in writers if root.get(writer, writer) in read)
+        if len(live) == before:
+            return frozenset(live)
 
 
 def _is_continuous(tensor: Tensor) -> bool:
@@ -218,8 +259,11 @@ def _recorded(
         _error_on_data_dependent_ops=False,
     )(tensors, args, dict(kwargs))
     constants: dict[str, Tensor] = {}
-    nodes = (node for node in graph_module.graph.nodes if node.op == "placeholder")
-    inputs: list[Any] = [_enter(name, t, next(nodes), constants) for name, t in tensors.items()]
+    nodes = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    live = _live(graph_module.graph)
+    inputs: list[Any] = [
+        _enter(name, t, node, node in live, constants) for (name, t), node in zip(tensors.items(), nodes, strict=False)
+    ]
     for leaf in _flatten((args, dict(kwargs))):
         inputs.append(pinned_value(leaf.shape, INPUT) if isinstance(leaf, Tensor) else leaf)
     return Trace(graph_module, tuple(inputs), place, constants)
@@ -270,12 +314,13 @@ class _Interpreter:
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
         remaining = iter(inputs)
+        live = _live(self.module.graph)
         for node in self.module.graph.nodes:
             if node.op == "placeholder":
                 self.env[node] = next(remaining)
             elif node.op == "get_attr":
                 self.env[node] = getattr(self.module, str(node.target), None)
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node in live:
                 self._call(node)
             elif node.op == "output":
                 return [self._value(self.env[r]) if isinstance(r, torch.fx.Node) else r for r in _flatten(node.args[0])]

@@ -93,21 +93,23 @@ def verify(
     """As :func:`verify_symmetries`, with the network and the inputs of a probe."""
     if on_failure not in ("pin", "raise"):
         raise ValueError(f"on_failure must be 'pin' or 'raise', got {on_failure!r}")
-    gone: list[str] = []
-    claimed = sum(1 for _ in graph.groups())
-    for attempt in range(claimed + 1):
-        failed = _failures(graph, probe, tolerance, seed + 1000 * attempt)
-        if not failed:
+    claimed = list(graph.groups())
+    failed: dict[Group, Difference] = {}
+    while len(failed) < len(claimed):
+        found = _failures(graph, probe, [g for g in claimed if g not in failed], tolerance, seed + 1000 * len(failed))
+        if not found:
             break
-        by_hand = [g for g in failed if _by_hand(graph, g)]
-        if on_failure == "raise" or by_hand:
-            raise SymmetryError(_refusal(graph, {g: failed[g] for g in by_hand or failed}))
-        gone += [f"{_kind(g)} {g.name!r} (outputs changed by {d.change:.0e})" for g, d in failed.items()]
-        graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
+        failed |= found
+    failed = {g: failed[g] for g in claimed if g in failed}
+    by_hand = [g for g in failed if _by_hand(graph, g)]
+    if failed and (on_failure == "raise" or by_hand):
+        raise SymmetryError(_refusal(graph, {g: failed[g] for g in by_hand or failed}))
+    graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
-    if gone:
+    if failed:
+        gone = [f"{_kind(g)} {g.name!r} (outputs changed by {d.change:.0e})" for g, d in failed.items()]
         warnings.warn(
-            f"{len(gone)} of the {claimed} symmetry groups that were claimed for "
+            f"{len(gone)} of the {len(claimed)} symmetry groups that were claimed for "
             f"{graph.architecture or 'this network'} failed verification and were taken out of the graph: "
             f"{', '.join(gone[:8])}{f' and {len(gone) - 8} more' if len(gone) > 8 else ''}. The others are verified "
             "and can be used. Either the model or its inputs are not those that the graph was discovered on, or a rule "
@@ -217,13 +219,12 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 # -- running ----------------------------------------------------------------------------------------------------
 
 
-def _failures(graph: SymmetryGraph, probe: Probe, tolerance: float, seed: int) -> dict[Group, Difference]:
-    """The groups that change the outputs, all that one failing pass holds; none if everything holds."""
-    scales = (*graph.scales, *graph.normalizations)
-    for network, groups in (
-        (probe, (*graph.permutations, *(g for g in scales if g.exact))),
-        (None, tuple(g for g in scales if not g.exact)),
-    ):
+def _failures(
+    graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], tolerance: float, seed: int
+) -> dict[Group, Difference]:
+    """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
+    faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
+    for network, groups in ((probe, faithful), (None, tuple(g for g in claimed if g not in faithful))):
         if not groups:
             continue
         network = probe.without_epsilons() if network is None else network
