@@ -482,6 +482,83 @@ def test_what_the_forward_pass_updates_is_updated_on_copies(how: str) -> None:
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
+@pytest.mark.parametrize("buffer", [True, False])
+def test_sparse_constants_are_read_by_value(buffer: bool) -> None:
+    class Sparse(nn.Module):
+        adjacency: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+            matrix = torch.eye(4).roll(1, 0).to_sparse()
+            if buffer:
+                self.register_buffer("adjacency", matrix)
+            else:
+                self.adjacency = matrix
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.relu(self.adjacency @ self.a(x)))
+
+    model, x = Sparse(), torch.randn(4, 5)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    state = dict(model.state_dict())
+    if buffer:
+        with pytest.raises(tus.SymmetryError, match=r"'adjacency'\] differs from the one that the symmetries were"):
+            graph.check_state(state | {"adjacency": torch.eye(4).to_sparse()})
+
+
+def test_buffers_decide_by_their_values_only_where_an_output_reads_them() -> None:
+    class Counts(nn.Module):
+        chosen: Tensor
+        steps: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(4, 3)
+            self.register_buffer("chosen", torch.tensor([0, 2, 4, 5]))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+            self.register_buffer("never", torch.zeros(3, dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.b(torch.relu(self.a(x)[:, self.chosen]))
+
+    model, x = Counts(), torch.randn(4, 5)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    state = dict(model.state_dict())
+    graph.check_state(state | {"steps": torch.tensor(7), "never": torch.ones(3, dtype=torch.long)})
+    other = state | {"chosen": torch.tensor([0, 2, 4, 6])}
+    with pytest.raises(tus.SymmetryError, match=r"'chosen'\] differs from the one that the symmetries were discovered"):
+        tus.apply_permutation(graph, tus.random_permutation(graph), other)
+    stack = {n: torch.stack([t, t]) for n, t in state.items()}
+    assert graph.check_state(stack) == 1
+    with pytest.raises(tus.SymmetryError, match="differs"):
+        graph.check_state(stack | {"chosen": torch.stack([state["chosen"], other["chosen"]])})
+
+
+def test_what_is_computed_and_thrown_away_asks_nothing_of_the_units() -> None:
+    class Dead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, g = torch.relu(self.a(x)), torch.relu(self.b(x))
+            h.cumsum(-1)
+            h + g
+            return self.c(h)
+
+    model, x = Dead(), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    assert {g.name: {m.parameter for m in g.members} for g in graph.permutations} == {
+        "a": {"a.weight", "a.bias", "c.weight"}
+    }
+    assert {p.parameter for p in graph.pinned if "not used" in p.reason} == {"b.weight", "b.bias"}
+
+
 def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:

@@ -178,7 +178,8 @@ class SymmetryGraph:
             ``"integer"`` or ``"boolean"``; states must be of the same kind. Empty where it is not known.
         branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
             same way as the example.
-        constants: integer and boolean buffers whose values the forward pass reads (indices, masks of an attention):
+        constants: buffers whose values the outputs depend on and that are read as they are (indices, masks of an
+            attention, sparse matrices); counters that no output depends on are none:
             the symmetries are those of a network with these values. Masks and factors that lie beside hidden units are
             none of them; they move with the units.
         verified: whether :func:`verify_symmetries` has passed.
@@ -397,7 +398,10 @@ class SymmetryGraph:
         for key, names in self.aliases.items():
             shape = self.shapes[key]
             for alias in names:
-                tensor = check_tensor(state[alias], f"{name}[{alias!r}]", self.kinds.get(key), values=finite)
+                given = state[alias]
+                if key in self.constants and isinstance(given, Tensor) and given.layout != torch.strided:
+                    given = given.to_dense()  # a sparse matrix that no group moves
+                tensor = check_tensor(given, f"{name}[{alias!r}]", self.kinds.get(key), values=finite)
                 extra_axes = tensor.ndim - len(shape)
                 leading = extra_axes if leading is None else leading
                 if extra_axes != leading or extra_axes < 0 or tuple(tensor.shape[extra_axes:]) != shape:

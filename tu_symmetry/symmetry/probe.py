@@ -244,8 +244,11 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for part in model.modules():
         for value in vars(part).values():
             for leaf in _leaves(value):
-                if not leaf.is_leaf and id(leaf) not in memo:
-                    memo[id(leaf)] = leaf.detach().clone()
+                if id(leaf) not in memo and (leaf.layout != torch.strided or not leaf.is_leaf):
+                    value = leaf.detach().clone()  # what deepcopy refuses: sparse tensors, and gradients' histories
+                    memo[id(leaf)] = (
+                        nn.Parameter(value, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else value
+                    )
     return copy.deepcopy(model, memo)
 
 

@@ -143,25 +143,26 @@ def _enter(
 ) -> Parameter | Tensor:
     """What stands for a tensor of the state dict: a parameter, or a constant that is read by value."""
     continuous = _is_continuous(tensor)
-    if continuous or _is_data(node):
+    if tensor.layout == torch.strided and (continuous or _is_data(node)):
         return Parameter(name, tuple(tensor.shape), scales=continuous)
     if live:  # a counter that is only counted on is free to differ
-        constants[name] = tensor.detach().clone()
+        constants[name] = tensor.detach().clone() if tensor.layout == torch.strided else tensor.detach().to_dense()
     return tensor
 
 
 def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     """The nodes that an output of the network, or what is kept of the pass in a real-valued buffer, depends on.
 
-    What is computed and thrown away asks nothing of the units. A write in place counts where anything live reads the
-    memory that it writes to, or where that memory is a buffer of the state: only integers (counters) are not followed.
+    What is computed and thrown away asks nothing of the units (but numbers that are read off tensors do). A write in
+    place counts where anything live reads the memory that it writes to, or where that memory is a buffer of the state:
+    only integers (counters) are not followed.
     """
     root: dict[torch.fx.Node, torch.fx.Node] = {}
     writers: list[torch.fx.Node] = []
     live: set[torch.fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "output":
-            live.add(node)
+        if node.op == "output" or (node.op == "call_function" and not _makes_tensors(node)):
+            live.add(node)  # a number that is read off a tensor decides where the pass goes
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         schema, inputs = node.target._schema, node.all_input_nodes
@@ -186,6 +187,12 @@ def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
         live.update(writer for writer in writers if root.get(writer, writer) in read)
         if len(live) == before:
             return frozenset(live)
+
+
+def _makes_tensors(node: torch.fx.Node) -> bool:
+    output = node.meta.get("val")
+    held = output if isinstance(output, (tuple, list)) else [output]
+    return all(isinstance(t, Tensor) for t in held)
 
 
 def _is_continuous(tensor: Tensor) -> bool:
