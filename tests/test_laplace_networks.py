@@ -463,3 +463,54 @@ def test_objects_that_a_network_refers_to_are_not_copied() -> None:
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
     with pytest.warns(ReadElsewhereWarning, match=r"a\.weight"):
         fitted(model, x, labels(model(x)))
+
+
+class Last(nn.Module):
+    """The weights of the last layer are read before it, or it is no plain linear layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.kind = nn.Linear(5, 5), kind
+        self.last: Any = Scaled(5, 3) if kind == "scaled" else nn.Linear(5, 3)
+        if kind == "tied":
+            self.first = nn.Linear(5, 3)
+            self.last = nn.Linear(5, 3)
+            self.last.weight = self.first.weight
+        elif kind == "parametrized":
+            self.last = parametrizations.weight_norm(self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        if self.kind == "read":
+            h = h + x @ self.last.weight.T @ self.last.weight
+        elif self.kind == "tied":
+            h = h @ self.first.weight
+        return self.last(h)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("read", "'last' are read elsewhere"),
+        ("scaled", "'last' are read elsewhere"),
+        ("tied", r"'last' does not own its last\.weight"),
+        ("parametrized", r"'last' does not own its last\.weight"),
+    ],
+)
+def test_last_layers_without_a_closed_form_are_refused(kind: str, message: str, dtype: torch.dtype) -> None:
+    model = randomize(Last(kind)).to(dtype)
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y = labels(model(x).detach())
+    with pytest.raises(ValueError, match=message):
+        fitted(model, x, y, curvature="last_layer")
+    if kind != "tied" and dtype == torch.float64:
+        la = fitted(model, x, y, curvature="full", parameters=["last"])  # the way out that the message names
+        exact = exact_ggn(model, la.tangent.names, x, y, "classification")
+        torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-8, atol=1e-10)
+    fitted(randomize(Last("plain")).to(dtype), x, y, curvature="last_layer")

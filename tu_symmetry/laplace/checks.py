@@ -27,6 +27,7 @@ from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError
 from tu_symmetry.laplace.likelihood import as_outputs
 from tu_symmetry.laplace.tangent import (
+    LastLayerModel,
     TangentModel,
     batch_size,
     evaluating,
@@ -86,12 +87,11 @@ def require_weights(model: nn.Module, names: Sequence[str]) -> None:
     require_independent_samples(model)
 
 
-def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: bool, functional: bool) -> tuple[str, ...]:
+def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bool) -> tuple[str, ...]:
     """Try a network on the first few samples of a batch.
 
     Args:
-        model: the network.
-        names: the parameters that are to be uncertain.
+        tangent: the network, and which parameters are to be uncertain.
         inputs: a batch.
         layered: whether gradients of weights are to be recovered layer by layer.
         functional: whether gradients of samples are to come from ``torch.func``.
@@ -104,6 +104,7 @@ def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: boo
             cannot be differentiated.
         UnsupportedLayerError: layers without Kronecker factors, by name.
     """
+    model, names = tangent.model, tangent.names
     inputs = rows_of(inputs, slice(0, _SAMPLES))
     if layered:
         find_layers(model, names)  # what it refuses by name may not run at all
@@ -119,6 +120,8 @@ def examine(model: nn.Module, names: Sequence[str], inputs: Any, *, layered: boo
             if functional:
                 with _differentiating():
                     exact.vjp(values, cotangent)
+            if isinstance(tangent, LastLayerModel):
+                _require_closed_form(tangent, exact, values, cotangent, expected)
             if not layered:
                 return ()
             layers = find_layers(exact.model, names)
@@ -227,6 +230,20 @@ def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, grad
                 "torch.no_grad(), detach() or a step function. Let gradients through, or freeze it "
                 "(requires_grad_(False), or parameters=[...] without it)"
             )
+
+
+def _require_closed_form(
+    tangent: LastLayerModel, exact: TangentModel, inputs: Any, cotangent: Tensor, expected: Tensor
+) -> None:
+    """The last layer is linear in its weights, and nothing else reads them."""
+    found = LastLayerModel(exact.model, tangent.layer).vjp(inputs, cotangent)
+    relative = 1e-6 if found.dtype == torch.float64 else 3e-2
+    if not float((found - expected).norm()) <= relative * max(float(found.norm()), float(expected.norm())):
+        raise ValueError(
+            f"the weights of the last layer {tangent.layer!r} are read elsewhere in the network too, or its forward is "
+            "not that of nn.Linear: its Jacobian is not its input. Choose curvature='full' or 'diag' with "
+            "parameters=[...]"
+        )
 
 
 def _recovered(

@@ -226,8 +226,7 @@ class LinearizedLaplace:
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
             kind = self.options.curvature
             found = examine(
-                self.model,
-                self.tangent.names,
+                self.tangent,
                 inputs,
                 layered=kind in ("kfac", "ekfac"),
                 functional=kind in ("full", "diag"),

@@ -292,7 +292,15 @@ class LastLayerModel(TangentModel):
             raise ValueError(f"the last layer {layer!r} is a {type(module).__name__}; only nn.Linear has a closed form")
         self.layer = layer
         self._weight, self._bias = (f"{layer}.{leaf}" if layer else leaf for leaf in ("weight", "bias"))
-        super().__init__(model, [self._weight] if module.bias is None else [self._weight, self._bias])
+        names = [self._weight] if module.bias is None else [self._weight, self._bias]
+        known = {name for name, _ in model.named_parameters()}
+        if not known.issuperset(names):
+            lacking = " and ".join(name for name in names if name not in known)
+            raise ValueError(
+                f"the last layer {layer!r} does not own its {lacking}: tied to another layer, or parametrized "
+                "(weight_norm). It has no closed form then; choose curvature='full' or 'diag' with parameters=[...]"
+            )
+        super().__init__(model, names)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """The layer's input with a 1 for the bias ``[batch, features]``, and the outputs.
