@@ -1,0 +1,173 @@
+"""Brute force on small chains: every transposition that is a symmetry is claimed, and every one that is claimed is one.
+
+A candidate swaps two neighboring units, the same two, in a subset of all places where units could lie: each axis of
+each parameter, from each offset at which a hidden layer's width fits. All subsets are tried in float64 on random
+weights. Those that leave the function unchanged, and hold no smaller one that does, are what there is to find.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from random_modules import Module, Node
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+
+UNITS = 3  # of a hidden layer; two pairs of neighbors generate all of its permutations
+MOST_PLACES = 11  # so that 2 * 2^11 runs are the most that one chain takes
+
+Place = tuple[str, int, int]  # parameter, axis, offset
+
+# what follows a hidden layer h of three units: lines of __init__, and the line that makes the next h
+STEPS: list[tuple[tuple[str, ...], str]] = [
+    ((), "h = torch.relu(h)"),
+    ((), "h = torch.tanh(h)"),
+    ((), "h = torch.sigmoid(h) * h"),
+    (("self.{n} = nn.Linear(3, 3)",), "h = self.{n}(h)"),
+    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = torch.relu(self.{n}(h))"),
+    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = h + torch.tanh(self.{n}(h))"),
+    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = F.linear(h, self.{n}.weight + torch.eye(3))"),
+    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = torch.tanh(h @ self.{n}.weight) @ self.{n}.weight.T"),
+    (("self.{n} = nn.Parameter(torch.randn(3))",), "h = h * self.{n}"),
+    (("self.{n} = nn.Parameter(torch.randn(3))",), "h = torch.relu(h + self.{n})"),
+    (("self.{n} = nn.Parameter(torch.randn(()))",), "h = h * self.{n}"),
+    (("self.{n} = nn.LayerNorm(3)",), "h = self.{n}(h)"),
+    ((), "h = h.softmax(-1)"),
+    ((), "h = h - h.mean(-1, keepdim=True)"),
+    ((), "h = h * h.sum(-1, keepdim=True)"),
+    ((), "h = h / (h.std(-1, keepdim=True) + 1e-5)"),
+    ((), "h = h * torch.tensor([1.0, 1.0, 0.5])"),
+    ((), "h = h.flip(-1) + h"),
+    ((), "h = h.index_select(-1, torch.tensor([2, 0, 1]))"),
+    ((), "h = h.clone()\n        h[:, 0] = 1"),
+    ((), "h.cumsum(-1)"),
+    ((), "h + torch.arange(3)"),
+    ((), "h = h.sort(-1)[0]"),
+    (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(F.pad(h, (0, 1)))"),
+    (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(torch.cat([torch.ones(4, 1), h], 1))"),
+    (("self.{n} = nn.Linear(6, 3, bias=False)",), "h = self.{n}(torch.cat([h, torch.tanh(h)], 1))"),
+    (("self.{n} = nn.Linear(3, 6, bias=False)",), "a, c = self.{n}(h).chunk(2, 1)\n        h = a * torch.sigmoid(c)"),
+]
+
+
+def chain(seed: int) -> Module:
+    """Two inputs, one to three random steps on three hidden units, two outputs."""
+    draw = random.Random(seed)
+    nodes = [Node(("x",), ("h",), ("h = self.first(x)",), ("self.first = nn.Linear(2, 3)",))]
+    for k in range(draw.randint(1, 3)):
+        init, line = draw.choice(STEPS)
+        name = f"p{k}"
+        lines = tuple(part.strip() for part in line.replace("{n}", name).split("\n"))
+        nodes.append(Node(("h",), ("h",), lines, tuple(i.replace("{n}", name) for i in init)))
+    nodes.append(Node(("h",), ("y",), ("y = self.last(torch.atan(h))",), ("self.last = nn.Linear(3, 2)",)))
+    inputs = {"x": "torch.randn(4, 2, generator=torch.Generator().manual_seed(0))"}
+    return Module(inputs, tuple(nodes), ("y",))
+
+
+def places(state: dict[str, Tensor]) -> list[Place]:
+    return [
+        (name, axis, offset)
+        for name, tensor in state.items()
+        for axis, size in enumerate(tensor.shape)
+        for offset in range(size - UNITS + 1)
+    ]
+
+
+def swapped(state: dict[str, Tensor], subset: list[Place], first: int) -> dict[str, Tensor]:
+    """The state with units ``first`` and ``first + 1`` exchanged in the given places."""
+    moved = dict(state)
+    for name, axis, offset in subset:
+        order = torch.arange(moved[name].shape[axis])
+        i = offset + first
+        order[i], order[i + 1] = i + 1, i
+        moved[name] = moved[name].index_select(axis, order)
+    return moved
+
+
+def transpositions(model: nn.Module, inputs: tuple[Tensor, ...], state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The moved states of all minimal subsets whose swap leaves the function unchanged."""
+
+    def run(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, weights, inputs)  # type: ignore[no-any-return]
+
+    found = []
+    where = places(state)
+    with torch.no_grad():
+        before = run(state)
+        for first in range(UNITS - 1):
+            minimal: list[int] = []
+            for bits in sorted(range(1, 2 ** len(where)), key=lambda b: (b.bit_count(), b)):
+                if any(bits & m == m for m in minimal):
+                    continue
+                moved = swapped(state, [p for k, p in enumerate(where) if bits >> k & 1], first)
+                if float((run(moved) - before).abs().max()) < 1e-10:
+                    minimal.append(bits)
+                    found.append(moved)
+    return found
+
+
+def claimed(graph: tus.SymmetryGraph, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The moved states of all transpositions in the groups that discovery found."""
+    moved = []
+    for group in graph.permutations:
+        for block in range(torch.Size(group.blocks).numel()):
+            for i in range(group.size):
+                for j in range(i):
+                    element = torch.arange(group.size).expand(group.shape).clone().reshape(-1, group.size)
+                    element[block, i], element[block, j] = j, i
+                    moved.append(tus.apply_permutation(graph, {group.name: element.reshape(group.shape)}, state))
+    return moved
+
+
+def compare(seed: int) -> tuple[int, int, str]:
+    """How many transpositions there are, how many of them were claimed, and the source of the chain."""
+    module = chain(seed)
+    old = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, inputs = module.build()
+        inputs = tuple(i.double() for i in inputs)
+        graph = tus.discover_symmetries(model, inputs)
+        generator = torch.Generator().manual_seed(seed)
+        state = {k: torch.randn(v.shape, generator=generator) for k, v in model.state_dict().items()}
+        if len(places(state)) > MOST_PLACES:
+            return 0, 0, module.source
+        there = transpositions(model, inputs, state)
+        mine = claimed(graph, state)
+    finally:
+        torch.set_default_dtype(old)
+
+    def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+        return all(torch.equal(a[k], b[k]) for k in a)
+
+    for moved in mine:
+        with torch.no_grad():
+            gap = torch.func.functional_call(model, moved, inputs) - torch.func.functional_call(model, state, inputs)
+        assert float(gap.abs().max()) < 1e-10, f"claimed, and no symmetry\n{module.source}"
+    return len(there), sum(any(same(moved, m) for m in mine) for moved in there), module.source
+
+
+def check(seeds: range) -> None:
+    there = found = 0
+    missed = []
+    for seed in seeds:
+        n, m, source = compare(seed)
+        there, found = there + n, found + m
+        if m < n:
+            missed.append(source)
+    assert there > len(seeds)
+    assert found == there, f"{found} of {there} transpositions were claimed; missed in {len(missed)} chains:\n" + "\n".join(
+        missed[:3]
+    )
+
+
+def test_every_transposition_of_a_small_chain_is_claimed() -> None:
+    check(range(40))
+
+
+@pytest.mark.slow
+def test_every_transposition_of_many_small_chains_is_claimed() -> None:
+    check(range(1000, 1600))
