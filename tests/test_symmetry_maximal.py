@@ -47,7 +47,7 @@ STEPS: list[tuple[tuple[str, ...], str]] = [
     ((), "h + torch.arange(3)"),
     ((), "h = h.sort(-1)[0]"),
     (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(F.pad(h, (0, 1)))"),
-    (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(torch.cat([torch.ones(4, 1), h], 1))"),
+    (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(torch.cat([torch.ones(16, 1), h], 1))"),
     (("self.{n} = nn.Linear(6, 3, bias=False)",), "h = self.{n}(torch.cat([h, torch.tanh(h)], 1))"),
     (("self.{n} = nn.Linear(3, 6, bias=False)",), "a, c = self.{n}(h).chunk(2, 1)\n        h = a * torch.sigmoid(c)"),
 ]
@@ -63,7 +63,7 @@ def chain(seed: int) -> Module:
         lines = tuple(part.strip() for part in line.replace("{n}", name).split("\n"))
         nodes.append(Node(("h",), ("h",), lines, tuple(i.replace("{n}", name) for i in init)))
     nodes.append(Node(("h",), ("y",), ("y = self.last(torch.atan(h))",), ("self.last = nn.Linear(3, 2)",)))
-    inputs = {"x": "torch.randn(4, 2, generator=torch.Generator().manual_seed(0))"}
+    inputs = {"x": "torch.randn(16, 2, generator=torch.Generator().manual_seed(0))"}
     return Module(inputs, tuple(nodes), ("y",))
 
 
@@ -87,26 +87,36 @@ def swapped(state: dict[str, Tensor], subset: list[Place], first: int) -> dict[s
     return moved
 
 
-def transpositions(model: nn.Module, inputs: tuple[Tensor, ...], state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The moved states of all minimal subsets whose swap leaves the function unchanged."""
+def transpositions(
+    model: nn.Module, inputs: tuple[Tensor, ...], states: list[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
+    """The first state, moved by all minimal swaps that leave the function unchanged.
 
-    def run(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, weights, inputs)  # type: ignore[no-any-return]
-
+    A swap counts if it does so with the other weights too: with some, a unit is off for all inputs by accident.
+    """
     found = []
-    where = places(state)
-    with torch.no_grad():
-        before = run(state)
-        for first in range(UNITS - 1):
-            minimal: list[int] = []
-            for bits in sorted(range(1, 2 ** len(where)), key=lambda b: (b.bit_count(), b)):
-                if any(bits & m == m for m in minimal):
-                    continue
-                moved = swapped(state, [p for k, p in enumerate(where) if bits >> k & 1], first)
-                if float((run(moved) - before).abs().max()) < 1e-10:
-                    minimal.append(bits)
-                    found.append(moved)
+    where = places(states[0])
+
+    def kept(subset: list[Place], first: int) -> bool:
+        return all(gap(model, inputs, state, swapped(state, subset, first)) < 1e-10 for state in states)
+
+    for first in range(UNITS - 1):
+        minimal: list[int] = []
+        for bits in sorted(range(1, 2 ** len(where)), key=lambda b: (b.bit_count(), b)):
+            if any(bits & m == m for m in minimal):
+                continue
+            subset = [p for k, p in enumerate(where) if bits >> k & 1]
+            if kept(subset, first):
+                minimal.append(bits)
+                found.append(swapped(states[0], subset, first))
     return found
+
+
+def gap(model: nn.Module, inputs: tuple[Tensor, ...], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest difference of the outputs for two states."""
+    with torch.no_grad():
+        a, b = (torch.func.functional_call(model, state, inputs) for state in (one, other))
+    return float((a - b).abs().max())
 
 
 def claimed(graph: tus.SymmetryGraph, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -132,11 +142,12 @@ def compare(seed: int) -> tuple[int, int, str]:
         inputs = tuple(i.double() for i in inputs)
         graph = tus.discover_symmetries(model, inputs)
         generator = torch.Generator().manual_seed(seed)
-        state = {k: torch.randn(v.shape, generator=generator) for k, v in model.state_dict().items()}
-        if len(places(state)) > MOST_PLACES:
+        shapes = {k: v.shape for k, v in model.state_dict().items()}
+        states = [{k: torch.randn(s, generator=generator) for k, s in shapes.items()} for _ in range(2)]
+        if len(places(states[0])) > MOST_PLACES:
             return 0, 0, module.source
-        there = transpositions(model, inputs, state)
-        mine = claimed(graph, state)
+        there = transpositions(model, inputs, states)
+        mine = claimed(graph, states[0])
     finally:
         torch.set_default_dtype(old)
 
@@ -144,9 +155,7 @@ def compare(seed: int) -> tuple[int, int, str]:
         return all(torch.equal(a[k], b[k]) for k in a)
 
     for moved in mine:
-        with torch.no_grad():
-            gap = torch.func.functional_call(model, moved, inputs) - torch.func.functional_call(model, state, inputs)
-        assert float(gap.abs().max()) < 1e-10, f"claimed, and no symmetry\n{module.source}"
+        assert gap(model, inputs, states[0], moved) < 1e-10, f"claimed, and no symmetry\n{module.source}"
     return len(there), sum(any(same(moved, m) for m in mine) for moved in there), module.source
 
 
@@ -159,8 +168,8 @@ def check(seeds: range) -> None:
         if m < n:
             missed.append(source)
     assert there > len(seeds)
-    assert found == there, f"{found} of {there} transpositions were claimed; missed in {len(missed)} chains:\n" + "\n".join(
-        missed[:3]
+    assert found == there, (
+        f"{found} of {there} transpositions were claimed; missed in {len(missed)} chains:\n" + "\n".join(missed[:3])
     )
 
 
