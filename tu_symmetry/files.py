@@ -379,7 +379,8 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
 def _content(tensor: Tensor) -> memoryview:
     """The bytes of a tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(dense.reshape(-1).view(torch.uint8).numpy())
+    content: Any = dense.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

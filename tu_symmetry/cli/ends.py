@@ -122,6 +122,8 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         raise error
     if isinstance(error, ValueError) and type(error).__module__.startswith("tu_symmetry."):
         return fail(str(error))
+    if isinstance(error, UnicodeDecodeError):
+        return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")
     if isinstance(error, OSError) and error.strerror:
         return fail(_of_the_system(error, command in RESUMES))
     kind = type(error).__name__

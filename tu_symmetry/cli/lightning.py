@@ -13,10 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ActionYesNo
+import yaml
+from jsonargparse import ActionYesNo, get_loader, set_loader
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
+
+from tu_symmetry.tables.recipe import RecipeError, read_yaml
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
 ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines")  # whose classes a YAML file may name without their module
@@ -74,5 +77,24 @@ def run_lightning(arguments: Sequence[str]) -> None:
     Raises:
         SystemExit: as LightningCLI does, for ``--help``, ``--print_config`` and arguments that do not fit.
     """
+    _bound_aliases()
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
     SymmetryCLI()
+
+
+def _bound_aliases() -> None:
+    """Have jsonargparse refuse YAML whose aliases, written out, are more than a machine can hold; once is enough."""
+    load = get_loader("yaml")
+    if getattr(load, "bounded", False):
+        return
+
+    def bounded(text: str) -> Any:
+        if "&" in text and "*" in text:
+            try:
+                read_yaml(text, "the configuration")
+            except RecipeError as error:
+                raise yaml.YAMLError(str(error)) from error
+        return load(text)
+
+    bounded.bounded = True  # type: ignore[attr-defined]
+    set_loader("yaml", bounded, exceptions=(yaml.YAMLError,))

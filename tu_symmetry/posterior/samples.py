@@ -230,11 +230,12 @@ class SampleStore(Sequence[State]):
             )
         metadata = {"architecture": architecture, "method": method, "seed": seed, **more}
         folder.parent.mkdir(parents=True, exist_ok=True)
-        content = {"format": _FORMAT, "version": _VERSION, "metadata": metadata, "store": secrets.token_hex(8)}
+        token = secrets.token_hex(8)
+        content = {"format": _FORMAT, "version": _VERSION, "metadata": metadata, "store": token}
         with new_folder(folder) as temporary:
             write_json(temporary / _STORE, content, seal=True)
             (temporary / _LOG).touch()
-        return cls(folder, metadata, content["store"], versions())
+        return cls(folder, metadata, token, versions())
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None) -> SampleStore:
