@@ -47,7 +47,7 @@ def claims(model: nn.Module, *inputs: Tensor, count: int = 4) -> tus.SymmetryGra
     model = model.double().eval()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     graph = tus.discover_symmetries(model, inputs)
-    tus.verify_symmetries(graph, model, inputs)
+    tus.verify_symmetries(graph, model, inputs, on_failure="raise")
     generator = torch.Generator().manual_seed(1)
     state = {
         name: torch.randn(t.shape, generator=generator, dtype=torch.float64) / max(t.shape[-1:] or (1,)) ** 0.5 + 0.1

@@ -365,6 +365,7 @@ class Extraction:
             starts = np.flatnonzero((np.diff(kinds, axis=0) != 0).any(axis=1)) + 1
             for (c, p), some in zip(kinds[[0, *starts]].tolist(), np.split(pairs, starts), strict=True):
                 edges.setdefault(c, {})[p] = some
+        self._drop_holders(edges)
         nodes: dict[int, _Node | None] = {}
         parent_of: dict[int, Array] = {}  # color -> parent unit of each unit (dense over classes)
         pending = list(by_color)
@@ -385,6 +386,24 @@ class Extraction:
                         self._pin_color(outer, "holds a pinned part")
                         holder.hold_still()
         return [n for n in nodes.values() if n is not None]
+
+    @staticmethod
+    def _drop_holders(edges: dict[int, dict[int, Array]]) -> None:
+        """Forget that a block stands in the blocks that it holds.
+
+        The weights of a normalization bind an entry of the queries to (dimension, head): this head is then named inside
+        of the block of queries that is nested in it.
+        """
+        held = {color: sum(color in outers for outers in edges.values()) for color in edges}
+        for inner in list(edges):
+            for outer, pairs in list(edges[inner].items()):
+                back = edges.get(outer, {}).get(inner)
+                if back is None or len(back) > len(distinct(back[:, 0])):
+                    continue
+                if len(pairs) == len(distinct(pairs[:, 0])) and held[inner] < held[outer]:
+                    continue  # one to one: what holds more kinds of blocks is the holder
+                if len(distinct_rows(np.concatenate([back[:, ::-1], pairs]))) == len(back):
+                    del edges[inner][outer]
 
     def _place(
         self,
