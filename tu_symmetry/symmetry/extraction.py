@@ -433,7 +433,8 @@ class Extraction:
                         return None
                     direct[outer] = owner
                     break
-                if (counts != node.units.shape[-1]).any():
+                alone = node.units.shape[-1] == 1 and node.parent is not None  # the only one of its kind in its block
+                if (counts != node.units.shape[-1]).any() and not alone:
                     if (counts == counts[0]).all():
                         self._split(pairs, int(counts[0]))
                     self._pin_color(color, "tied across a part of the blocks")
