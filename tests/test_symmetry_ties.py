@@ -59,7 +59,7 @@ def claims(model: nn.Module, *inputs: Tensor, count: int = 4) -> tus.SymmetryGra
 
     def run(weights: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return flat(torch.func.functional_call(model, weights, inputs, tie_weights=False))
+            return flat(torch.func.functional_call(model, {n: t.clone() for n, t in weights.items()}, inputs))
 
     before = run(state)
     for group in graph.permutations:
@@ -390,3 +390,112 @@ def test_parameters_without_axes(kind: str, trained: bool) -> None:
 
     scalars = {n: nn.Parameter(torch.tensor(v)) if trained else torch.tensor(v) for n, v in (("s", 0.5), ("t", 0.7))}
     expect([4], Net(forward, a=nn.Linear(5, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 3), **scalars), X)
+
+
+# -- writes through views ---------------------------------------------------------------------------------------------
+
+WRITES: dict[str, tuple[Callable[[Tensor], Any], list[Any]]] = {
+    "chunk": (lambda h: h.chunk(2, -1)[0].relu_(), [4, 4]),
+    "both chunks": (lambda h: [part.mul_(k + 2).sin_() for k, part in enumerate(h.chunk(2, -1))], [4, 4]),
+    "split": (lambda h: h.split([3, 5], -1)[1].relu_(), [3, 5]),
+    "unbind": (lambda h: h.view(3, 2, 4).unbind(1)[1].relu_(), [4, 4]),
+    "slice of a view": (lambda h: h.view(3, 2, 4)[:, 0].relu_(), [4, 4]),
+    "every other": (lambda h: h[:, ::2].relu_(), [4, 4]),
+    "select": (lambda h: h[:, 0].relu_(), [7]),
+    "last": (lambda h: h[:, -1:].relu_(), [7]),
+    "constant": (lambda h: h[:, 0].fill_(1.0), [7]),
+    "constants": (lambda h: h[:, 2:5].zero_(), [5]),
+    "transposed": (lambda h: h.transpose(0, 1)[2:].relu_(), [2, 6]),
+    "whole, through a view": (lambda h: h.view(3, 8, 1).relu_(), [8]),
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_writes_through_views_reach_the_whole(kind: str) -> None:
+    write, expected = WRITES[kind]
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = m.a(x)
+        write(h)
+        return m.c(h)
+
+    graph = claims(Net(forward, c=nn.Linear(8, 3), **linear(8)), X)
+    for shape in expected:
+        assert shape in [n for n, *_ in sizes(graph)], sizes(graph)
+
+
+COPIES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "slices": lambda o, h, g: (o[:, :4].copy_(h), o[:, 4:].copy_(g)),
+    "chunks": lambda o, h, g: [part.copy_(v) for part, v in zip(o.chunk(2, 1), (h, g), strict=True)],
+    "interleaved": lambda o, h, g: (o[:, ::2].copy_(h), o[:, 1::2].copy_(g)),
+    "view": lambda o, h, g: (o.view(3, 2, 4)[:, 1].copy_(h), o.view(3, 2, 4)[:, 0].copy_(g)),
+    "transposed": lambda o, h, g: (o.t()[4:].copy_(h.t()), o.t()[:4].copy_(g.t())),
+    "added": lambda o, h, g: (o[:, :4].add_(h), o[:, 4:].sub_(g)),
+}
+
+
+@pytest.mark.parametrize("empty", [lambda x: x.new_zeros(3, 8), lambda x: torch.zeros(3, 8).to(x)])
+@pytest.mark.parametrize("kind", COPIES)
+def test_parts_written_into_an_empty_tensor(kind: str, empty: Callable[[Tensor], Tensor]) -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        whole = empty(x)
+        COPIES[kind](whole, relu(m.a(x)), relu(m.b(x)))
+        return m.c(whole)
+
+    expect([4, 4], Net(forward, c=nn.Linear(8, 3), **linear(4, 4)), X)
+
+
+def test_views_see_what_is_written_later_and_copies_do_not() -> None:
+    def later(m: Net, x: Tensor) -> Tensor:
+        h = m.a(x)
+        view = h.unsqueeze(-1)
+        h.add_(m.b(x))
+        return m.c(view.flatten(1))
+
+    expect([8], Net(later, c=nn.Linear(8, 3), **linear(8, 8)), X)
+
+    def copied(m: Net, x: Tensor) -> Tensor:
+        h = m.a(x)
+        copy = h.transpose(1, 2).reshape(2, -1)
+        copy.relu_()
+        return m.c(h).mean(1) + m.out(copy)
+
+    expect([4], Net(copied, c=nn.Linear(4, 3), out=nn.Linear(28, 3), **linear(4)), SEQUENCE)
+
+
+# -- what reaches no output -------------------------------------------------------------------------------------------
+
+UNUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cumsum": lambda h, g: h.cumsum(-1),
+    "sum": lambda h, g: h + g,
+    "cat": lambda h, g: torch.cat([h, g], -1).sort(-1),
+    "written copy": lambda h, g: h.clone().add_(g),
+    "written view of a copy": lambda h, g: h.clone()[:, :4].add_(g[:, 4:]),
+    "norms": lambda h, g: F.layer_norm(h + g, (8,)).argmax(-1),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSED)
+def test_what_is_not_used_demands_nothing(kind: str) -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h, g = relu(m.a(x)), relu(m.b(x))
+        UNUSED[kind](h, g)
+        return m.c(h) + m.out(g)
+
+    expect([8, 8], Net(forward, c=nn.Linear(8, 3), out=nn.Linear(8, 3), **linear(8, 8)), X)
+
+
+def test_what_is_written_or_kept_in_a_buffer_is_used() -> None:
+    def written(m: Net, x: Tensor) -> Tensor:
+        h, g = relu(m.a(x)), relu(m.b(x))
+        h[:, :8].add_(g)
+        return m.c(h) + m.out(g)
+
+    expect([8], Net(written, c=nn.Linear(8, 3), out=nn.Linear(8, 3), **linear(8, 8)), X)
+
+    def updated(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        m.mean.mul_(0.9).add_(0.1 * h.mean(0))
+        return m.c(h - m.mean)
+
+    expect([8], Net(updated, c=nn.Linear(8, 3), mean=torch.zeros(8), **linear(8)), X)
