@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -361,6 +362,32 @@ class _Interpreter:
                 labels=(*value.labels[:axis], label, *value.labels[axis + 1 :]),
                 reasons=(*value.reasons[:axis], "meets a constant", *value.reasons[axis + 1 :]),
             )
+        return self._paired(array, value)
+
+    def _paired(self, array: NDArray[Any], value: Value) -> Value:
+        """Units for a constant that stays the same when two of its axes are permuted alike, as the identity does.
+
+        No two rows of the identity are alike, but if its rows and columns change places together, it is the same: it
+        has one unit for each index, on both axes. In ``h @ (W + I)`` these tie the rows of ``W`` to its columns.
+        """
+        sizes = [n for n in array.shape if n > 1]
+        twice = {n for n in sizes if sizes.count(n) == 2}
+        if len(twice) != 1 or max(twice) > 512 or array.size > 1 << 20:
+            return value
+        (n,) = twice
+        first, second = (k for k, size in enumerate(array.shape) if size == n)
+        square = np.moveaxis(array, (first, second), (0, 1)).reshape(n, n, -1)
+        kinds = interchangeable(square)
+        rows = -value.labels[first][0].reshape(-1), -value.labels[second][0].reshape(-1)
+        if len(distinct(kinds)) >= min(len(distinct(r)) for r in rows):
+            return value  # its rows (or columns) are as alike for themselves
+        units = self.ledger.fresh_units(n)
+        self.ledger.marks.append((units, kinds, "meets a constant"))
+        labels = tuple(
+            (along(units, k, array.ndim),) if k in (first, second) else label for k, label in enumerate(value.labels)
+        )
+        value = replace(value, labels=labels, fill=None)
+        self.ledger.observe(value)
         return value
 
     def _call(self, node: torch.fx.Node) -> None:
@@ -701,6 +728,31 @@ def _is_read(node: torch.fx.Node) -> bool:
     schema = node.target._schema
     writes = [a for a in schema.arguments if _writes(a)]
     return not schema.returns or any("Tensor" not in str(r.type) for r in schema.returns) or len(writes) > 1
+
+
+def interchangeable(square: NDArray[Any]) -> Array:
+    """For each index of a matrix ``[n, n, ...]`` a kind: those of one kind may be permuted, rows and columns alike."""
+    n = len(square)
+    kinds = np.full(n, -1, dtype=np.int64)
+    firsts: list[int] = []
+    for j in range(n):
+        for kind, i in enumerate(firsts):
+            others = np.ones(n, dtype=bool)
+            others[[i, j]] = False
+            if (
+                np.array_equal(square[i, i], square[j, j])
+                and np.array_equal(square[i, j], square[j, i])
+                and np.array_equal(square[i, others], square[j, others])
+                and np.array_equal(square[others, i], square[others, j])
+            ):
+                kinds[j] = kind
+                break
+        else:
+            kinds[j] = len(firsts)
+            firsts.append(j)
+            if len(firsts) > 32 and len(firsts) > j // 2:
+                return np.arange(n)  # hardly any two are alike
+    return kinds
 
 
 def _bound(argument: Any, read: Callable[[torch.fx.Node], Any]) -> Any:
