@@ -499,3 +499,37 @@ def test_what_is_written_or_kept_in_a_buffer_is_used() -> None:
         return m.c(h - m.mean)
 
     expect([8], Net(updated, c=nn.Linear(8, 3), mean=torch.zeros(8), **linear(8)), X)
+
+
+# -- constants with two axes ------------------------------------------------------------------------------------------
+
+SQUARES: dict[str, tuple[Callable[[Tensor], Tensor], list[int]]] = {
+    "W + I": (lambda w: w + torch.eye(4, dtype=w.dtype), [4]),
+    "I - W": (lambda w: torch.eye(4, dtype=w.dtype) - w, [4]),
+    "no diagonal": (lambda w: w * (1 - torch.eye(4, dtype=w.dtype)), [4]),
+    "masked": (lambda w: w.masked_fill(torch.eye(4).bool(), 0.0), [4]),
+    "I + J": (lambda w: w * (torch.eye(4, dtype=w.dtype) + 1), [4]),
+    "diagonal": (lambda w: w + torch.diag(torch.tensor([1.0, 1, 2, 2], dtype=w.dtype)), [2, 2]),
+    "all different": (lambda w: w + torch.arange(16, dtype=w.dtype).view(4, 4), []),
+    "causal": (lambda w: w * torch.ones(4, 4, dtype=w.dtype).tril(), []),
+    "ones": (lambda w: w + torch.ones(4, 4, dtype=w.dtype), [4, 4]),
+}
+
+
+@pytest.mark.parametrize("kind", SQUARES)
+def test_constants_that_two_axes_share(kind: str) -> None:
+    """The identity ties rows and columns: units of ``a`` are those of ``c``; a matrix of ones leaves them apart."""
+    change, expected = SQUARES[kind]
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(relu(m.a(x)) @ change(m.w)))
+
+    expect(expected, Net(forward, w=nn.Parameter(torch.randn(4, 4)), c=nn.Linear(4, 3), **linear(4)), X)
+
+
+def test_constants_that_two_axes_share_beside_gram_matrices() -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c((h.transpose(1, 2) @ h - torch.eye(4, dtype=x.dtype)).flatten(1))
+
+    expect([4], Net(forward, c=nn.Linear(16, 3), **linear(4)), SEQUENCE)
