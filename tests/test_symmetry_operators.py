@@ -210,9 +210,9 @@ row(
     0,
     1,
 )
-row("units that are clamped", lambda m, x: m.c(hidden(m, x).clamp(min=1e-6)), [8], 8)
+row("units that are clamped", lambda m, x: m.c(hidden(m, x).clamp(min=1e-6)), [8], 0)
 row("logarithm of clamped units", lambda m, x: m.c(hidden(m, x).clamp(min=1e-6).log()), [8], 0)
-row("an epsilon on units", lambda m, x: m.c(hidden(m, x) + 1e-4), [8], 8)
+row("an epsilon on units", lambda m, x: m.c(hidden(m, x) + 1e-4), [8], 0)
 row("normalize", lambda m, x: m.c(F.normalize(hidden(m, x), dim=-1)), [8], 0, 1)
 row("layer_norm", lambda m, x: m.c(F.layer_norm(hidden(m, x), (8,))), [8], 0, 1)
 row("rms_norm", lambda m, x: m.c(F.rms_norm(hidden(m, x), (8,), eps=1e-3)), [8], 0, 1)
@@ -547,3 +547,35 @@ def check_by_hand(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Tens
                     torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
                 else:
                     assert torch.equal(a, b), group.name
+
+
+def test_the_refusal_of_a_branch_in_compiled_code_names_a_line_of_the_model() -> None:
+    class Chosen(nn.Module):
+        """A branch on values, in code that has no file."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = relu(self.a(x))
+            exec(compile("if h.sum() > 0: h = 2 * h", "<string>", "exec"), {"h": h})  # no line of any file
+            return self.b(h)
+
+    x = torch.randn(3, 5)
+    with pytest.raises(tus.SymmetryError, match=r"at test_symmetry_operators\.py:\d+ in forward: exec"):
+        tus.discover_symmetries(Chosen(), x)
+    graph = tus.discover_symmetries(Chosen(), x, branches="record")
+    assert "test_symmetry_operators.py" in (graph.branch or "")
+
+
+@pytest.mark.slow
+def test_a_detection_model_is_recorded() -> None:
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None, weights_backbone=None, num_classes=3
+    ).eval()
+    images = ([torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))],)
+    with pytest.raises(tus.SymmetryError, match=r"branches on the values of a tensor, at \w+\.py:\d+ in \w+: "):
+        tus.discover_symmetries(model, images)
+    graph = tus.discover_symmetries(model, images, branches="record")
+    assert graph.unknown_operators == () and len(graph.permutations) > 30

@@ -65,6 +65,7 @@ class Call:
         zeros: ids of the tensor arguments that are zero throughout: these have any scale.
         tied: ids of the tensor arguments whose entries may be equal with positive probability (behind a ReLU), so
             that which of them is the largest is no property of the units alone.
+        statistics: ids of the tensor arguments that are norms, deviations and the like: they may be given an epsilon.
         sole: ids of the tensor arguments that are views of a parameter which nothing else reads.
     """
 
@@ -79,6 +80,7 @@ class Call:
     zeros: frozenset[int] = frozenset()
     tied: frozenset[int] = frozenset()
     sole: frozenset[int] = frozenset()
+    statistics: frozenset[int] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

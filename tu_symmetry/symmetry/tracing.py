@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import operator
+import os
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,11 @@ FLAT = frozenset((
     "threshold", "dropout", "tril", "triu", "nan_to_num", "abs", "square",
 ))  # fmt: skip
 """Operators that make equal numbers of different ones."""
+REDUCES = frozenset((
+    "mean", "sum", "std", "var", "norm", "linalg_vector_norm", "frobenius_norm", "amax", "amin", "max", "min",
+    "var_mean", "std_mean", "aminmax", "median",
+))  # fmt: skip
+"""Operators that give statistics, to which a normalization adds its epsilon."""
 RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
 INPUT = "input of the network"
 FILLS = tuple(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
@@ -216,6 +222,12 @@ COMBINES = (
 )  # fmt: skip
 
 
+FOLLOWS = frozenset((
+    *MOVES, "sqrt", "pow", "square", "abs", "clamp", "clamp_min", "mul", "div", "add", "neg",
+))  # fmt: skip
+"""Operators that make statistics of statistics."""
+
+
 def _is_data(node: torch.fx.Node) -> bool:
     """Whether an integer or boolean tensor enters as a factor, a term or a choice (a pruning mask), never as an index.
 
@@ -278,9 +290,11 @@ def _recorded(
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``."""
-    library = str(Path(torch.__file__).parent)
-    here = str(Path(__file__).parent)
+    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``.
+
+    Compiled code (``<string>``) is no line of the model; torchvision's is.
+    """
+    library, here = (f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, here, "<"))]
     if not frames:
         return "an unknown place"
@@ -318,6 +332,7 @@ class _Interpreter:
         self.zero: set[torch.fx.Node] = set()
         self.tied: set[torch.fx.Node] = set()
         self.sole: set[torch.fx.Node] = set()
+        self.statistic: set[torch.fx.Node] = set()
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
@@ -398,6 +413,8 @@ class _Interpreter:
             self.env[node] = self.env[source][position]
             if source in self.tied:
                 self.tied.add(node)
+            if source in self.statistic:
+                self.statistic.add(node)
             if source in self.root:  # a piece of what was cut
                 self.root[node] = self.root[source]
             return
@@ -429,6 +446,7 @@ class _Interpreter:
             self._ids(node, target, bound, self.zero),
             self._ids(node, target, bound, self.tied),
             self._ids(node, target, bound, {n for n in self.sole if len(n.users) == 1}),
+            self._ids(node, target, bound, self.statistic),
         )
         # a parameter that comes twice is no longer free to be nested as one of its places asks
         places = [a for a in nodes if isinstance(self.env[a], Parameter)]
@@ -548,6 +566,8 @@ class _Interpreter:
             return
         if short in ("zeros_like", "new_zeros", "zero") or (short in MOVES and inputs and inputs[0] in self.zero):
             self.zero.add(node)
+        if short in REDUCES or (short in FOLLOWS and inputs and all(n in self.statistic for n in inputs)):
+            self.statistic.add(node)
         alone = short in MOVES and len(inputs) == 1 and len(inputs[0].users) == 1
         if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
             self.sole.add(node)

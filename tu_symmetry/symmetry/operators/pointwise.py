@@ -306,7 +306,9 @@ def _add(call: Call) -> Value:
     scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     if scalar == 0 or not value.scale:
         return replace(value, parameter=None)
-    if 0 < scalar <= SMALL and call.operator == "aten.add":  # an epsilon in a normalization written by hand
+    if (
+        0 < scalar <= SMALL and call.operator == "aten.add" and id(value) in call.statistics
+    ):  # an epsilon in a normalization written by hand
         call.ledger.inexact += [v for _, v in value.scale]
         return replace(value, parameter=None)
     call.ledger.pin_scale(value.scale)
@@ -369,7 +371,8 @@ def _clamp(call: Call) -> Value:
     low, high = call.get("min"), call.get("max")
     if isinstance(low, Value) or isinstance(high, Value):
         return elementwise(call)
-    if high is None and low is not None and 0 <= low <= GUARD:  # relu, or the guard of a norm
+    guards = low is not None and (low <= INACTIVE or id(call["self"]) in call.statistics)
+    if high is None and guards and 0 <= low <= GUARD:  # relu, or the guard of a norm
         if low > INACTIVE:
             call.ledger.inexact += [v for _, v in call["self"].scale]
         return elementwise(call, homogeneous=True)
