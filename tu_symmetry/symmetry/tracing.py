@@ -170,6 +170,8 @@ def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     for node in graph.nodes:
         if node.op == "output" or (node.op == "call_function" and not _makes_tensors(node)):
             live.add(node)  # a number that is read off a tensor decides where the pass goes
+        if node.target is operator.getitem and node.args[0] in root:  # the parts of a split tensor are views too
+            root[node] = root[node.args[0]]  # type: ignore[index]
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         schema, inputs = node.target._schema, node.all_input_nodes
@@ -182,9 +184,6 @@ def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
             held = value.meta.get("val")
             if value.op == "placeholder" and isinstance(held, Tensor) and _is_continuous(held):
                 live.add(node)
-    for node in graph.nodes:  # the parts of a chunked tensor are views too
-        if node.target is operator.getitem and node.args[0] in root:
-            root[node] = root[node.args[0]]
     while True:
         before = len(live)
         for node in reversed(graph.nodes):
