@@ -146,6 +146,19 @@ def test_thinning_and_chains_share_a_store(tmp_path: Path) -> None:
         run(tmp_path, 4, chain=1)
 
 
+def test_the_stored_samples_are_the_ones_that_are_asked_for(tmp_path: Path) -> None:
+    burn_in = run(tmp_path / "all", 13).burn_in
+    run(tmp_path / "some", 13, stored=(2, 8, 3))
+    whole, some = (SampleStore.open(tmp_path / name / "samples") for name in ("all", "some"))
+    assert some.steps == [burn_in + 1 + k for k in (2, 5, 8)]  # linspace(2, 8, 3), counted from 0 after the burn-in
+    assert all(same(some[i], whole[k]) for i, k in enumerate((2, 5, 8)))
+    for wrong in ((3, 3, 1), (0, 3, 9), (-1, 4, 2)):
+        with pytest.raises(ValueError, match="stored is"):
+            run(tmp_path / "wrong", 2, stored=wrong)
+    with pytest.raises(ValueError, match="one of them"):
+        run(tmp_path / "wrong", 2, stored=(2, 8, 3), thinning=2)
+
+
 def test_what_is_kept_does_not_grow_with_the_chain(tmp_path: Path) -> None:
     def size(steps: int) -> int:
         saving = ModelCheckpoint(tmp_path / str(steps), filename="c", every_n_train_steps=steps)

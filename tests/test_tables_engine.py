@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from tu_symmetry.tables.recipe import (
     load_recipe,
     parse,
 )
-from tu_symmetry.tables.sampling import HMCOptions
 
 TESTS = Path(__file__).parent
 
@@ -336,8 +336,15 @@ def test_numbers_that_no_option_can_mean_are_refused(recipe: Path) -> None:
         with pytest.raises(RecipeError, match=message):
             run(recipe, override)
     with pytest.raises(RecipeError, match="burn_in must be at least 0, got -5"):
-        check_numbers(HMCOptions(burn_in=-5), "hmc")
-    check_numbers(HMCOptions(burn_in=0), "hmc")
+        check_numbers(Burning(burn_in=-5), "hmc")
+    check_numbers(Burning(burn_in=0), "hmc")
+
+
+@dataclass(frozen=True)
+class Burning:
+    """Options of a stage with a number that may be zero."""
+
+    burn_in: int = field(default=100, metadata={"least": 0})
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

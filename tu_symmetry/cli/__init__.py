@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tu_symmetry.cli.ends import Parser, Signals, ended, fail, named, whole_number
+from tu_symmetry.cli.ends import Parser, Signals, duration, ended, fail, named, whole_number
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -45,45 +45,93 @@ def command(
 def table(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry table FOLDER``."""
     parser.description = (
-        "Runs the stages of a recipe folder in order, skips what is done, goes on where an interruption stopped it, "
-        "and prints the table with the paper's values beside ours. The run folder takes report, plots and results.json."
+        "Runs the commands or stages of a recipe in order, skips what is done, resumes what was interrupted, and "
+        "prints the table with the paper's values beside ours. The run folder takes report, plots and results.json."
     )
     parser.epilog = (
-        "example: tu-symmetry table recipes/compact_posterior/digits --set hmc.num_samples=50 --out runs/quick"
+        "example: tu-symmetry table compact_posterior/digits --set hmc.routine.leapfrog_steps=50 --out runs/quick"
     )
     parser.add_argument(
-        "folder", type=named("a recipe folder"), help="recipe folder, for example recipes/compact_posterior/digits"
+        "folder",
+        type=named("a recipe folder"),
+        help="recipe folder, or the name of a recipe that comes with the package (`tu-symmetry recipes`)",
     )
     parser.add_argument(
-        "--data-root", type=named("a folder"), default="data", metavar="DIR", help="folder of data sets (default: data)"
+        "--data-root", type=named("a folder"), metavar="DIR", help="folder of data sets (default: data)"
     )
     parser.add_argument("--out", type=named("a folder"), metavar="DIR", help="run folder (default: runs/<recipe>)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--device", help="cpu or cuda, for a recipe of stages (default: cpu)")
+    parser.add_argument(
+        "--max-time",
+        type=duration,
+        metavar="DD:HH:MM:SS",
+        help="stop after this long; the same command goes on (for a recipe of commands)",
+    )
     parser.add_argument(
         "--set",
         dest="overrides",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change a value: seed=1, data.train_size=500, model.hidden=[64], <stage>.<option>=...; may be repeated",
+        help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5; in a "
+        "recipe of stages seed=1, data.train_size=500, model.hidden=[64] or <stage>.<option>=...",
     )
     parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever has been done")
 
     def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.tables.commands import TableInterrupted, run_commands
         from tu_symmetry.tables.engine import run_table
+        from tu_symmetry.tables.library import find_recipe
         from tu_symmetry.tables.progress import Display
+        from tu_symmetry.tables.recipe import read_mapping
 
         display = Display()
-        results = run_table(
-            arguments.folder,
-            out=arguments.out,
-            data_root=arguments.data_root,
-            device=arguments.device,
-            overrides=arguments.overrides,
-            fresh=arguments.fresh,
-            display=display,
-        )
+        folder = find_recipe(arguments.folder)
+        if "commands" not in read_mapping(folder / "table.yaml"):
+            if arguments.max_time is not None:
+                return fail("--max-time is for recipes of commands, and this one is of stages")
+            results = run_table(
+                folder,
+                out=arguments.out,
+                data_root=arguments.data_root or "data",
+                device=arguments.device or "cpu",
+                overrides=arguments.overrides,
+                fresh=arguments.fresh,
+                display=display,
+            )
+            display.tables(results)
+            return 0
+        if arguments.device is not None:
+            return fail("--device is for recipes of stages; write --set NAME.trainer.accelerator=cpu, or gpu")
+        try:
+            results = run_commands(
+                folder,
+                out=arguments.out,
+                data_root=arguments.data_root,
+                overrides=arguments.overrides,
+                fresh=arguments.fresh,
+                max_time=arguments.max_time,
+                display=display,
+            )
+        except TableInterrupted as error:
+            return fail(str(error), 3)
         display.tables(results)
+        return 0
+
+    return run
+
+
+@command("recipes", "list the recipes that come with the package")
+def recipes(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry recipes``."""
+    parser.description = "Lists the recipes that `tu-symmetry table NAME` runs, and where their files are."
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.tables.library import library, titles
+
+        known = library()
+        for name, title in titles().items():
+            print(f"{name:46} {title}\n{'':46} {known[name]}")
         return 0
 
     return run
@@ -322,8 +370,9 @@ LIGHTNING = {
     "validate": "evaluate on the validation data, from the same YAML",
     "test": "evaluate on the test data, from the same YAML",
     "predict": "predict, from the same YAML",
+    "run": "call a function that a YAML file names",
 }
-"""The subcommands of LightningCLI, which parses their arguments itself."""
+"""The subcommands whose arguments jsonargparse parses: those of LightningCLI, and ``run`` with the same conventions."""
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
@@ -363,8 +412,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] == "run":
+        from rich.console import Console
+
+        from tu_symmetry.tables.functions import run_function
+
+        outcome = run_function(arguments[1:])
+        for grid in outcome.tables:
+            grid.print(Console())
+        print(outcome.headline)
+        return 0
     if arguments and arguments[0] in LIGHTNING:
-        from tu_symmetry.cli.lightning import run_lightning
+        from tu_symmetry.tables.lightning import run_lightning
 
         run_lightning(arguments)
         return 0

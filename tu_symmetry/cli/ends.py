@@ -4,6 +4,7 @@
 status    meaning
 ========  =====================================================================
 2         something that was typed, a file or a folder cannot be used
+3         ``table --max-time`` is over before the table is done
 130, 143  interrupted (Ctrl-C), terminated (SIGTERM)
 1         an error that nobody foresaw; ``TU_SYMMETRY_TRACEBACK=1`` shows where
 ========  =====================================================================
@@ -17,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -46,6 +48,15 @@ def named(what: str) -> Callable[[str], str]:
         return value
 
     return text
+
+
+def duration(text: str) -> timedelta:
+    """A type of argument: days, hours, minutes and seconds, ``00:00:10:00``, as Lightning's ``max_time``."""
+    try:
+        days, hours, minutes, seconds = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not DD:HH:MM:SS, for example 00:00:10:00") from None
+    return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
 
 
 def whole_number(least: int) -> Callable[[str], int]:

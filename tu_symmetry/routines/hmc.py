@@ -51,6 +51,8 @@ class HMCRoutine(PredictiveRoutine):
         leapfrog_steps: leapfrog steps of a trajectory.
         burn_in: transitions before the first sample.
         thinning: of the transitions after the burn-in every ``thinning``-th one is stored.
+        stored: ``(first, last, count)``: store the transitions ``linspace(first, last, count)`` instead, counted from 0
+            after the burn-in, both ends included.
         prior_precision: inverse variance of the prior of every parameter.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
         kernel: ``hmc``, or ``nuts`` with ``leapfrog_steps`` chosen by itself.
@@ -81,6 +83,7 @@ class HMCRoutine(PredictiveRoutine):
         leapfrog_steps: int = 500,
         burn_in: int = 100,
         thinning: int = 1,
+        stored: tuple[int, int, int] | None = None,
         prior_precision: float = 1.0,
         nll: Likelihood = categorical_nll,
         kernel: Literal["hmc", "nuts"] = "hmc",
@@ -104,10 +107,19 @@ class HMCRoutine(PredictiveRoutine):
         require_positive(projections=projections, diagnostics_every=diagnostics_every)
         if burn_in < 0:
             raise ValueError(f"burn_in must not be negative, got {burn_in}")
+        if stored is not None and not (0 <= stored[0] < stored[1] and 2 <= stored[2] <= stored[1] - stored[0] + 1):
+            raise ValueError(
+                f"stored is (first, last, count), at least two different transitions of first..last, got {stored}"
+            )
+        if stored is not None and thinning != 1:
+            raise ValueError("stored says which samples are stored, and so does thinning: give one of them")
         self.automatic_optimization = False
         self.model = model
         self.burn_in = burn_in
         self.thinning = thinning
+        first, last, count = stored or (0, 0, 0)
+        chosen = torch.linspace(first, last, count, dtype=torch.float64).round().long().tolist()
+        self.stored = None if stored is None else frozenset(chosen)
         self.prior_precision = prior_precision
         adapting = adapt_step_size or adapt_mass_matrix
         self.kernel_options: dict[str, Any] = {
@@ -310,7 +322,8 @@ class HMCRoutine(PredictiveRoutine):
         self._series.append(torch.cat([projected, torch.tensor([potential], dtype=torch.float64)]))
         if taken % self.diagnostics_every == 0:
             self.log_dict({f"hmc/{name}": value for name, value in self.diagnostics().items()})
-        if self.samples is not None and taken % self.thinning == 0:
+        wanted = taken % self.thinning == 0 if self.stored is None else taken - 1 in self.stored
+        if self.samples is not None and wanted:
             state = {n: t[0].cpu() for n, t in self.chain.network.complete(_stacked(position)).items()}
             self._pending.append((self.chain.transitions, state))
             if len(self._pending) >= self.samples_per_file:

@@ -179,6 +179,7 @@ def _run(
             unchecked = "" if "files" in mark else "; its files cannot be checked"
             other = other_versions(mark["written_by"])
             display.skipped(step.name, f"by {other}{unchecked}" if other else "")
+            remove_folder(final.with_name(f"{step.name}.partial"))  # of a run with other options that was killed
             continue
         partial = final.with_name(f"{step.name}.partial")
         _set_unmarked_aside(partial, display)

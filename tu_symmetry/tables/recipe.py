@@ -200,7 +200,7 @@ def load_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             else "; give a folder such as recipes/compact_posterior/digits"
         )
         raise RecipeError(f"{folder} is no recipe folder: it has no table.yaml{hint}")
-    raw = _read(path)
+    raw = read_mapping(path)
     names = raw.get("stages")
     if not isinstance(names, list) or not names:
         raise RecipeError(f"{path}: 'stages' must list the names of the stages in order")
@@ -209,7 +209,7 @@ def load_recipe(folder: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             raise RecipeError(f"{path}: stages: {name!r} is no name of a stage; use letters, digits, _ and -")
         if names.count(name) > 1:
             raise RecipeError(f"{path}: the stage {name!r} is listed twice; a stage that runs again needs another name")
-    raw_stages = {name: _read(folder / f"{name}.yaml") for name in names}
+    raw_stages = {name: read_mapping(folder / f"{name}.yaml") for name in names}
     for override in overrides:
         _override(raw, raw_stages, override)
     table = parse(TableConfig, raw, str(path))
@@ -286,7 +286,12 @@ def _expanded(node: yaml.Node, where: str, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping of keys to values.
+
+    Raises:
+        RecipeError: a file that is missing, no YAML (see :func:`read_yaml`) or no mapping.
+    """
     if not path.is_file():
         raise RecipeError(f"{path} is missing: each stage listed in table.yaml has a YAML file of its name beside it")
     values = read_yaml(path.read_bytes(), str(path))

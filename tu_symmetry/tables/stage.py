@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from tu_symmetry.tables.data import Data
 
 KINDS: dict[str, str] = {
-    "deep_ensemble": "tu_symmetry.tables.sampling:train_ensemble",
-    "hmc": "tu_symmetry.tables.sampling:sample_hmc",
-    "mean_field_vi": "tu_symmetry.tables.sampling:fit_vi",
-    "compact": "tu_symmetry.tables.compact:fit_compact",
-    "evaluate": "tu_symmetry.tables.compact:evaluate",
-    "pruning": "tu_symmetry.tables.curves:prune",
-    "interpolation": "tu_symmetry.tables.curves:interpolate",
-    "compact_report": "tu_symmetry.tables.compact_report:report",
     "transposition_pairs": "tu_symmetry.tables.transpositions:train_pairs",
     "transposition_matching": "tu_symmetry.tables.transpositions:match_pairs",
     "transposition_report": "tu_symmetry.tables.transpositions:report",

@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 from jsonargparse import ActionYesNo, get_loader, set_loader
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
@@ -71,15 +72,18 @@ class SymmetryCLI(TULightningCLI):
             self.trainer.test(self.routine, datamodule=self.datamodule, ckpt_path="best" if monitored else None)
 
 
-def run_lightning(arguments: Sequence[str]) -> None:
+def run_lightning(arguments: Sequence[str]) -> SymmetryCLI:
     """Run a subcommand, ``["fit", "--config", "recipe.yaml", ...]``, as LightningCLI understands it.
+
+    Returns:
+        What ran, with its ``trainer`` and ``routine``.
 
     Raises:
         SystemExit: as LightningCLI does, for ``--help``, ``--print_config`` and arguments that do not fit.
     """
     _bound_aliases()
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
-    SymmetryCLI()
+    return SymmetryCLI()
 
 
 def _bound_aliases() -> None:
@@ -98,3 +102,13 @@ def _bound_aliases() -> None:
 
     bounded.bounded = True  # type: ignore[attr-defined]
     set_loader("yaml", bounded, exceptions=(yaml.YAMLError,))
+
+
+def was_cut(trainer: Trainer) -> bool:
+    """Whether ``max_time`` ended a fit that had not reached its last epoch or step."""
+    timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
+    if not any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers):
+        return False
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    reached = (epochs is not None and 0 <= epochs <= trainer.current_epoch) or 0 <= steps <= trainer.global_step
+    return not reached

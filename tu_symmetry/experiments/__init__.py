@@ -1,0 +1,1 @@
+"""Room: experiments. What one paper needs and nobody else; the folders mirror those of ``recipes/``."""

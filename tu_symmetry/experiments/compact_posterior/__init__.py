@@ -1,0 +1,7 @@
+"""arXiv 2401.00611 (A Compact Representation for Bayesian Neural Networks by Removing Permutation Symmetry)."""
+
+from tu_symmetry.experiments.compact_posterior.comparison import compare
+from tu_symmetry.experiments.compact_posterior.curves import interpolate, prune
+from tu_symmetry.experiments.compact_posterior.report import report
+
+__all__ = ["compare", "interpolate", "prune", "report"]

@@ -1,0 +1,88 @@
+"""What the commands of this paper read: data on a device, an architecture with its graph, and the folders of runs."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.tables.data import Batches
+from tu_symmetry.tables.predict import evenly
+
+SAMPLES = "samples"
+Q_D, Q_R = "q_d.safetensors", "q_r.safetensors"
+COLUMNS = ("hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The folders that the runs of Table 1 have written.
+
+    Attributes:
+        hmc: of the chain: ``samples/``, ``q_d.safetensors`` and ``q_r.safetensors``.
+        ensemble: of the deep ensemble: the same.
+        vi: of variational inference: ``q.safetensors``.
+    """
+
+    hmc: Path
+    ensemble: Path
+    vi: Path
+
+    def posterior(self, column: str) -> Path:
+        """The file of a column of Table 1, ``hmc/q_d`` for example."""
+        source, _, q = column.partition("/")
+        return getattr(self, source) / f"{q}.safetensors"
+
+
+class Study:
+    """An architecture and its data on one device.
+
+    Args:
+        model: the architecture; its own weights do not matter.
+        data: the data.
+        seed: of all draws.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+    """
+
+    def __init__(self, model: nn.Module, data: ImageDataModule, seed: int, device: str) -> None:
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        self.device, self.seed = torch.device(chosen), seed
+        data.prepare_data()
+        self.model = model.to(self.device).eval()
+        self.train = Batches(data.train.x.to(self.device), data.train.y.to(self.device))
+        self.test = Batches(data.test.x.to(self.device), data.test.y.to(self.device))
+
+    @cached_property
+    def graph(self) -> SymmetryGraph:
+        """The architecture's symmetries, verified."""
+        graph = discover_symmetries(self.model, self.train.x[:2])
+        graph.require_verified()
+        return graph
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """A generator that depends on the seed and the purpose only."""
+        return torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{purpose}".encode()))
+
+    def posterior(self, path: Path) -> CompactPosterior:
+        """A fitted Gaussian of this architecture."""
+        return CompactPosterior.load(path, self.graph).to(self.device)
+
+    def samples(self, run: Path, wanted: int | None = None, first: int = 0) -> dict[str, Tensor]:
+        """The networks of a run, stacked, from the ``first`` on; ``wanted`` evenly spaced ones of them, or all.
+
+        Raises:
+            ValueError: if ``first`` is negative or no sample is left.
+        """
+        store = SampleStore.open(run / SAMPLES)
+        if not 0 <= first < len(store):
+            raise ValueError(f"first is {first}, but {run} holds {len(store)} samples: choose 0 to {len(store) - 1}")
+        return store.stack(first + evenly(len(store) - first, wanted), device=self.device)

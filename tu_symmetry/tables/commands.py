@@ -1,0 +1,392 @@
+"""A table as a list of commands: what a reader would type one after the other, skipped where it is done.
+
+``table.yaml`` lists commands by name, each with its subcommand (``fit``, ``validate``, ``test``, ``predict``, ``run``)
+and its YAML file beside it. Every one of these files runs by itself; :func:`run_commands` does nothing that the same
+words typed in a shell would not do, except
+
+* to redirect the run folder that the files name (``runs/digits``) to another one, and the data root;
+* to skip a command whose configuration and inputs are those of a finished run and whose files are untouched;
+* to resume a training that was cut, from its last checkpoint.
+
+A finished command leaves ``.table/NAME.json`` in the run folder: a fingerprint of its configuration and of the files
+of the commands that it needs, and the digest of every file that it wrote.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from tu_symmetry.files import (
+    FileError,
+    clear_scratch,
+    digest_folder,
+    digest_of,
+    lock_folder,
+    read_json,
+    write_json,
+    write_text,
+)
+from tu_symmetry.tables.environment import describe_environment
+from tu_symmetry.tables.outcome import Outcome, plain
+from tu_symmetry.tables.progress import Display
+from tu_symmetry.tables.recipe import RecipeError, parse, read_mapping
+
+Subcommand = Literal["fit", "validate", "test", "predict", "run"]
+MARKS = ".table"
+DAY = 24 * 3600
+
+
+@dataclass(frozen=True)
+class CommandConfig:
+    """One command of a table.
+
+    Attributes:
+        name: its folder below the run folder.
+        command: subcommand of ``tu-symmetry``.
+        config: YAML file beside ``table.yaml``.
+        needs: names of the earlier commands whose files it reads.
+        set: dotted flag to value, over the file: one file can serve several rows.
+    """
+
+    name: str
+    command: Subcommand
+    config: str
+    needs: list[str] = field(default_factory=list)
+    set: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CommandTable:
+    """``table.yaml`` of a recipe whose rows are commands.
+
+    Attributes:
+        title: heading of the report.
+        root: the run folder that the files beside it name.
+        commands: in the order in which they run.
+        source: the paper's table or figure that this one reproduces.
+        note: what was reduced against the paper, and why.
+        paper: the paper's numbers, row to column to value.
+        claims: what the paper says of them, name to sentence; the report answers each.
+    """
+
+    title: str
+    root: str
+    commands: list[CommandConfig]
+    source: str = ""
+    note: str = ""
+    paper: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    claims: dict[str, str] = field(default_factory=dict)
+
+
+def load_table(folder: str | Path) -> CommandTable:
+    """Read and check a recipe folder.
+
+    Raises:
+        RecipeError: missing files, unknown keys, a name listed twice, a command that needs a later one, a file whose
+            folder is not ``root/NAME``.
+    """
+    folder = Path(folder)
+    path = folder / "table.yaml"
+    raw = read_mapping(path)
+    entries = raw.get("commands")
+    if not isinstance(entries, list) or not entries:
+        raise RecipeError(f"{path}: 'commands' must list the commands in order")
+    commands = [parse(CommandConfig, entry, f"{path}: commands[{k}]") for k, entry in enumerate(entries)]
+    table = replace(parse(CommandTable, raw | {"commands": []}, str(path)), commands=commands)
+    known: list[str] = []
+    for command in table.commands:
+        where = f"{path}: command {command.name!r}"
+        if command.name in known or not command.name.replace("_", "").replace("-", "").isalnum():
+            raise RecipeError(f"{where}: names are letters, digits, - and _, and each stands once")
+        unknown = [name for name in command.needs if name not in known]
+        if unknown:
+            raise RecipeError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(known)})")
+        known.append(command.name)
+        content = read_mapping(folder / command.config)
+        *keys, last = _folder_key(command.command)
+        holder: Any = content
+        for key in keys:
+            holder = holder.get(key) if isinstance(holder, Mapping) else None
+        found = holder.get(last) if isinstance(holder, Mapping) else None
+        wanted = f"{table.root}/{command.name}"
+        if command.set.get(".".join([*keys, last]), found) != wanted:
+            raise RecipeError(
+                f"{folder / command.config}: {'.'.join([*keys, last])} is {found!r}, it must be {wanted!r}"
+            )
+    return table
+
+
+def _folder_key(command: Subcommand) -> tuple[str, ...]:
+    return ("command", "init_args", "out") if command == "run" else ("trainer", "default_root_dir")
+
+
+def run_commands(
+    folder: str | Path,
+    *,
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    fresh: bool = False,
+    max_time: timedelta | None = None,
+    display: Display | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Run the commands of a recipe folder in order.
+
+    Args:
+        folder: the recipe folder.
+        out: run folder; the recipe's own by default.
+        data_root: folder of data sets, for every file that has a key ``root``.
+        overrides: ``NAME.FLAG=VALUE``: ``hmc.routine.num_samples=100`` is ``--routine.num_samples=100`` of ``hmc``.
+        fresh: run every command again, whatever has been done.
+        max_time: stop after this long; trainings are cut by Lightning's ``max_time`` and go on in the next run.
+        display: where progress is shown; the terminal by default.
+
+    Returns:
+        Name of each command to its results.
+
+    Raises:
+        RecipeError: a recipe or override that cannot be used.
+        FolderInUseError: another process works in the run folder.
+        TableInterrupted: ``max_time`` is over.
+    """
+    folder = Path(folder)
+    table = load_table(folder)
+    root = Path(out) if out is not None else Path(table.root)
+    flags = _flags(table, overrides)
+    display = display or Display()
+    deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
+    (root / MARKS).mkdir(parents=True, exist_ok=True)
+    with lock_folder(root):
+        clear_scratch(root)
+        run = _Run(folder, table, root, data_root, flags, fresh, deadline, display)
+        return run.all()
+
+
+class TableInterrupted(Exception):
+    """The time is over; the same call goes on from here."""
+
+
+class _Run:
+    def __init__(
+        self,
+        folder: Path,
+        table: CommandTable,
+        root: Path,
+        data_root: str | Path | None,
+        flags: Mapping[str, list[str]],
+        fresh: bool,
+        deadline: float | None,
+        display: Display,
+    ) -> None:
+        self.folder, self.table, self.root, self.data_root = folder, table, root, data_root
+        self.flags, self.fresh, self.deadline, self.display = flags, fresh, deadline, display
+        self.marks: dict[str, dict[str, Any]] = {}
+
+    def all(self) -> dict[str, dict[str, Any]]:
+        import torch
+
+        environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        names = [c.name for c in self.table.commands]
+        done: list[str] = []
+        for command in self.table.commands:
+            if not self.fresh and self._is_done(command, done):
+                done.append(command.name)
+        self.display.plan(self.table.title, names, done)
+        for number, command in enumerate(self.table.commands):
+            if command.name in done:
+                self.display.skipped(command.name)
+                continue
+            following = next((name for name in names[number + 1 :] if name not in done), None)
+            self._run(command, following, environment)
+            self._write_results(environment)
+        self._write_results(environment)
+        return {name: mark["results"] for name, mark in self.marks.items()}
+
+    # -- what is done -------------------------------------------------------------------------------------------
+
+    def _fingerprint(self, command: CommandConfig) -> str:
+        return digest_of(
+            {
+                "command": command.command,
+                "config": read_mapping(self.folder / command.config),
+                "flags": [*_dotted(command.set), *self.flags[command.name]],
+                "needs": {name: self.marks[name]["files"] for name in command.needs},
+            }
+        )
+
+    def _is_done(self, command: CommandConfig, done: Sequence[str]) -> bool:
+        if not set(command.needs) <= set(done):
+            return False
+        mark = self._read_mark(command.name)
+        if mark is None or mark["status"] != "done" or mark["fingerprint"] != self._fingerprint(command):
+            return False
+        found = digest_folder(self.root / command.name)
+        changed = sorted(n for n in found.keys() | mark["files"].keys() if found.get(n) != mark["files"].get(n))
+        if changed:
+            kept = _free_name(self.root / f"{command.name}.changed")
+            if found:
+                (self.root / command.name).rename(kept)
+            self.display.console.print(
+                f"[yellow]{command.name}: {len(changed)} files were changed, replaced or removed since they were made "
+                f"({changed[0]}); it is made again{f', what was there is in {kept}' if found else ''}[/yellow]"
+            )
+            return False
+        self.marks[command.name] = mark
+        return True
+
+    def _read_mark(self, name: str) -> dict[str, Any] | None:
+        path = self.root / MARKS / f"{name}.json"
+        if not path.exists():
+            return None
+        try:
+            return read_json(path)[0]
+        except FileError as error:
+            raise RecipeError(f"{error}; remove it to have {name} made again") from error
+
+    def _mark(self, name: str, mark: dict[str, Any]) -> None:
+        write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
+
+    # -- running ------------------------------------------------------------------------------------------------
+
+    def _run(self, command: CommandConfig, following: str | None, environment: Mapping[str, Any]) -> None:
+        target = self.root / command.name
+        fingerprint = self._fingerprint(command)
+        old = self._read_mark(command.name)
+        resumed = not self.fresh and old is not None and old["fingerprint"] == fingerprint and target.is_dir()
+        if not resumed and target.exists():
+            if old is None:
+                raise RecipeError(
+                    f"{target} exists, but this table has not made it; move it away, or give another run folder (--out)"
+                )
+            shutil.rmtree(target)
+        spent = old.get("seconds", 0.0) if resumed and old is not None else 0.0
+        self._mark(command.name, {"fingerprint": fingerprint, "status": "running", "seconds": spent})
+        words = self._words(command, resumed)
+        with self.display.stage(command.name, resumed=resumed, following=following) as status:
+            started, processor = time.perf_counter(), time.process_time()
+            results, headline, complete = _execute(words)
+            seconds = spent + time.perf_counter() - started
+            status.done({"headline": headline})
+        mark = {
+            "fingerprint": fingerprint,
+            "status": "done" if complete else "running",
+            "results": results,
+            "headline": headline,
+            "seconds": round(seconds, 2),
+            "processor_seconds": round(time.process_time() - processor, 2),
+            "resumed": resumed,
+            "environment": environment,
+            "files": digest_folder(target) if complete else {},
+        }
+        self._mark(command.name, mark)
+        if not complete:
+            raise TableInterrupted(f"the time is over; the same command goes on with {command.name}")
+        if not mark["files"]:
+            raise RecipeError(f"{command.name} has written nothing to {target}")
+        self.marks[command.name] = plain(mark)
+
+    def _words(self, command: CommandConfig, resumed: bool) -> list[str]:
+        """The command line: the file with its folders redirected, and the flags."""
+        moved = _redirect(read_mapping(self.folder / command.config), self.table.root, self.root, self.data_root)
+        path = self.root / MARKS / f"{command.name}.yaml"
+        write_text(path, yaml.safe_dump(moved, sort_keys=False, allow_unicode=True))
+        redirected = {k: _redirect(v, self.table.root, self.root, None) for k, v in command.set.items()}
+        words = [command.command, "--config", str(path), *_dotted(redirected), *self.flags[command.name]]
+        if command.command == "fit":
+            if self.deadline is not None:
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    raise TableInterrupted(f"the time is over; the same command goes on with {command.name}")
+                words.append(f"--trainer.max_time={_clock(left)}")
+            checkpoints = sorted((self.root / command.name).rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
+            if resumed and checkpoints:
+                words.append(f"--ckpt_path={checkpoints[-1]}")
+        return words
+
+    def _write_results(self, environment: Mapping[str, Any]) -> None:
+        keep = ("results", "headline", "seconds", "processor_seconds", "resumed")
+        commands = {name: {k: mark.get(k) for k in keep} for name, mark in self.marks.items()}
+        content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": environment}
+        write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
+
+
+def _execute(words: list[str]) -> tuple[dict[str, Any], str, bool]:
+    """Run a command in this process; returns its results, a line about them, and whether it came to its end."""
+    from tu_symmetry.tables.functions import run_function
+    from tu_symmetry.tables.lightning import run_lightning, was_cut  # loads TorchUncertainty
+
+    if words[0] == "run":
+        outcome: Outcome = run_function(words[1:])
+        tables = [grid.to_dict() for grid in outcome.tables]
+        return outcome.results | {"tables": tables}, outcome.headline, True
+    with _own_arguments():
+        cli = run_lightning(words)
+    metrics = plain({name: value.item() for name, value in cli.trainer.callback_metrics.items()})
+    shown = [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)]
+    return {"metrics": metrics}, ", ".join(shown[:4]), not was_cut(cli.trainer)
+
+
+@contextmanager
+def _own_arguments() -> Iterator[None]:
+    before = sys.argv
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:
+    flags: dict[str, list[str]] = {command.name: [] for command in table.commands}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        name, _, flag = key.strip().partition(".")
+        if not separator or not flag or name not in flags:
+            raise RecipeError(
+                f"--set {override!r}: write NAME.FLAG=VALUE with a command of this recipe ({', '.join(flags)}) and one "
+                "of its flags, for example hmc.routine.num_samples=100"
+            )
+        flags[name].append(f"--{flag}={value}")
+    return flags
+
+
+def _dotted(values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+        for key, value in values.items()
+    ]
+
+
+def _redirect(value: Any, old: str, new: Path, data_root: str | Path | None, key: str = "") -> Any:
+    """The same configuration with paths below ``old`` moved below ``new``, and data sets read from ``data_root``."""
+    if isinstance(value, Mapping):
+        return {k: _redirect(v, old, new, data_root, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_redirect(v, old, new, data_root) for v in value]
+    if isinstance(value, str):
+        if value == old or value.startswith(old + "/"):
+            return str(new) + value[len(old) :]
+        if key == "root" and data_root is not None:
+            return str(data_root)
+    return value
+
+
+def _clock(seconds: float) -> str:
+    whole = int(seconds)
+    return f"{whole // DAY:02d}:{whole % DAY // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (found := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return found
