@@ -15,12 +15,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from tu_symmetry.tables.functions import build_parser
-from tu_symmetry.tables.lightning import SymmetryCLI
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.commands import CommandConfig, load_table, run_commands
+from tu_symmetry.tables.functions import build_parser
+from tu_symmetry.tables.lightning import SymmetryCLI
 from tu_symmetry.tables.logs import last_values
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.progress import Display

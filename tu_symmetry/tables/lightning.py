@@ -23,7 +23,8 @@ from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 from tu_symmetry.tables.recipe import RecipeError, read_yaml
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
-ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines")  # whose classes a YAML file may name without their module
+# whose classes a YAML file may name without their module
+ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines", "tu_symmetry.datamodules")
 
 
 class SymmetryCLI(TULightningCLI):
