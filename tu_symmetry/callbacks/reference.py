@@ -12,13 +12,11 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from tu_symmetry.files import replacing, write_safetensors
+from tu_symmetry.files import read_safetensors, replacing, write_safetensors
 from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
 from tu_symmetry.routines.predictive import PredictiveRoutine
 
@@ -217,8 +215,8 @@ def load_predictive(path: Path, key: str = "probs") -> Tensor:
             with np.load(path, allow_pickle=False) as archive:
                 content = {name: torch.from_numpy(archive[name]) for name in archive.files}
         else:
-            content = load_file(path)
-    except (SafetensorError, zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, AttributeError) as error:
+            content = read_safetensors(path, warn=False)[0]  # of any program
+    except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); restore it") from error
     if key not in content:
         raise ValueError(f"{path} holds {sorted(content)}, and no {key!r}: give key")
