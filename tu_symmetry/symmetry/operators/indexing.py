@@ -113,7 +113,7 @@ def _index(call: Call) -> Value:
 def _masked(call: Call, value: Value, indices: list[Value | None], used: list[int]) -> Value:
     """Where a mask is true: its axes become one, of a length that only values tell."""
     if len(used) > 1:
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     (axis,) = used
     mask = indices[axis]
     assert mask is not None
@@ -151,7 +151,7 @@ def _gather(call: Call) -> Value:
     value, index = call["self"], call.get("index", call.get("indices"))
     dim = call.arguments.get("dim")
     if dim is None or not value.ndim:
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     axis = dim % value.ndim
     value = meet(call, value, axis, index, "gathered")
     for k in range(value.ndim):

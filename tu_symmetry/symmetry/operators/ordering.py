@@ -144,7 +144,7 @@ def _unique(call: Call) -> list[Value]:
     """The sorted set of all entries, and for each entry its rank in it."""
     value: Value = call["self"]
     if call.operator != "aten._unique2" or not call.get("sorted", True):
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     flat, reason = value, "entries as a set"
     for axis in reversed(range(value.ndim)):
         flat = call.ledger.drop(flat, axis)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -50,9 +51,9 @@ def _constant(call: Call, value: Value, axes: list[int]) -> tuple[Term, ...]:
 @register_rule("scatter", "scatter_add", "scatter_reduce", positions="read")
 def _scatter(call: Call) -> Value:
     value, index = call["self"], call["index"]
-    given = call.arguments.get("src", call.arguments.get("value"))
+    given: Any = call.arguments.get("src", call.arguments.get("value"))
     if not value.ndim:
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     ledger, axis = call.ledger, call.axis()
     reduce = "add" if call.operator == "aten.scatter_add" else call.get("reduce", "")
     source = given if isinstance(given, Value) else None
@@ -91,10 +92,10 @@ def _scatter(call: Call) -> Value:
 def _index_write(call: Call) -> Value:
     value, index = call["self"], call["index"]
     if not value.ndim or index.ndim > 1:
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     ledger, axis = call.ledger, call.axis()
     name = call.operator.removeprefix("aten.")
-    given = call.arguments.get("source", call.arguments.get("value"))
+    given: Any = call.arguments.get("source", call.arguments.get("value"))
     sums = name in ("index_add", "index_reduce")
     linear = name != "index_reduce" or call.get("reduce") in SYMMETRIC
     positions = picked(call.constants.get("index"), value.shape[axis])
@@ -208,12 +209,12 @@ def _block_diag(call: Call) -> Value:
         for r, c in zip(rows, columns, strict=True)
     )
     if not simple:
-        return unknown(call)  # type: ignore[no-any-return]
-    labels = (
+        return unknown(call)
+    joint = (
         (np.concatenate([r[0] for r in rows], axis=0),),
         (np.concatenate([c[0] for c in columns], axis=1),),
     )
-    labels = tuple(label if (label[0] >= 0).any() else () for label in labels)
+    labels: tuple[Label, ...] = tuple(label if (label[0] >= 0).any() else () for label in joint)
     scale: tuple[Term, ...] = ()
     if any(v.scale for v in blocks):
         own = [
@@ -256,9 +257,9 @@ def _diagonal(call: Call) -> Value:
     """A vector along a diagonal: rows and columns are indexed by its units."""
     value: Value = call["self"]
     if call.get("offset", call.get("diagonal", 0)) != 0 or (call.operator == "aten.diag" and value.ndim != 1):
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     if len(call.shape) != value.ndim + 1 or call.get("dim1", -2) != -2 or call.get("dim2", -1) != -1:
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     last = value.ndim - 1
     rows = call.ledger.reshape(value, (*value.shape, 1))
     columns = call.ledger.reshape(value, (*value.shape[:-1], 1, value.shape[-1]))
