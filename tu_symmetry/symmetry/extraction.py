@@ -809,15 +809,15 @@ class Extraction:
             if not links:
                 return role
             left, right = (np.concatenate(side) for side in zip(*links, strict=True))
-            number = np.repeat(np.arange(len(links)), [len(x) for x, _ in links])
+            which = np.repeat(np.arange(len(links)), [len(x) for x, _ in links])
             bound = right < 0
-            np.add.at(role, left[bound], _combine(number[bound], right[bound], 3))
-            left, right, number = left[~bound], right[~bound], number[~bound]
-            known = len(distinct(role))
+            np.add.at(role, left[bound], _combine(which[bound], right[bound], 3))
+            left, right, which = left[~bound], right[~bound], which[~bound]
+            known = len(np.unique(role))
             while True:
                 refined = _mix(role)
-                np.add.at(refined, left, _combine(role[right], number, 1))
-                np.add.at(refined, right, _combine(role[left], number, 2))
+                np.add.at(refined, left, _combine(role[right], which, 1))
+                np.add.at(refined, right, _combine(role[left], which, 2))
                 role, before, known = refined, known, len(np.unique(refined))
                 if known == before:
                     return role

@@ -706,49 +706,6 @@ def _same_memory(view: torch.fx.Node, source: torch.fx.Node) -> bool:
     return held[0].untyped_storage()._cdata == held[1].untyped_storage()._cdata
 
 
-def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes that reach an output: through their results, through memory that they write to, or as a read number.
-
-    What is computed and not used demands nothing: an unused ``h + g`` does not tie. Writes to buffers count, and so do
-    numbers that the program reads, for it may have branched on them.
-    """
-    root: dict[torch.fx.Node, torch.fx.Node] = {}
-    writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    for node in graph.nodes:
-        first = node.args[0] if node.args else None
-        if not isinstance(first, torch.fx.Node):
-            continue
-        if node.target is operator.getitem:
-            root[node] = root.get(first, first)
-        elif isinstance(node.target, torch._ops.OpOverload):
-            schema = node.target._schema
-            if schema.returns and schema.returns[0].alias_info is not None:
-                root[node] = root.get(first, first)
-            if any(_writes(a) for a in schema.arguments):
-                writers.setdefault(root.get(first, first), []).append(node)
-    live: set[torch.fx.Node] = set()
-    pending = [n for n in graph.nodes if n.op == "output" or _is_read(n)]
-    pending += [n for source, found in writers.items() if source.op in ("placeholder", "get_attr") for n in found]
-    while pending:
-        node = pending.pop()
-        if node not in live:
-            live.add(node)
-            pending += node.all_input_nodes
-            pending += writers.get(root.get(node, node), [])
-    return live
-
-
-def _is_read(node: torch.fx.Node) -> bool:
-    """Whether a node does something beyond its results, or gives the program a number."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return True
-    schema = node.target._schema
-    writes = [a for a in schema.arguments if _writes(a)]
-    return not schema.returns or any("Tensor" not in str(r.type) for r in schema.returns) or len(writes) > 1
-
-
 def interchangeable(square: NDArray[Any]) -> Array:
     """For each index of a matrix ``[n, n, ...]`` a kind: those of one kind may be permuted, rows and columns alike."""
     n = len(square)
