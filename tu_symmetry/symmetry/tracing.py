@@ -171,7 +171,7 @@ def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
         if node.op == "output" or (node.op == "call_function" and not _makes_tensors(node)):
             live.add(node)  # a number that is read off a tensor decides where the pass goes
         if node.target is operator.getitem and node.args[0] in root:  # the parts of a split tensor are views too
-            root[node] = root[node.args[0]]  # type: ignore[index]
+            root[node] = root[node.args[0]]
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         schema, inputs = node.target._schema, node.all_input_nodes

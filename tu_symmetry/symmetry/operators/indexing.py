@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tu_symmetry.symmetry.algebra import Label, Value, along, pinned_value
+from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
 from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
@@ -187,7 +187,7 @@ def _bincount(call: Call) -> Value:
         label = index.points
     else:
         ledger.pin_label(index.points, "counted by position")
-    scale = ()
+    scale: tuple[Term, ...] = ()
     if weights is not None:
         ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
         scale = tuple((c, ledger._constant_along(v, 0)) for c, v in weights.scale)
