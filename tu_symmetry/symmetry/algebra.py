@@ -654,11 +654,11 @@ class Ledger:
         scale: tuple[Term, ...] = ()
         if any(v.scale for v in values):
             singles = [self.single(v) for v in values]
-            spread = [
+            laid = [
                 np.broadcast_to(s, tuple(v.shape[k] if k == axis else s.shape[k] for k in range(s.ndim)))
                 for s, v in zip(singles, values, strict=True)
             ]
-            scale = ((1.0, tighten(_join(spread, axis))),)
+            scale = ((1.0, tighten(_join(laid, axis))),)
         labels[axis] = joined
         shape = list(first.shape)
         shape[axis] = sum(v.shape[axis] for v in values)
