@@ -203,6 +203,7 @@ class Builder:
         lines = (
             [f"{names[0]} = {expression}"] if isinstance(expression, str) else [e.format(*names) for e in expression]
         )
+        reads = tuple(r for r in dict.fromkeys(reads) if any(re.search(rf"\b{r}\b", line) for line in lines))
         node = Node(reads, names, tuple(lines), tuple(init or ()), tuple(planted or ()), self.kind)
         self.run(node)
         for name in names:

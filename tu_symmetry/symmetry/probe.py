@@ -459,7 +459,8 @@ def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], genera
     Names that hold the same tensor object are perturbed once. The tensors are contiguous.
     """
     done: set[int] = set()
-    pool = torch.rand(2 * _POOL, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    reach = min(_POOL, max((t.numel() for t in state.values()), default=0) + 1)  # small networks need few numbers
+    pool = torch.rand(2 * reach, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
     for name, tensor in state.items():
         size = amount(name)
         floating = tensor.is_floating_point() or tensor.is_complex()
@@ -467,8 +468,8 @@ def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], genera
             continue
         done.add(id(tensor))
         flat = tensor.view(-1)
-        starts = torch.randint(_POOL, (flat.numel() // _POOL + 1,), generator=generator).tolist()
-        for piece, start in zip(flat.split(_POOL), starts, strict=False):
+        starts = torch.randint(reach, (flat.numel() // reach + 1,), generator=generator).tolist()
+        for piece, start in zip(flat.split(reach), starts, strict=False):
             piece.mul_((pool[start : start + len(piece)] * size).add_(1).to(_real(piece.dtype)))
 
 
