@@ -179,7 +179,7 @@ def _peer(model: nn.Module) -> Any:
 
 
 def _ours(model: nn.Module, **options: Any) -> LinearizedLaplace:
-    return LinearizedLaplace(model, "classification", prior="single", mode="map", bias="shared", **options)
+    return LinearizedLaplace(model, "classification", prior="single", evaluate_at="map", bias="shared", **options)
 
 
 @contextmanager
@@ -284,7 +284,7 @@ def _factor_difference(ours: LinearizedLaplace, peer: Any) -> float:
 def measure_predictive(classes: int, width: int = 32, images: int = 1) -> list[Record]:
     """Predictives under one and the same posterior: a record for each method."""
     model = network(classes, width)
-    la = _ours(model, fisher="mc").fit(_loader(_DRAWS, classes))
+    la = _ours(model, fisher_type="mc").fit(_loader(_DRAWS, classes))
     la.optimize_evidence(hyperprior=None)
     peer = la.to_laplace_torch()
     x = torch.randn(_MANY, 3, 32, 32, generator=torch.Generator().manual_seed(2))
@@ -301,10 +301,10 @@ def measure_predictive(classes: int, width: int = 32, images: int = 1) -> list[R
     calls: dict[tuple[str, int], Callable[[], Tensor]] = {
         (PROBIT, images): lambda: peer(few, pred_type="glm", link_approx="probit"),
         (EXACT, images): lambda: la.predictive(few, covariance="exact"),
-        (EXACT_PROBIT, images): lambda: la.predictive(few, covariance="exact", link="probit"),
-        (weights, images): lambda: la.predictive(few, covariance="samples", n_samples=_DRAWS),
+        (EXACT_PROBIT, images): lambda: la.predictive(few, covariance="exact", link_approx="probit"),
+        (weights, images): lambda: la.predictive(few, covariance="samples", num_samples=_DRAWS),
         (EXACT, _MANY): lambda: la.predictive(x, covariance="exact"),
-        (weights, _MANY): lambda: la.predictive(x, covariance="samples", n_samples=_DRAWS),
+        (weights, _MANY): lambda: la.predictive(x, covariance="samples", num_samples=_DRAWS),
     }
     start = time.process_time()
     with evaluating(model):

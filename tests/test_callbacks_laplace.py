@@ -141,15 +141,15 @@ def same(found: LinearizedLaplace | None, expected: LinearizedLaplace) -> None:
 # ---------------------------------------------------------------------- which weights
 
 
-@pytest.mark.parametrize("mode", ["map", "linear"])
-def test_fits_the_trained_network_on_all_training_data(mode: str) -> None:
-    routine, callback, logger = Routine(), FitLaplace(mode=mode, batch_size=30), Numbers()
-    untrained = by_hand(Routine().model, mode=mode)
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+def test_fits_the_trained_network_on_all_training_data(evaluate_at: str) -> None:
+    routine, callback, logger = Routine(), FitLaplace(evaluate_at=evaluate_at, batch_size=30), Numbers()
+    untrained = by_hand(Routine().model, evaluate_at=evaluate_at)
     trainer(callback, logger=logger).fit(routine, Data())
     la = callback.laplace
     assert la is not None and la.model is routine.model and routine.user.laplace is la
     assert la.summary.samples == SAMPLES  # the training loader drops two
-    expected = by_hand(routine.model, mode=mode)
+    expected = by_hand(routine.model, evaluate_at=evaluate_at)
     same(la, expected)
     assert (la.log_precision - untrained.log_precision).abs().max() > 0.1, "vacuous: training changed nothing"
     assert routine.model.training and next(routine.model.parameters()).requires_grad
@@ -164,7 +164,7 @@ def test_fits_the_trained_network_on_all_training_data(mode: str) -> None:
 
 
 def test_tests_reuse_what_belongs_to_the_weights_and_fit_anew_what_does_not(tmp_path: Path) -> None:
-    routine, callback = Routine(), FitLaplace(mode="map")
+    routine, callback = Routine(), FitLaplace(evaluate_at="map")
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     runner = trainer(callback, keep)
     runner.fit(routine, Data())
@@ -173,23 +173,23 @@ def test_tests_reuse_what_belongs_to_the_weights_and_fit_anew_what_does_not(tmp_
     assert callback.laplace is last
     runner.test(routine, Data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
     assert callback.laplace is not last and routine.user.laplace is callback.laplace
-    same(callback.laplace, by_hand(routine.model, mode="map"))
+    same(callback.laplace, by_hand(routine.model, evaluate_at="map"))
     torch.testing.assert_close(torch.cat(routine.predictions[-3:]), callback.laplace.predictive(samples()[0]))
     assert (tmp_path / "laplace.safetensors").is_file() and (tmp_path / "epoch=0.laplace.safetensors").is_file()
 
 
 def test_without_a_fit_before() -> None:
     for stage in ("test", "validate", "predict"):
-        routine, callback = Routine(), FitLaplace(mode="map", at_fit_end=False)
+        routine, callback = Routine(), FitLaplace(evaluate_at="map", at_fit_end=False)
         data = Data()
         data.val_dataloader = data.test_dataloader  # type: ignore[method-assign]
         getattr(trainer(callback), stage)(routine, datamodule=data)
-        same(callback.laplace, by_hand(routine.model, mode="map"))
+        same(callback.laplace, by_hand(routine.model, evaluate_at="map"))
         assert len(routine.predictions) == 3
 
 
 def test_at_fit_end_can_be_left_out() -> None:
-    routine, callback = Routine(), FitLaplace(mode="map", at_fit_end=False)
+    routine, callback = Routine(), FitLaplace(evaluate_at="map", at_fit_end=False)
     runner = trainer(callback)
     runner.fit(routine, Data())
     assert callback.laplace is None
@@ -204,11 +204,11 @@ def test_weights_made_under_inference_mode() -> None:
     model.add_module("tied", nn.Identity())
     model.tied.weight = model[3].weight
     assert model[3].weight.is_inference()
-    routine, callback = Routine(model), FitLaplace(mode="map", curvature="diag")
+    routine, callback = Routine(model), FitLaplace(evaluate_at="map", curvature="diag")
     trainer(callback).test(routine, Data(), verbose=False)
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
     assert model.tied.weight is model[3].weight
-    same(callback.laplace, by_hand(model, mode="map", curvature="diag"))
+    same(callback.laplace, by_hand(model, evaluate_at="map", curvature="diag"))
 
 
 def test_training_again_takes_the_old_approximation_back() -> None:
@@ -218,17 +218,17 @@ def test_training_again_takes_the_old_approximation_back() -> None:
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             seen.append(pl_module.user.laplace)  # type: ignore[union-attr]
 
-    routine, callback = Routine(), FitLaplace(mode="map")
+    routine, callback = Routine(), FitLaplace(evaluate_at="map")
     trainer(callback).fit(routine, Data())
     first = callback.laplace
     trainer(callback, Look()).fit(routine, Data())
     assert seen == [None] and callback.laplace is not first
-    same(callback.laplace, by_hand(routine.model, mode="map"))
+    same(callback.laplace, by_hand(routine.model, evaluate_at="map"))
 
 
 def test_random_state_is_left_alone() -> None:
     states = []
-    for callbacks in ([], [FitLaplace(mode="map", fisher="mc")]):
+    for callbacks in ([], [FitLaplace(evaluate_at="map", fisher_type="mc")]):
         torch.manual_seed(5)
         trainer(*callbacks).fit(Routine(), Data())
         states.append(torch.get_rng_state())
@@ -247,7 +247,7 @@ class Averaged(nn.Module):
 def test_which_network() -> None:
     with pytest.raises(ValueError, match=r"core_model, ema_model.*network='model.ema_model'"):
         trainer(FitLaplace()).fit(Routine(Averaged()), Data())
-    routine, callback = Routine(Averaged()), FitLaplace(mode="map", network="model.ema_model")
+    routine, callback = Routine(Averaged()), FitLaplace(evaluate_at="map", network="model.ema_model")
     trainer(callback).fit(routine, Data())
     assert callback.laplace is not None and callback.laplace.model is routine.model.ema_model
     other = Routine()
@@ -322,9 +322,11 @@ def test_the_evaluation_transform_takes_the_place_of_augmentation() -> None:
     for split in (False, True):
         rows = torch.arange(5, 35)
         data = Subset(Augmented(noise), rows.tolist()) if split else Augmented(noise)
-        routine, callback = Routine(), FitLaplace(mode="map", transform=double)
+        routine, callback = Routine(), FitLaplace(evaluate_at="map", transform=double)
         trainer(callback).fit(routine, Data(data))
-        same(callback.laplace, by_hand(routine.model, (2 * x[rows], y[rows]) if split else (2 * x, y), mode="map"))
+        same(
+            callback.laplace, by_hand(routine.model, (2 * x[rows], y[rows]) if split else (2 * x, y), evaluate_at="map")
+        )
         own = data.dataset if isinstance(data, Subset) else data
         assert own.transform is noise  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="no attribute 'transform'"):
@@ -337,10 +339,10 @@ def test_a_data_modules_own_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tu_symmetry.callbacks.training_data.rank_zero_info", said.append)
     data = Data(Augmented(noise))
     data.train_transform, data.test_transform = noise, double
-    routine, callback = Routine(), FitLaplace(mode="map")
+    routine, callback = Routine(), FitLaplace(evaluate_at="map")
     trainer(callback).fit(routine, data)
     x, y = samples()
-    same(callback.laplace, by_hand(routine.model, (2 * x, y), mode="map"))
+    same(callback.laplace, by_hand(routine.model, (2 * x, y), evaluate_at="map"))
     assert "test_transform in place of train_transform" in said[0]
 
 
@@ -348,9 +350,9 @@ def test_given_data() -> None:
     x, y = samples()
     given = TensorDataset(x[:20], y[:20])
     for data in (given, DataLoader(given, batch_size=3, shuffle=True, drop_last=True)):
-        routine, callback = Routine(), FitLaplace(data, mode="map")  # type: ignore[arg-type]
+        routine, callback = Routine(), FitLaplace(data, evaluate_at="map")  # type: ignore[arg-type]
         trainer(callback).fit(routine, Data(Augmented(noise)))
-        same(callback.laplace, by_hand(routine.model, (x[:20], y[:20]), mode="map"))
+        same(callback.laplace, by_hand(routine.model, (x[:20], y[:20]), evaluate_at="map"))
 
 
 def plain(data: Data, **options: Any) -> DataLoader[Any]:
@@ -421,7 +423,7 @@ def test_every_process_has_its_share_and_no_sample_twice() -> None:
 
 
 def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None:
-    routine, callback = Routine(), FitLaplace(mode="linear", prior="single", batch_size=30)
+    routine, callback = Routine(), FitLaplace(evaluate_at="tangent_mode", prior="single", batch_size=30)
     trainer(callback, ModelCheckpoint(tmp_path, filename="net")).fit(routine, Data())
     assert callback.saved_to == tmp_path / "laplace.safetensors"
     content = torch.load(tmp_path / "net.ckpt", weights_only=True)
@@ -443,9 +445,9 @@ def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None
 
 def test_a_path_of_ones_own_and_nothing_without_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer(callback := FitLaplace(mode="map")).fit(Routine(), Data())
+    trainer(callback := FitLaplace(evaluate_at="map")).fit(Routine(), Data())
     assert callback.saved_to is None and not list(tmp_path.iterdir())
-    trainer(callback := FitLaplace(mode="map", path=tmp_path / "deep" / "la.safetensors")).fit(Routine(), Data())
+    trainer(callback := FitLaplace(evaluate_at="map", path=tmp_path / "deep" / "la.safetensors")).fit(Routine(), Data())
     assert LinearizedLaplace.load(tmp_path / "deep" / "la.safetensors", callback.laplace.model).prior == "per_group"
 
 
@@ -453,10 +455,10 @@ def test_evidence_and_hyperprior() -> None:
     routine, callback, logger = Routine(), FitLaplace(evidence=False, prior_precision=7.0, prior="single"), Numbers()
     trainer(callback, logger=logger).fit(routine, Data())
     assert logger.metrics["laplace/lambda/all"] == pytest.approx(7) and "laplace/log_evidence" not in logger.metrics
-    flat = FitLaplace(mode="map", hyperprior=None)
+    flat = FitLaplace(evaluate_at="map", hyperprior=None)
     trainer(flat).fit(routine := Routine(), Data())
     assert flat.laplace is not None
-    la = LinearizedLaplace(routine.model, mode="map").fit([samples()])
+    la = LinearizedLaplace(routine.model, evaluate_at="map").fit([samples()])
     la.optimize_evidence(hyperprior=None)
     torch.testing.assert_close(flat.laplace.log_precision, la.log_precision, rtol=1e-3, atol=2e-3)
 
@@ -476,7 +478,7 @@ def test_in_yaml(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("""
 callback:
   class_path: tu_symmetry.callbacks.FitLaplace
-  init_args: {prior: single, mode: map, likelihood: regression, noise_variance: 0.5, hyperprior: {std: 3.0}}
+  init_args: {prior: single, evaluate_at: map, likelihood: regression, noise_variance: 0.5, hyperprior: {std: 3.0}}
 """)
     found = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
     assert found.options["prior"] == "single" and found.options["noise_variance"] == 0.5
@@ -490,7 +492,7 @@ callback:
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     runner = Trainer(
-        callbacks=[FitLaplace(mode="linear", path=tmp_path / "two.safetensors"), ModelCheckpoint(tmp_path)],
+        callbacks=[FitLaplace(path=tmp_path / "two.safetensors"), ModelCheckpoint(tmp_path)],
         max_epochs=1, accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
@@ -500,4 +502,4 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     model.load_state_dict({name.removeprefix("model."): tensor for name, tensor in state.items()})
     found = LinearizedLaplace.load(tmp_path / "two.safetensors", model)
     assert found.summary.samples == SAMPLES
-    same(found, by_hand(model, mode="linear"))
+    same(found, by_hand(model, evaluate_at="tangent_mode"))

@@ -171,7 +171,7 @@ def test_no_damage_of_a_compact_posterior_goes_unnoticed(tmp_path: Path) -> None
 def test_no_damage_of_a_laplace_file_goes_unnoticed(tmp_path: Path) -> None:
     path, model = tmp_path / "l.safetensors", nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(6, 2, dtype=torch.float64)
-    LinearizedLaplace(model, prior="single", mode="map").fit([(x, torch.arange(6) % 2)]).save(path)
+    LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, torch.arange(6) % 2)]).save(path)
     assert undetected(path, lambda: LinearizedLaplace.load(path, model), FileError, step=11) == []
 
 

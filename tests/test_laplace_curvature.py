@@ -29,7 +29,7 @@ RTOL = 1e-9
 
 
 def fitted(model: nn.Module, x: Any, y: Tensor, kind: str = "classification", **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "mode": "map"} | options
+    options = {"prior": "single", "evaluate_at": "map"} | options
     half = max(1, len(y) // 3)
     parts = [(x[:half], y[:half]), (x[half:], y[half:])] if isinstance(x, Tensor) else [(x, y)]
     return LinearizedLaplace(model, kind, **options).fit([p for p in parts if len(p[1])])  # type: ignore[arg-type]
@@ -117,19 +117,19 @@ def test_full_is_the_generalized_gauss_newton_matrix(name: str, kind: str) -> No
     torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-9)
 
 
-@pytest.mark.parametrize("fisher", ["type2", "empirical"])
+@pytest.mark.parametrize("fisher_type", ["type-2", "empirical"])
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_diag_is_the_diagonal(name: str, fisher: str) -> None:
+def test_diag_is_the_diagonal(name: str, fisher_type: str) -> None:
     build, inputs = NETWORKS[name]
     model, x, y = build(), inputs(), data(1, outputs=3)[1]
-    la = fitted(model, x, y, curvature="diag", fisher=fisher)
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification", fisher)
+    la = fitted(model, x, y, curvature="diag", fisher_type=fisher_type)
+    exact = exact_ggn(model, la.tangent.names, x, y, "classification", fisher_type)
     torch.testing.assert_close(dense_curvature(la), torch.diag(exact.diagonal()), rtol=RTOL, atol=1e-10)
 
 
 def test_full_empirical_fisher() -> None:
     model, (x, y) = mlp(), data(4, outputs=3)
-    la = fitted(model, x, y, curvature="full", fisher="empirical")
+    la = fitted(model, x, y, curvature="full", fisher_type="empirical")
     exact = exact_ggn(model, la.tangent.names, x, y, "classification", "empirical")
     torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-10)
 
@@ -172,11 +172,11 @@ def test_frozen_parameters_stay_outside_and_change_nothing_else(curvature: str) 
 # ---------------------------------------------------------------------- where Kronecker factors are exact
 
 
-@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
-def test_kfac_of_one_sample_is_exact(curvature: str, weight_sharing: str) -> None:
+def test_kfac_of_one_sample_is_exact(curvature: str, kfac_approx: str) -> None:
     model, (x, y) = mlp(), data(4, outputs=3, samples=1)
-    la = fitted(model, x, y, curvature=curvature, weight_sharing=weight_sharing)
+    la = fitted(model, x, y, curvature=curvature, kfac_approx=kfac_approx)
     exact = exact_ggn(model, la.tangent.names, x, y, "classification")
     if curvature == "kfac":
         torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
@@ -185,12 +185,12 @@ def test_kfac_of_one_sample_is_exact(curvature: str, weight_sharing: str) -> Non
         torch.testing.assert_close(dense_curvature(la)[own, own], exact[own, own], rtol=RTOL, atol=1e-10)
 
 
-@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
-def test_kfac_of_a_linear_network_is_exact(weight_sharing: str) -> None:
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+def test_kfac_of_a_linear_network_is_exact(kfac_approx: str) -> None:
     """Gaussian likelihood: gradients of the outputs do not depend on the data."""
     model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 2)))
     x, y = data(4, outputs=2, kind="regression")
-    la = fitted(model, x, y, "regression", weight_sharing=weight_sharing)
+    la = fitted(model, x, y, "regression", kfac_approx=kfac_approx)
     exact = exact_ggn(model, la.tangent.names, x, y, "regression")
     torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
 
@@ -214,10 +214,10 @@ def test_reduce_is_exact_for_linear_networks_that_pool(convolution: bool) -> Non
     """Proposition 2 of arXiv 2311.00636; expand is not exact there."""
     model = randomize(Pooled(convolution))
     x, y = data(5, 3, outputs=2, kind="regression")
-    reduce = fitted(model, x, y, "regression", weight_sharing="reduce")
+    reduce = fitted(model, x, y, "regression", kfac_approx="reduce")
     exact = exact_ggn(model, reduce.tangent.names, x, y, "regression")
     torch.testing.assert_close(dense_curvature(reduce), blocks_of(exact, reduce), rtol=RTOL, atol=1e-9)
-    expand = fitted(model, x, y, "regression", weight_sharing="expand")
+    expand = fitted(model, x, y, "regression", kfac_approx="expand")
     own = slot(expand, "first.weight")
     assert (dense_curvature(expand) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
 
@@ -237,10 +237,10 @@ def test_expand_is_exact_for_linear_networks_with_a_loss_at_every_position() -> 
     """Proposition 1 of arXiv 2311.00636; reduce is not exact there."""
     model = randomize(PerPosition())
     x, y = data(5, 3, outputs=10, kind="regression")
-    expand = fitted(model, x, y, "regression", weight_sharing="expand")
+    expand = fitted(model, x, y, "regression", kfac_approx="expand")
     exact = exact_ggn(model, expand.tangent.names, x, y, "regression")
     torch.testing.assert_close(dense_curvature(expand), blocks_of(exact, expand), rtol=RTOL, atol=1e-9)
-    reduce = fitted(model, x, y, "regression", weight_sharing="reduce")
+    reduce = fitted(model, x, y, "regression", kfac_approx="reduce")
     own = slot(reduce, "first.weight")
     assert (dense_curvature(reduce) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
 
@@ -256,16 +256,16 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize(("convolution", "shape"), CONVOLUTIONS)
 def test_convolutions_with_one_position_are_exact(
-    convolution: nn.Module, shape: tuple[int, ...], weight_sharing: str
+    convolution: nn.Module, shape: tuple[int, ...], kfac_approx: str
 ) -> None:
     """Every group of a grouped convolution has its own factors; blocks between groups are dropped."""
     width = convolution.weight.shape[0]  # type: ignore[union-attr,index]
     model = randomize(nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(int(width), 3)))  # type: ignore
     x, y = data(*shape, outputs=3, samples=1)
-    la = fitted(model, x, y, weight_sharing=weight_sharing)
+    la = fitted(model, x, y, kfac_approx=kfac_approx)
     exact = exact_ggn(model, la.tangent.names, x, y, "classification")
     found, own = dense_curvature(la), slot(la, "0.weight")
     size = (own.stop - own.start) // convolution.groups  # type: ignore[operator]
@@ -310,7 +310,7 @@ def test_factors_of_a_convolution_follow_their_definition(reduce: bool) -> None:
     first, tail = nn.Conv2d(2, 3, 3, stride=2, padding=1), nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(27, 3))
     model = randomize(nn.Sequential(first, tail))
     x, y = data(2, 5, 5, outputs=3)
-    la = fitted(model, x, y, weight_sharing="reduce" if reduce else "expand")
+    la = fitted(model, x, y, kfac_approx="reduce" if reduce else "expand")
     rows = nn.functional.unfold(x, 3, stride=2, padding=1).mT
     after = torch.stack([torch.func.jacrev(tail)(h.unsqueeze(0))[0, :, 0] for h in first(x).detach()])
     after = after.flatten(3).transpose(2, 3).detach()
@@ -324,7 +324,7 @@ def test_factors_of_a_convolution_follow_their_definition(reduce: bool) -> None:
 def test_factors_of_attention_projections_follow_their_definition(role: str, reduce: bool) -> None:
     model = randomize(SelfAttention(False))
     x, y = data(3, 4, outputs=3)
-    la = fitted(model, x, y, weight_sharing="reduce" if reduce else "expand")
+    la = fitted(model, x, y, kfac_approx="reduce" if reduce else "expand")
     attention = model.attention
     place = "qkv".index(role)
 
@@ -346,12 +346,12 @@ def test_factors_of_attention_projections_follow_their_definition(role: str, red
     torch.testing.assert_close(dense_curvature(la)[piece, piece], expected, rtol=RTOL, atol=1e-10)
 
 
-@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_blocks_of_biases_normalizations_and_embeddings_are_exact(name: str, weight_sharing: str) -> None:
+def test_blocks_of_biases_normalizations_and_embeddings_are_exact(name: str, kfac_approx: str) -> None:
     build, inputs = NETWORKS[name]
     model, x, y = build(), inputs(), data(1, outputs=3)[1]
-    la = fitted(model, x, y, weight_sharing=weight_sharing)
+    la = fitted(model, x, y, kfac_approx=kfac_approx)
     exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
     compared = 0
     for block in la.posterior.blocks:
@@ -412,7 +412,7 @@ def test_ekfac_with_fewer_samples_than_directions(convolution: bool, sharing: st
     model = randomize(model).to(dtype)
     x, y = data(*((4, 4, 4) if convolution else (20,)), outputs=3, samples=3)
     x = x.to(dtype)
-    la = fitted(model, x, y, curvature="ekfac", weight_sharing=sharing)
+    la = fitted(model, x, y, curvature="ekfac", kfac_approx=sharing)
     jac = jacobian(model.double(), la.tangent.names, x.double())
     point, function = split(model, la.tangent.names)
     middle = output_matrices("classification", function(point, x.double()), y)
@@ -453,7 +453,7 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
     exact = dense_curvature(fitted(model, x, y, kind, curvature=curvature))
     errors = []
     for draws in (4, 200):
-        la = fitted(model, x, y, kind, curvature=curvature, fisher="mc", draws=draws,
+        la = fitted(model, x, y, kind, curvature=curvature, fisher_type="mc", mc_samples=draws,
                     generator=torch.Generator().manual_seed(0))  # fmt: skip
         errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
     assert errors[1] < 0.12 < errors[0] < 1.0
@@ -462,10 +462,10 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
 def test_the_monte_carlo_fisher_repeats_and_leaves_the_global_generator_alone() -> None:
     model, (x, y) = mlp(), data(4, outputs=3)
     before = torch.get_rng_state()
-    found = [dense_curvature(fitted(model, x, y, fisher="mc")) for _ in range(2)]
+    found = [dense_curvature(fitted(model, x, y, fisher_type="mc")) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(*found)
-    other = dense_curvature(fitted(model, x, y, fisher="mc", generator=torch.Generator().manual_seed(5)))
+    other = dense_curvature(fitted(model, x, y, fisher_type="mc", generator=torch.Generator().manual_seed(5)))
     assert not torch.allclose(other, found[0])
 
 

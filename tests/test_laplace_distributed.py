@@ -19,11 +19,11 @@ from tu_symmetry.laplace.model import LinearizedLaplace
 WHOLE = slice(None)
 SHARES = (slice(0, 3), slice(3, None))  # of different sizes, and numbers of batches
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("classification", {"curvature": "kfac", "weight_sharing": "reduce", "mode": "map"}),
-    ("classification", {"curvature": "ekfac", "mode": "map"}),
+    ("classification", {"curvature": "kfac", "kfac_approx": "reduce", "evaluate_at": "map"}),
+    ("classification", {"curvature": "ekfac", "evaluate_at": "map"}),
     ("classification", {"curvature": "last_layer"}),
-    ("classification", {"curvature": "full", "parameters": ["3", "7"], "mode": "map"}),
-    ("regression", {"curvature": "diag", "mode": "map"}),
+    ("classification", {"curvature": "full", "parameters": ["3", "7"], "evaluate_at": "map"}),
+    ("regression", {"curvature": "diag", "evaluate_at": "map"}),
     ("regression", {"curvature": "last_layer"}),
 ]
 
@@ -44,7 +44,7 @@ def values(share: slice) -> list[float]:
         own = [(a, b) for a, b in zip(x[share].split(2), y[share].split(2), strict=True)]
         la = LinearizedLaplace(network(), kind, prior="per_layer", **options).fit(own)  # type: ignore[arg-type]
         found += [float(la.summary.samples), la.summary.loss, la.log_marginal_likelihood()]
-        if la.mode == "map":
+        if la.evaluate_at == "map":
             found.append(la.optimize_evidence().log_marginal_likelihood)
         found += [row.precision for row in la.report()] + la.function_covariance(x[:2])[1].flatten().tolist()
         found += la.theta.tolist()

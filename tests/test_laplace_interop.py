@@ -38,7 +38,7 @@ def theirs(model: nn.Module, x: Tensor, y: Tensor, kind: str, **options: Any) ->
 
 
 def ours(model: nn.Module, x: Tensor, y: Tensor, kind: str, **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "mode": "map", "bias": "shared"} | options
+    options = {"prior": "single", "evaluate_at": "map", "bias": "shared"} | options
     la = LinearizedLaplace(model, kind, **options)  # type: ignore[arg-type]
     return la.fit([(x[:4], y[:4]), (x[4:], y[4:])])
 
@@ -64,7 +64,7 @@ def test_evidence_and_predictive_are_theirs(name: str, kind: str) -> None:
     torch.testing.assert_close(la.function_covariance(x)[1], covariances(other, x), rtol=1e-7, atol=1e-9)
     if kind == "classification":
         expected = other(x, pred_type="glm", link_approx="probit").detach()
-        torch.testing.assert_close(la.predictive(x, link="probit"), expected, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("prior", ["single", "per_layer"])
@@ -105,8 +105,8 @@ def test_conversion_from_laplace_torch(kind: str, layers: int) -> None:
 
 def test_mode_linear_needs_the_data_again() -> None:
     model, x, y = problem("mlp", "classification")
-    la = LinearizedLaplace.from_laplace_torch(theirs(model, x, y, "classification"), mode="linear")
-    reference = ours(model, x, y, "classification", mode="linear", prior_precision=1.0)
+    la = LinearizedLaplace.from_laplace_torch(theirs(model, x, y, "classification"), evaluate_at="tangent_mode")
+    reference = ours(model, x, y, "classification", evaluate_at="tangent_mode", prior_precision=1.0)
     found = la.log_marginal_likelihood([(x, y)])
     assert found == pytest.approx(reference.log_marginal_likelihood(), rel=1e-7)
 

@@ -61,15 +61,15 @@ def rescaled(model: nn.Module, graph: SymmetryGraph, k: float, build: Any) -> nn
 def predictions(
     model: nn.Module, graph: SymmetryGraph, x: Tensor, y: Tensor, kind: str = "classification", **options: Any
 ) -> tuple[LinearizedLaplace, dict[str, Tensor]]:
-    la = LinearizedLaplace(model, kind, graph, **options)  # type: ignore[arg-type]
+    la = LinearizedLaplace(model, kind, graph=graph, **options)  # type: ignore[arg-type]
     la.fit([(x, y)])
     assert la.optimize_evidence().converged
     inputs = x[:5] + 0.3
     mean, covariance = la.function_covariance(inputs)
     found = {"mean": mean, "covariance": covariance, "samples": la.function_samples(inputs, 8)}
     if kind == "classification":
-        found["probit"] = la.predictive(inputs, link="probit")
-        found["mc"] = la.predictive(inputs, covariance="samples", n_samples=8)
+        found["probit"] = la.predictive(inputs, link_approx="probit")
+        found["mc"] = la.predictive(inputs, covariance="samples", num_samples=8)
     else:
         found["variance"] = la.predictive(inputs).variance
     return la, found
@@ -109,7 +109,7 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
         pytest.param({"curvature": "ekfac"}, marks=pytest.mark.slow),
         pytest.param({"curvature": "diag"}, marks=pytest.mark.slow),
         pytest.param({"prior": "per_filter"}, marks=pytest.mark.slow),
-        {"curvature": "last_layer", "mode": "map"},
+        {"curvature": "last_layer", "evaluate_at": "map"},
     ],
 )
 def test_other_curvatures_and_one_precision_for_each_filter(options: dict[str, Any]) -> None:
@@ -134,18 +134,18 @@ def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
 @pytest.mark.parametrize(
-    ("name", "mode", "k"),
+    ("name", "evaluate_at", "k"),
     [
-        pytest.param("groupnorm", "linear", 10.0, marks=pytest.mark.slow),
+        pytest.param("groupnorm", "tangent_mode", 10.0, marks=pytest.mark.slow),
         ("batchnorm", "map", 0.1),
         ("layernorm", "map", 0.1),
         ("groupnorm", "map", 10.0),
     ],
 )
-def test_a_single_precision_is_not_invariant(name: str, mode: str, k: float) -> None:
+def test_a_single_precision_is_not_invariant(name: str, evaluate_at: str, k: float) -> None:
     """The reason for Recommendation 2."""
     model, graph, x, y = problem(name)
-    options = {"prior": "single", "mode": mode}
+    options = {"prior": "single", "evaluate_at": evaluate_at}
     _, expected = predictions(model, graph, x, y, **options)
     _, found = predictions(rescaled(model, graph, k, NETWORKS[name][0]), graph, x, y, **options)
     assert relative(found["mean"], expected["mean"]) < 1e-9
@@ -158,7 +158,7 @@ def test_the_tangent_model_is_flat_along_normalized_weights(name: str) -> None:
     model, graph, x, y = problem(name)
     names = [n for n, _ in model.named_parameters()]
     jac = jacobian(model, names, x)
-    la = LinearizedLaplace(model, "classification", graph, curvature="diag").fit([(x, y)])
+    la = LinearizedLaplace(model, "classification", graph=graph, curvature="diag").fit([(x, y)])
     rest = la.prior_groups.names.index("rest")
     normalized = la.prior_groups.spread(torch.arange(len(la.prior_groups))) != rest
     moved = (jac @ (la.tangent.point() * normalized)).norm() / model(x).detach().norm()

@@ -87,7 +87,7 @@ def test_parameters_of_other_modules_get_exact_blocks(name: str, curvature: str,
     la = LinearizedLaplace(
         model,
         prior="single",
-        mode="map",
+        evaluate_at="map",
         curvature=curvature,
         dense_limit=limit,  # type: ignore[arg-type]
     )
@@ -270,7 +270,7 @@ def test_bad_data(kind: str, loader: Any, error: type[Exception], message: str, 
 
 
 def test_a_failed_fit_leaves_the_earlier_one() -> None:
-    la = LinearizedLaplace(mlp(), prior="single", mode="map").fit([(X, Y)])
+    la = LinearizedLaplace(mlp(), prior="single", evaluate_at="map").fit([(X, Y)])
     before = la.log_marginal_likelihood()
     with pytest.raises(ValueError, match="NaN"):
         la.fit([(NAN, Y)])
@@ -328,17 +328,17 @@ def test_running_statistics_of_a_diverged_run() -> None:
     [
         ({"likelihood": "poisson"}, "'poisson'"),
         ({"prior": "per_weight"}, "'per_filter'"),
-        ({"mode": "mean"}, "'linear'"),
+        ({"evaluate_at": "mean"}, "'tangent_mode'"),
         ({"curvature": "lowrank"}, "'ekfac'"),
-        ({"fisher": "mcmc"}, "'empirical'"),
-        ({"weight_sharing": "sum"}, "'reduce'"),
+        ({"fisher_type": "mcmc"}, "'empirical'"),
+        ({"kfac_approx": "sum"}, "'reduce'"),
         ({"bias": "none"}, "'shared'"),
-        ({"draws": 0}, "draws=0"),
+        ({"mc_samples": 0}, "mc_samples=0"),
         ({"prior_precision": -1.0}, "positive"),
         ({"prior_precision": {"rest": math.inf}}, "finite"),
         ({"noise_variance": 0.1}, "regression"),
         ({"likelihood": "regression", "noise_variance": -1.0}, "positive"),
-        ({"likelihood": "regression", "fisher": "empirical"}, "type2"),
+        ({"likelihood": "regression", "fisher_type": "empirical"}, "type-2"),
         ({"parameters": ["5.weight"]}, r"5\.weight.*matches no parameter"),
         ({"parameters": []}, "nothing would be left"),
         ({"curvature": "last_layer", "parameters": ["2"]}, "last_layer"),
@@ -354,7 +354,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
     [(0.0, "positive"), (-1.0, "positive"), (torch.inf, "finite"), ({"nobody": 1.0}, "no prior group 'nobody'")],
 )
 def test_precisions_that_make_no_sense(precision: Any, message: str) -> None:
-    la = LinearizedLaplace(mlp(), prior="per_layer", mode="map").fit([(X, Y)])
+    la = LinearizedLaplace(mlp(), prior="per_layer", evaluate_at="map").fit([(X, Y)])
     before = la.log_precision.clone()
     with pytest.raises(ValueError, match=message):
         la.set_precision(precision)

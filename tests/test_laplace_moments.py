@@ -116,7 +116,7 @@ def test_kept_rows_do_not_change_with_a_network_that_works_in_place() -> None:
             return self.head(x)
 
     model, x = InPlace().double().eval(), numbers(4, 40)
-    la = LinearizedLaplace(model, prior="single", mode="map").fit([(x, torch.tensor([0, 1, 2, 0]))])
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, torch.tensor([0, 1, 2, 0]))])
     block = la.posterior.blocks[0]
     moment = (block.inputs * block.input_values.unsqueeze(-2)) @ block.inputs.mT  # type: ignore[attr-defined]
     torch.testing.assert_close(moment[0], x.T @ x / 4, rtol=1e-10, atol=1e-10)

@@ -31,7 +31,7 @@ def labels(outputs: Tensor, seed: int = 0) -> Tensor:
 
 
 def fitted(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "mode": "map"} | options
+    options = {"prior": "single", "evaluate_at": "map"} | options
     cut = max(1, len(x) // 2)
     return LinearizedLaplace(model, **options).fit([p for p in ((x[:cut], y[:cut]), (x[cut:], y[cut:])) if len(p[0])])
 
@@ -185,7 +185,7 @@ def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
         x = torch.randn(length, length, 3, dtype=torch.float64)
         model = randomize(Turned())
         with pytest.raises(UnsupportedLayerError, match=r"'a'.*first axis has to be the batch"):
-            fitted(model, x, labels(model(x)), weight_sharing="reduce")
+            fitted(model, x, labels(model(x)), kfac_approx="reduce")
 
 
 # ---------------------------------------------------------------------- parametrized weights
@@ -255,7 +255,7 @@ def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
         along = torch.zeros_like(v)
         along[row] = v[row] / v[row].norm()
         assert float((block @ along.flatten()).norm()) < 1e-10 * float(block.norm())
-    la = fitted(model, x, labels(model(x)), prior="per_group", mode="linear")
+    la = fitted(model, x, labels(model(x)), prior="per_group", evaluate_at="tangent_mode")
     la.optimize_evidence()
     assert torch.isfinite(la.predictive(x)).all()
     assert len(la.prior_groups) > 1  # the rows of v are normalization groups
@@ -371,7 +371,7 @@ def check_random(seed: int) -> None:
         assert set(la.whole) == planted(model)
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
-        corrected = fitted(model, x, y, curvature="ekfac", weight_sharing="reduce")
+        corrected = fitted(model, x, y, curvature="ekfac", kfac_approx="reduce")
     exact = exact_ggn(model, la.tangent.names, x, y, "classification")
     for block in corrected.posterior.blocks:  # the eigenvalues of EKFAC sum to the exact trace
         trace = exact.diagonal()[block.start : block.stop].sum()

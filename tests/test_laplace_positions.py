@@ -90,7 +90,7 @@ def problem(name: str, kind: str = "classification", samples: int = BATCH) -> tu
 
 
 def fitted(model: nn.Module, x: Tensor, y: Tensor, kind: Any = "classification", **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "mode": "map"} | options
+    options = {"prior": "single", "evaluate_at": "map"} | options
     return LinearizedLaplace(model, kind, **options).fit([(x[:4], y[:4]), (x[4:], y[4:])] if len(x) > 4 else [(x, y)])
 
 
@@ -112,17 +112,17 @@ def test_exact_curvatures_sum_over_samples_and_positions(name: str, kind: str) -
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_the_empirical_fisher_has_one_gradient_for_each_observation(name: str) -> None:
     model, x, y = problem(name)
-    la = fitted(model, x, y, curvature="full", fisher="empirical")
+    la = fitted(model, x, y, curvature="full", fisher_type="empirical")
     exact = exact_ggn(model, la.tangent.names, x, y, "classification", "empirical")
     torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_blocks_that_are_no_kronecker_products_are_exact(name: str, curvature: str, weight_sharing: str) -> None:
+def test_blocks_that_are_no_kronecker_products_are_exact(name: str, curvature: str, kfac_approx: str) -> None:
     model, x, y = problem(name)
-    la = fitted(model, x, y, curvature=curvature, weight_sharing=weight_sharing)
+    la = fitted(model, x, y, curvature=curvature, kfac_approx=kfac_approx)
     exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
     compared = 0
     for block in la.posterior.blocks:
@@ -160,16 +160,16 @@ def test_expand_is_exact_for_linear_networks(mixing: bool) -> None:
         torch.testing.assert_close(found[own, own], exact[own, own], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("weight_sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["first", "second"])
-def test_factors_of_a_shared_weight_follow_their_definition(name: str, weight_sharing: str) -> None:
+def test_factors_of_a_shared_weight_follow_their_definition(name: str, kfac_approx: str) -> None:
     """``A``: the mean over samples and positions; ``G``: the sum over observations of what reaches each position."""
-    model, reduce = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)), weight_sharing == "reduce"
+    model, reduce = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, CLASSES)), kfac_approx == "reduce"
     randomize(model)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, POSITIONS, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(0, CLASSES, (BATCH, POSITIONS), generator=generator)
-    la = fitted(model, x, y, weight_sharing=weight_sharing)
+    la = fitted(model, x, y, kfac_approx=kfac_approx)
     hidden = model[0](x).detach()
     rows, tail, entry = (x, model[1:], hidden) if name == "first" else (model[1](hidden).detach(), nn.Identity(),
                                                                         model(x).detach())  # fmt: skip
@@ -211,10 +211,10 @@ def test_one_position_is_a_sample_without_positions(name: str) -> None:
 def test_the_last_layer_in_closed_form() -> None:
     for kind in ("classification", "regression"):
         model, x, y = problem("tagger", kind)
-        la = fitted(model, x, y, kind, curvature="last_layer", mode="linear")
+        la = fitted(model, x, y, kind, curvature="last_layer", evaluate_at="tangent_mode")
         exact = exact_ggn(model, la.tangent.names, x, y, kind)
         torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-9, atol=1e-9)
-        reference = fitted(model, x, y, kind, curvature="full", mode="linear", parameters=["head"])
+        reference = fitted(model, x, y, kind, curvature="full", evaluate_at="tangent_mode", parameters=["head"])
         torch.testing.assert_close(la.solve_mode().theta, reference.solve_mode().theta, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(la.function_covariance(x), reference.function_covariance(x))
 
@@ -225,7 +225,7 @@ def test_the_monte_carlo_fisher_draws_all_positions_at_once_and_converges() -> N
         exact = dense_curvature(fitted(model, x, y, kind, curvature="full"))
         errors = []
         for draws in (4, 400):
-            la = fitted(model, x, y, kind, curvature="full", fisher="mc", draws=draws)
+            la = fitted(model, x, y, kind, curvature="full", fisher_type="mc", mc_samples=draws)
             errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
         assert errors[1] < 0.12 < errors[0] < 1.5
 
@@ -239,7 +239,7 @@ def test_the_monte_carlo_fisher_draws_all_positions_at_once_and_converges() -> N
 def test_mode_and_evidence_by_their_definition(name: str, curvature: str, kind: str) -> None:
     model, x, y = problem(name, kind)
     noise = {"noise_variance": 0.4} if kind == "regression" else {}
-    la = fitted(model, x, y, kind, curvature=curvature, mode="linear", prior="per_layer", **noise)
+    la = fitted(model, x, y, kind, curvature=curvature, evaluate_at="tangent_mode", prior="per_layer", **noise)
     la.set_precision({n: 0.5 + i for i, n in enumerate(la.prior_groups.names)})
     found = la.log_marginal_likelihood()
     variance, theta = la.noise_variance, la.theta
@@ -261,7 +261,7 @@ def test_mode_and_evidence_by_their_definition(name: str, curvature: str, kind: 
 
 def test_the_noise_variance_counts_every_position() -> None:
     model, x, y = problem("per_position", "regression", samples=30)
-    la = fitted(model, x, y, "regression", curvature="full", mode="linear")
+    la = fitted(model, x, y, "regression", curvature="full", evaluate_at="tangent_mode")
     la.optimize_evidence()
     # MacKay's fixed point: the squared residuals over the number of observed values less the determined directions
     values = torch.linalg.eigvalsh(dense_curvature(la)) / la.noise_variance
@@ -283,19 +283,19 @@ def test_covariances_and_predictives_of_every_position(name: str, curvature: str
     own = torch.einsum("ntci,ij,ntdj->ntcd", jac, dense_covariance(la), jac)
     variance = own.diagonal(dim1=-2, dim2=-1)
     expected = (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
-    torch.testing.assert_close(la.predictive(x, link="probit"), expected, rtol=1e-7, atol=1e-9)
-    assert la.predictive(x, link="mean").shape == (BATCH, POSITIONS, CLASSES)
-    exact = la.predictive(x, n_samples=4096, covariance="exact")
+    torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
+    assert la.predictive(x, link_approx="mean").shape == (BATCH, POSITIONS, CLASSES)
+    exact = la.predictive(x, num_samples=4096, covariance="exact")
     draws = torch.randn(40_000, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     some = mean[0, 1] + draws @ torch.linalg.cholesky(own[0, 1] + 1e-12 * torch.eye(CLASSES)).T
     torch.testing.assert_close(exact[0, 1], some.softmax(-1).mean(0), rtol=0, atol=0.01)
-    sampled = la.predictive(x, n_samples=400, covariance="samples")
+    sampled = la.predictive(x, num_samples=400, covariance="samples")
     torch.testing.assert_close(sampled, exact, rtol=0, atol=0.15)
     samples = la.function_samples(x, 300)
     assert samples.shape == (300, BATCH, POSITIONS, CLASSES)
     spread = (samples - mean).square().mean(0)
     torch.testing.assert_close(spread, variance, rtol=0.5, atol=1e-3)
-    assert la.predictive(x, joint=True, n_samples=5).shape == (5, BATCH, POSITIONS, CLASSES)
+    assert la.predictive(x, joint=True, num_samples=5).shape == (5, BATCH, POSITIONS, CLASSES)
 
 
 def test_a_regression_predicts_every_position() -> None:
@@ -311,7 +311,7 @@ def test_a_regression_predicts_every_position() -> None:
 def test_sequences_of_several_lengths() -> None:
     """Batches may differ in their number of positions; a regression's noise needs them equal."""
     model, x, y = problem("per_position")
-    la = LinearizedLaplace(model, prior="single", mode="map", curvature="full")
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map", curvature="full")
     la.fit([(x[:3], y[:3]), (x[3:, :2], y[3:, :2])])
     exact = exact_ggn(model, la.tangent.names, x[:3], y[:3], "classification")
     exact = exact + exact_ggn(model, la.tangent.names, x[3:, :2], y[3:, :2], "classification")

@@ -83,13 +83,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 
 def fitted(
-    name: str = "mlp", kind: str = "classification", mode: str = "map", **options: Any
+    name: str = "mlp", kind: str = "classification", evaluate_at: str = "map", **options: Any
 ) -> tuple[LinearizedLaplace, Any]:
     build, inputs = NETWORKS[name]
     model, x = build(), inputs()
     y = data(1, outputs=3, kind=kind)[1]
     options = {"prior": "per_layer"} | options
-    la = LinearizedLaplace(model, kind, mode=mode, **options).fit([(x, y)])  # type: ignore[arg-type]
+    la = LinearizedLaplace(model, kind, evaluate_at=evaluate_at, **options).fit([(x, y)])  # type: ignore[arg-type]
     numbers = torch.arange(1, len(la.prior_groups) + 1).double()
     la.set_precision(dict(zip(la.prior_groups.names, (0.3 * numbers).tolist(), strict=True)))
     return la, x
@@ -187,7 +187,9 @@ def test_joint_samples_have_the_covariance_between_inputs() -> None:
     found, expected = torch.cov(drawn.T), covariance.reshape(6, 6)
     assert float((found - expected).norm() / expected.norm()) < 0.15
     assert float(expected[:3, 3:].norm() / expected.norm()) > 0.1
-    torch.testing.assert_close(la.predictive(x[:2], joint=True, n_samples=9), la.function_samples(x[:2], 9).softmax(-1))
+    torch.testing.assert_close(
+        la.predictive(x[:2], joint=True, num_samples=9), la.function_samples(x[:2], 9).softmax(-1)
+    )
 
 
 def test_samples_beyond_the_memory_limit_are_drawn_anew() -> None:
@@ -217,7 +219,7 @@ def test_monte_carlo_predictive_converges_to_the_exact_one(covariance: str) -> N
     mean, both = exact(la, x[:4])
     expected = monte_carlo(mean, each(both))
     errors = [
-        float((la.predictive(x[:4], n_samples=n, covariance=covariance) - expected).abs().max())  # type: ignore
+        float((la.predictive(x[:4], num_samples=n, covariance=covariance) - expected).abs().max())  # type: ignore
         for n in (20, 1000)
     ]
     assert errors[1] < 0.03 and errors[1] < errors[0]
@@ -230,8 +232,8 @@ def test_probit(curvature: str) -> None:
     mean, covariance = exact(la, x)
     variance = torch.einsum("ncnc->nc", covariance)
     expected = (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
-    torch.testing.assert_close(la.predictive(x, link="probit"), expected, rtol=1e-8, atol=1e-10)
-    sampled = la.predictive(x, link="probit", covariance="samples", n_samples=800)
+    torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-8, atol=1e-10)
+    sampled = la.predictive(x, link_approx="probit", covariance="samples", num_samples=800)
     assert 1e-6 < float((sampled - expected).abs().max()) < 0.03
 
 
@@ -249,9 +251,9 @@ def test_probit_of_two_classes_is_near_the_exact_predictive() -> None:
 
     model, (x, y) = randomize(Logit()), data(4, outputs=2)
     la = LinearizedLaplace(model, prior="single", curvature="full", prior_precision=0.5).fit([(x, y)])
-    found = la.predictive(x, link="probit")
-    torch.testing.assert_close(found, la.predictive(x, link="mc", n_samples=20_000), rtol=0, atol=0.02)
-    assert float((found - la.predictive(x, link="mean")).abs().max()) > 0.03
+    found = la.predictive(x, link_approx="probit")
+    torch.testing.assert_close(found, la.predictive(x, link_approx="mc", num_samples=20_000), rtol=0, atol=0.02)
+    assert float((found - la.predictive(x, link_approx="mean")).abs().max()) > 0.03
 
 
 def test_the_bridge_is_left_out_for_it_changes_the_predicted_class() -> None:
@@ -268,13 +270,13 @@ def test_the_bridge_is_left_out_for_it_changes_the_predicted_class() -> None:
     assert int(exact.argmax()) == int(probit.argmax()) == int(mean.argmax()) == 0
     assert int(alpha.argmax()) == 3
     la, x = fitted()
-    with pytest.raises(ValueError, match=r"link='bridge' is left out.*'probit'"):
-        la.predictive(x, link="bridge")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"link_approx='bridge' is left out.*'probit'"):
+        la.predictive(x, link_approx="bridge")  # type: ignore[arg-type]
 
 
 def test_mean_is_the_network() -> None:
     la, x = fitted()
-    torch.testing.assert_close(la.predictive(x, link="mean"), la.model(x).softmax(-1).detach())
+    torch.testing.assert_close(la.predictive(x, link_approx="mean"), la.model(x).softmax(-1).detach())
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])
@@ -285,13 +287,13 @@ def test_regression_predictive(curvature: str) -> None:
     torch.testing.assert_close(found.mean, mean)
     torch.testing.assert_close(found.epistemic, torch.einsum("ncnc->nc", covariance), rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(found.variance, found.epistemic + 0.3)
-    sampled = la.predictive(x, covariance="samples", n_samples=800)
+    sampled = la.predictive(x, covariance="samples", num_samples=800)
     torch.testing.assert_close(sampled.epistemic, found.epistemic, rtol=0.25, atol=1e-3)
-    assert la.predictive(x, joint=True, n_samples=7).shape == (7, 9, 3)
+    assert la.predictive(x, joint=True, num_samples=7).shape == (7, 9, 3)
 
 
 def test_the_mean_stays_where_the_network_is_and_weights_move_in_mode_linear() -> None:
-    la, x = fitted(mode="linear")
+    la, x = fitted(evaluate_at="tangent_mode")
     la.solve_mode()
     assert float((la.theta - la.tangent.point()).norm()) > 0.1
     torch.testing.assert_close(la.function_covariance(x)[0], la.model(x).detach())
@@ -318,13 +320,13 @@ def test_samples_of_outputs_give_better_means_than_independent_ones() -> None:
 # ---------------------------------------------------------------------- streams, memory, surroundings
 
 
-@pytest.mark.parametrize("options", [{}, {"covariance": "samples"}, {"link": "probit"}, {"joint": True}])
+@pytest.mark.parametrize("options", [{}, {"covariance": "samples"}, {"link_approx": "probit"}, {"joint": True}])
 def test_streaming_a_loader(options: dict[str, Any]) -> None:
     la, x = fitted("cnn")
     dataset = torch.utils.data.TensorDataset(x, torch.zeros(9))
-    expected = la.predictive(x, n_samples=11, **options)
+    expected = la.predictive(x, num_samples=11, **options)
     for loader in (torch.utils.data.DataLoader(dataset, 4), x.split(2)):
-        parts = la.predict(loader, n_samples=11, **options)
+        parts = la.predict(loader, num_samples=11, **options)
         assert iter(parts) is parts
         torch.testing.assert_close(torch.cat(list(parts), dim=1 if options.get("joint") else 0), expected)
 
@@ -350,9 +352,9 @@ def test_no_jacobian_of_a_batch_is_ever_in_memory(covariance: str, monkeypatch: 
     x, y = data(40, outputs=10, samples=32)
     la = LinearizedLaplace(model, prior="per_layer").fit([(x, y)])
     monkeypatch.setattr(predictive_module, "_ELEMENTS", 1 << 14)
-    expected = la.predictive(x, link="probit", covariance=covariance, n_samples=4)  # type: ignore[arg-type]
+    expected = la.predictive(x, link_approx="probit", covariance=covariance, num_samples=4)  # type: ignore[arg-type]
     with Largest() as largest:
-        again = la.predictive(x, link="probit", covariance=covariance, n_samples=4)  # type: ignore[arg-type]
+        again = la.predictive(x, link_approx="probit", covariance=covariance, num_samples=4)  # type: ignore[arg-type]
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
     size, outputs = la.tangent.size, 10
     assert largest.entries <= 8 * size  # a chunk of weight samples; a Jacobian has 320 times the size
@@ -378,9 +380,9 @@ def test_many_outputs_take_samples_and_few_take_covariances(monkeypatch: pytest.
     for outputs, curvature in ((3, "kfac"), (129, "kfac"), (3, "diag")):
         x, y = data(4, outputs=outputs)
         la = LinearizedLaplace(mlp(outputs), prior="single", curvature=curvature).fit([(x, y)])  # type: ignore
-        la.predictive(x, n_samples=2)
+        la.predictive(x, num_samples=2)
     monkeypatch.setattr("tu_symmetry.laplace.model._EXACT_ENTRIES", 20)
-    la.predictive(x, n_samples=2)
+    la.predictive(x, num_samples=2)
     assert called == ["function_covariance", "function_samples", "function_covariance", "function_samples"]
 
 
@@ -389,21 +391,21 @@ def test_many_outputs_take_samples_and_few_take_covariances(monkeypatch: pytest.
 def test_prediction_inside_inference_mode(context: Any, covariance: str) -> None:
     """Where Lightning calls it."""
     la, x = fitted("transformer")
-    expected = la.predictive(x, n_samples=5, covariance=covariance)  # type: ignore[arg-type]
+    expected = la.predictive(x, num_samples=5, covariance=covariance)  # type: ignore[arg-type]
     with context():
-        found = la.predictive(x.clone(), n_samples=5, covariance=covariance)  # type: ignore[arg-type]
+        found = la.predictive(x.clone(), num_samples=5, covariance=covariance)  # type: ignore[arg-type]
     torch.testing.assert_close(found, expected)
     assert not found.requires_grad
 
 
 def test_single_precision() -> None:
     model, (x, y) = cnn(), data(2, 5, 5, outputs=3)
-    expected = LinearizedLaplace(model, prior="per_group", mode="map").fit([(x, y)])
+    expected = LinearizedLaplace(model, prior="per_group", evaluate_at="map").fit([(x, y)])
     expected.optimize_evidence()
-    double = expected.predictive(x, link="probit")
-    single = LinearizedLaplace(model.float(), prior="per_group", mode="map").fit([(x.float(), y)])
+    double = expected.predictive(x, link_approx="probit")
+    single = LinearizedLaplace(model.float(), prior="per_group", evaluate_at="map").fit([(x.float(), y)])
     single.optimize_evidence()
-    found = single.predictive(x.float(), link="probit")
+    found = single.predictive(x.float(), link_approx="probit")
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), double, rtol=0, atol=1e-3)
 
@@ -421,7 +423,11 @@ def test_weights_that_changed_after_the_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"n_samples": 0}, "n_samples=0"), ({"link": "logit"}, "'probit'"), ({"covariance": "all"}, "'samples'")],
+    [
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"link_approx": "logit"}, "'probit'"),
+        ({"covariance": "all"}, "'samples'"),
+    ],
 )
 def test_options_that_are_not_known(options: dict[str, Any], message: str) -> None:
     la, x = fitted()

@@ -51,7 +51,7 @@ class Backbone(nn.Module):
 
 
 def fit(model: nn.Module, x: Any = X, y: Tensor = Y, **options: Any) -> LinearizedLaplace:
-    return LinearizedLaplace(model, **({"prior": "single", "mode": "map"} | options)).fit([(x, y)])
+    return LinearizedLaplace(model, **({"prior": "single", "evaluate_at": "map"} | options)).fit([(x, y)])
 
 
 # ---------------------------------------------------------------------- outputs
@@ -75,26 +75,26 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("mode", ["map", "linear"])
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
 @pytest.mark.parametrize("name", list(OUTPUTS))
-def test_outputs_that_are_no_tensor_of_real_numbers(name: str, mode: str, curvature: str) -> None:
+def test_outputs_that_are_no_tensor_of_real_numbers(name: str, evaluate_at: str, curvature: str) -> None:
     after, error, message = OUTPUTS[name]
     model = randomize(Around(after=after))
     with pytest.raises(error, match=message):
-        fit(model, mode=mode, curvature=curvature)
+        fit(model, evaluate_at=evaluate_at, curvature=curvature)
 
 
 # ---------------------------------------------------------------------- no function of the sample and the weights
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
-@pytest.mark.parametrize("mode", ["map", "linear"])
-def test_dropout_that_is_always_on(mode: str, curvature: str) -> None:
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+def test_dropout_that_is_always_on(evaluate_at: str, curvature: str) -> None:
     model = randomize(Around(between=lambda h: F.dropout(h, 0.3)))
     with pytest.raises(ValueError, match="change from call to call"):
-        fit(model, mode=mode, curvature=curvature)
+        fit(model, evaluate_at=evaluate_at, curvature=curvature)
     module = randomize(nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.3), nn.Linear(5, 3)))
-    fit(module, mode=mode, curvature=curvature)  # which evaluation mode switches off
+    fit(module, evaluate_at=evaluate_at, curvature=curvature)  # which evaluation mode switches off
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)
@@ -173,7 +173,7 @@ def test_contexts_around_a_fit_change_nothing(context: Callable[[], Any], curvat
 
     def everything(context: Any) -> list[Tensor]:
         with context:
-            la = fit(model, x, mode="linear", curvature=curvature)
+            la = fit(model, x, evaluate_at="tangent_mode", curvature=curvature)
             la.set_precision(0.7)
             evidence = la.log_marginal_likelihood()
             found = [la.predictive(x), la.predictive(x, covariance="samples"), la.function_samples(x, 3)]
@@ -245,7 +245,7 @@ def test_models_that_are_no_modules_of_their_own(wrap: Callable[[Any], Any], mes
 @pytest.mark.parametrize("covariance", ["exact", "samples"])
 def test_empty_batches(covariance: Any) -> None:
     """A fit passes them over; a prediction has nothing to say."""
-    la = LinearizedLaplace(mlp(), prior="single", mode="map").fit([(X[:0], Y[:0]), (X, Y), (X[:0], Y[:0])])
+    la = LinearizedLaplace(mlp(), prior="single", evaluate_at="map").fit([(X[:0], Y[:0]), (X, Y), (X[:0], Y[:0])])
     assert la.summary.samples == len(X)
     calls: list[Callable[[], Any]] = [
         lambda: la.predictive(X[:0], covariance=covariance),
@@ -270,7 +270,7 @@ def test_empty_batches(covariance: Any) -> None:
     ],
 )
 def test_inputs_without_one_batch_axis(inputs: Any, error: type[Exception], message: str) -> None:
-    la = LinearizedLaplace(mlp(), prior="single", mode="map")
+    la = LinearizedLaplace(mlp(), prior="single", evaluate_at="map")
     with pytest.raises(error, match=message):
         la.fit([(inputs, Y)])
     la.fit([(X, Y)])
@@ -289,6 +289,6 @@ def test_nested_inputs_are_split_by_samples() -> None:
 
     model = randomize(Nested())
     inputs = ((X, X + 1), X)
-    la = LinearizedLaplace(model, prior="single", mode="map", curvature="diag").fit([(inputs, Y)])
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map", curvature="diag").fit([(inputs, Y)])
     exact = exact_ggn(model, la.tangent.names, inputs, Y, "classification")
     torch.testing.assert_close(dense_curvature(la).diagonal(), exact.diagonal(), rtol=1e-9, atol=1e-11)

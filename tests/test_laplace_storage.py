@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from laplace_oracles import data, randomize
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -49,12 +50,12 @@ def outcome(la: LinearizedLaplace, x: Tensor) -> list[Tensor]:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("classification", {"prior": "per_group", "curvature": "kfac"}),
-    ("classification", {"prior": "per_filter", "curvature": "ekfac", "mode": "map"}),
+    ("classification", {"prior": "per_filter", "curvature": "ekfac", "evaluate_at": "map"}),
     ("classification", {"prior": "per_layer", "curvature": "full"}),
-    ("classification", {"prior": "single", "curvature": "full", "mode": "map"}),
+    ("classification", {"prior": "single", "curvature": "full", "evaluate_at": "map"}),
     ("classification", {"prior": "single", "curvature": "last_layer"}),
     ("regression", {"prior": "per_layer", "curvature": "diag", "parameters": ["3", "6"]}),
-    ("regression", {"prior": "single", "curvature": "kfac", "noise_variance": 0.3, "weight_sharing": "reduce"}),
+    ("regression", {"prior": "single", "curvature": "kfac", "noise_variance": 0.3, "kfac_approx": "reduce"}),
 ]
 
 
@@ -72,10 +73,35 @@ def test_what_is_loaded_is_bit_equal(tmp_path: Path, kind: str, options: dict[st
     for found, value in zip(outcome(loaded, x), expected, strict=True):
         assert torch.equal(found, value)
     assert loaded.report() == la.report()
-    assert (loaded.prior, loaded.mode, loaded.options) == (la.prior, la.mode, la.options)
+    assert (loaded.prior, loaded.evaluate_at, loaded.options) == (la.prior, la.evaluate_at, la.options)
     assert loaded.prior_groups.names == la.prior_groups.names
     first, second = (m.optimize_evidence([(x, y)], max_iterations=2) for m in (la, loaded))  # and it can go on
     assert first == second
+
+
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+def test_files_of_version_1_are_read(tmp_path: Path, evaluate_at: str) -> None:
+    """Their words were others, their tensors the same."""
+    options = {"prior": "single", "kfac_approx": "reduce", "mc_samples": 3}
+    la, x, _ = fitted(evaluate_at=evaluate_at, **options)
+    la.optimize_evidence(tolerance=0.1, mode_tolerance=0.1)
+    path = tmp_path / "laplace.safetensors"
+    la.save(path)
+    with safe_open(path, framework="pt") as file:
+        content = json.loads(file.metadata()["laplace"])
+    content["version"] = 1
+    content["mode"] = {"map": "map", "tangent_mode": "linear"}[content.pop("evaluate_at")]
+    content["options"] = {
+        "curvature": "kfac", "fisher": "type2", "weight_sharing": "reduce", "bias": "exact", "draws": 3,
+        "dense_limit": 4096,
+    }  # fmt: skip
+    content["solution"]["newton_steps"] = content["solution"].pop("iterations")
+    save_file(load_file(path), path, {"laplace": json.dumps(content)})
+    loaded = LinearizedLaplace.load(path, cnn())
+    assert (loaded.evaluate_at, loaded.options) == (evaluate_at, la.options)
+    assert loaded.solution.iterations == la.solution.iterations
+    for found, value in zip(outcome(loaded, x), outcome(la, x), strict=True):
+        assert torch.equal(found, value)
 
 
 def test_before_the_mode_is_known(tmp_path: Path) -> None:
@@ -88,7 +114,7 @@ def test_before_the_mode_is_known(tmp_path: Path) -> None:
 
 
 def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
-    la, _, _ = fitted(prior="single", mode="map", parameters=["6"])
+    la, _, _ = fitted(prior="single", evaluate_at="map", parameters=["6"])
     la.save(tmp_path / "a.safetensors")
     held = load_file(tmp_path / "a.safetensors")
     assert not any(torch.equal(t, held["theta"]) for n, t in held.items() if n != "theta")
@@ -97,7 +123,7 @@ def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["weight", "running_mean"])
 def test_other_weights_are_refused(tmp_path: Path, change: str) -> None:
-    la, _, _ = fitted(prior="single", mode="map")
+    la, _, _ = fitted(prior="single", evaluate_at="map")
     la.save(tmp_path / "a.safetensors")
     model = cnn()
     with torch.no_grad():
@@ -107,14 +133,14 @@ def test_other_weights_are_refused(tmp_path: Path, change: str) -> None:
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:
-    la, _, _ = fitted(prior="single", mode="map")
+    la, _, _ = fitted(prior="single", evaluate_at="map")
     la.save(tmp_path / "a.safetensors")
     with pytest.raises(LaplaceFileError, match=r"another network.*3\.weight"):
         LinearizedLaplace.load(tmp_path / "a.safetensors", nn.Sequential(nn.Linear(2, 3)).double())
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    la, _, _ = fitted(prior="single", mode="map")
+    la, _, _ = fitted(prior="single", evaluate_at="map")
     path = tmp_path / "a.safetensors"
     with pytest.raises(FileNotFoundError, match="save writes one"):
         LinearizedLaplace.load(path, cnn())
@@ -135,7 +161,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    la, _, _ = fitted(prior="single", mode="map")
+    la, _, _ = fitted(prior="single", evaluate_at="map")
     path = tmp_path / "a.safetensors"
     la.save(path)
     before = path.read_bytes()
@@ -158,7 +184,7 @@ def test_nothing_to_save_before_the_fit(tmp_path: Path) -> None:
 
 
 def test_fitting_again_starts_afresh() -> None:
-    la, x, y = fitted("regression", prior="single", mode="map")
+    la, x, y = fitted("regression", prior="single", evaluate_at="map")
     before = la.log_marginal_likelihood()
     la.optimize_evidence()
     assert la.noise_variance != 1.0

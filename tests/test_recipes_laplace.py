@@ -29,14 +29,14 @@ from tu_symmetry.tables.stage import stage_kind
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "linearized_laplace"
-TOY = ["network.hidden=[6, 5]", "network.samples=30", "network.steps=150", "bands.points=21"]
+TOY = ["network.hidden=[6, 5]", "network.train_size=30", "network.steps=150", "bands.points=21"]
 SMALL = {"CNN": {"width": 2}, "FixUp": {"width": 2}}
 TABLE = [
     "data.name=digits", "data.train_size=60", "data.test_size=40",
     *(f"{s}.architectures={json.dumps(SMALL)}" for s in ("networks", "early_networks")),
     "networks.seeds=2", "early_networks.seeds=1", "networks.epochs=6", "early_networks.epochs=1",
-    *(f"{s}.choices=[linear/multiple, map/single]" for s in ("evidence", "early_evidence")),
-    "evidence.samples=50", "evidence.max_iterations=4",
+    *(f"{s}.choices=[tangent_mode/per_group, map/single]" for s in ("evidence", "early_evidence")),
+    "evidence.num_samples=50", "evidence.max_iterations=4",
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_bands(toy: tuple[Path, dict[str, Any]]) -> None:
     for name in rows:
         torch.testing.assert_close(bands[f"{name}/mean"], bands["100/mean"])  # the mean is the network's
     assert len(rows["map/single"]["groups"]) == 1 and len(rows["map/per_group"]["groups"]) == 3
-    assert rows["linear/per_group"]["log_evidence"] > rows["linear/single"]["log_evidence"]
+    assert rows["tangent_mode/per_group"]["log_evidence"] > rows["tangent_mode/single"]["log_evidence"]
 
 
 def test_bands_equal_a_hand_computation(toy: tuple[Path, dict[str, Any]]) -> None:
@@ -87,7 +87,7 @@ def test_bands_equal_a_hand_computation(toy: tuple[Path, dict[str, Any]]) -> Non
     model = BatchNormMLP(6, 5).double().eval()
     model.load_state_dict({k.removeprefix("model."): t for k, t in stored.items() if k.startswith("model.")})
     la = LinearizedLaplace(
-        model, "regression", prior="single", mode="map", parameters=model.matrices, noise_variance=0.04
+        model, "regression", prior="single", evaluate_at="map", parameters=model.matrices, noise_variance=0.04
     ).fit([(stored["train_x"], stored["train_y"])])
     la.set_precision(5.0)
     bands = load_file(out / "bands" / "bands.safetensors")
@@ -132,7 +132,7 @@ def test_every_architecture_has_the_groups_that_it_should(name: str) -> None:
     modules = {n.rpartition(".")[0] for n in uncertain}
     assert all(isinstance(model.get_submodule(m), (nn.Linear, nn.Conv2d)) for m in modules)
     assert sum(p.ndim >= 2 for p in own.values()) == sum(own[n].ndim >= 2 for n in uncertain) + (name == "T-Former")
-    la = LinearizedLaplace(model, graph=graph, mode="map", parameters=uncertain).fit([(x, torch.arange(6) % 4)])
+    la = LinearizedLaplace(model, graph=graph, evaluate_at="map", parameters=uncertain).fit([(x, torch.arange(6) % 4)])
     la.optimize_evidence()
     assert len(la.report()) > 1 or name == "FixUp"
 
@@ -146,18 +146,18 @@ def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> No
         plain = nn.functional.cross_entropy(model(data.test_x), data.test_y)
     assert results["networks"]["networks"]["CNN"][1]["nll"] == pytest.approx(float(plain), rel=1e-5)
     graph = discover_symmetries(model, data.train_x[:2])
-    for choice, prior in (("linear/multiple", "per_group"), ("map/single", "single")):
+    for choice, prior in (("tangent_mode/per_group", "per_group"), ("map/single", "single")):
         row = results["evidence"]["rows"][choice]["CNN"][1]
-        la = LinearizedLaplace(model, graph=graph, prior=prior, mode="map", parameters=matrices(model))  # type: ignore
+        la = LinearizedLaplace(model, graph=graph, prior=prior, evaluate_at="map", parameters=matrices(model))  # type: ignore
         la.fit([(data.train_x, data.train_y)])
         la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-        p = la.predictive(data.test_x, n_samples=50)
+        p = la.predictive(data.test_x, num_samples=50)
         nll = float(-p[torch.arange(40), data.test_y].log().mean())
         assert row["nll"] == pytest.approx(nll, rel=1e-3)
         assert sum(g["gamma"] for g in row["groups"].values()) == pytest.approx(
             sum(g.gamma for g in la.report()), rel=1e-3
         )
-    assert len(results["evidence"]["rows"]["linear/multiple"]["FixUp"][0]["groups"]) > 3  # one for each layer
+    assert len(results["evidence"]["rows"]["tangent_mode/per_group"]["FixUp"][0]["groups"]) > 3  # one for each layer
 
 
 def test_the_table_stands_beside_the_papers(table: tuple[Path, dict[str, Any]]) -> None:
@@ -226,7 +226,7 @@ def test_the_tangent_of_a_network_has_its_evidence_and_predictive(name: str) -> 
     torch.testing.assert_close(tangent(rows), model(x))
     found = []
     for module, inputs in ((model, x), (tangent, rows)):
-        la = LinearizedLaplace(module, prior="single", mode="linear", curvature="full", parameters=names)
+        la = LinearizedLaplace(module, prior="single", evaluate_at="tangent_mode", curvature="full", parameters=names)
         result = la.fit([(inputs, y)]).optimize_evidence(tolerance=1e-4, mode_tolerance=1e-4)
         found.append((result.log_marginal_likelihood, la.log_precision, la.theta, la.predictive(inputs)))
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-5, atol=1e-7)
@@ -242,11 +242,11 @@ def test_the_full_curvature_of_a_table_is_the_networks(tmp_path: Path) -> None:
     data = laplace.pooled(load_data(DataConfig("digits", 60, 40), Path()), 2)
     model = ARCHITECTURES["CNN"](num_classes=data.num_classes, width=2).eval()
     model.load_state_dict(load_file(tmp_path / "networks" / "CNN-0.safetensors"))
-    row = results["evidence"]["rows"]["linear/multiple"]["CNN"][0]
-    la = LinearizedLaplace(model.double(), mode="map", curvature="full", parameters=matrices(model))
+    row = results["evidence"]["rows"]["tangent_mode/per_group"]["CNN"][0]
+    la = LinearizedLaplace(model.double(), evaluate_at="map", curvature="full", parameters=matrices(model))
     la.fit([(data.train_x.double(), data.train_y)])
     la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-    p = la.predictive(data.test_x.double(), n_samples=50)
+    p = la.predictive(data.test_x.double(), num_samples=50)
     assert row["nll"] == pytest.approx(float(-p[torch.arange(40), data.test_y].log().mean()), rel=1e-3)
 
 
@@ -254,7 +254,7 @@ def test_what_a_choice_changes_is_taken_over_the_same_networks(table: tuple[Path
     out, results = table
     rows, networks = results["evidence"]["rows"], results["networks"]["networks"]
     gains = torch.tensor(
-        [a["nll"] - b["nll"] for a, b in zip(rows["linear/multiple"]["CNN"], networks["CNN"], strict=True)],
+        [a["nll"] - b["nll"] for a, b in zip(rows["tangent_mode/per_group"]["CNN"], networks["CNN"], strict=True)],
         dtype=torch.float64,
     )
     line = next(
@@ -268,5 +268,5 @@ def test_what_a_choice_changes_is_taken_over_the_same_networks(table: tuple[Path
 def test_unknown_names_are_errors(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="'VGG' is not known"):
         run("table1", tmp_path / "a", [*TABLE, "networks.architectures={VGG: {}}"])
-    with pytest.raises(RecipeError, match="write linear or map"):
+    with pytest.raises(RecipeError, match="write tangent_mode or map"):
         run("table1", tmp_path / "b", [*TABLE, "evidence.choices=[theta/single]"])

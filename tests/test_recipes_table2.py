@@ -41,7 +41,7 @@ RECIPES = Path(__file__).parents[1] / "recipes" / "linearized_laplace"
 TINY = [
     "images.train_size=40", "images.test_size=20", "images.out_of_distribution_size=6",
     "networks.arguments={width: 2, blocks: [1, 1], stem_stride: 4}", "networks.members=2", "networks.epochs=4",
-    "networks.batch_size=10", "evidence.max_iterations=3", "evidence.samples=20", "evidence.batch_size=16",
+    "networks.batch_size=10", "evidence.max_iterations=3", "evidence.num_samples=20", "evidence.batch_size=16",
     "evidence.refreshes=1", "evidence.mode_tolerance=5.0",
 ]  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_recipes_parse_and_know_the_papers_rows(name: str) -> None:
         parsed = parse(stage_kind(config.stage).options, config.options, stage_name)
         if isinstance(parsed, EvidenceOptions):
             assert set(recipe.table.paper) <= set(parsed.choices) == set(CHOICES)
-    assert recipe.table.paper["linear/single"] == {"nll": -0.773, "error": 0.004}
+    assert recipe.table.paper["tangent_mode/single"] == {"nll": -0.773, "error": 0.004}
     assert "FixUp" not in recipe.table.title and (RECIPES / name / "README.md").is_file()
 
 
@@ -131,9 +131,9 @@ def test_what_is_missing_is_named(root: Path, tmp_path: Path) -> None:
     (tmp_path / CIFAR_ARCHIVE).write_bytes((root / CIFAR_ARCHIVE).read_bytes()[:900])
     with pytest.raises(RecipeError, match="cannot be read as an archive"):
         run(tmp_path, tmp_path / "d")
-    with pytest.raises(RecipeError, match="'full/single' starts from 'linear/single'"):
+    with pytest.raises(RecipeError, match="'full/single' starts from 'tangent_mode/single'"):
         run(root, tmp_path / "e", "evidence.choices=[full/single]")
-    with pytest.raises(RecipeError, match="write map, linear or full"):
+    with pytest.raises(RecipeError, match="write map, tangent_mode or full"):
         run(root, tmp_path / "e", "evidence.choices=[theta/single]")
 
 
@@ -151,15 +151,17 @@ def networks(out: Path) -> list[ResNet]:
     return made
 
 
-@pytest.mark.parametrize(("choice", "prior"), [("map/single", "single"), ("linear/multiple", "per_group")])
+@pytest.mark.parametrize(("choice", "prior"), [("map/single", "single"), ("tangent_mode/per_group", "per_group")])
 def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]], choice: str, prior: Any) -> None:
     out, results = table
     images = load_file(out / "images" / IMAGES)
     x, y = images["train_x"].float() / 255, images["train_y"].long()
     row = results["evidence"]["rows"][choice][1]
-    la = LinearizedLaplace(model := networks(out)[1], prior=prior, mode="map", parameters=matrices(model)).fit([(x, y)])
+    la = LinearizedLaplace(model := networks(out)[1], prior=prior, evaluate_at="map", parameters=matrices(model)).fit(
+        [(x, y)]
+    )
     la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-    p = la.predictive(images["test_x"].float() / 255, n_samples=20)
+    p = la.predictive(images["test_x"].float() / 255, num_samples=20)
     nll = -p[torch.arange(20), images["test_y"].long()].log().mean()
     assert row["nll"] == pytest.approx(float(nll), rel=1e-3)
     assert row["gamma"] == pytest.approx(sum(g.gamma for g in la.report()), rel=1e-3)
@@ -175,7 +177,7 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(table: tuple[Pat
     folder = out / "evidence" / "network-0"
     work = laplace_residual._Work(model, graph, Batches(x, y, 16), EvidenceOptions(), folder, Silent())
     la = work._start(Choice.parse("full/single"), lambda info: None)
-    work._resume(la, Choice.parse("linear/single"))
+    work._resume(la, Choice.parse("tangent_mode/single"))
     theta, point = la.theta, la.tangent.point()
     assert (theta - point).norm() > 1e-2 * point.norm()
     work._retake(la, lambda info: None)
@@ -228,7 +230,7 @@ def test_products_that_keep_no_jacobian_give_the_same_table(
     small = [
         "images.source=cifar10_jpeg", "images.out_of_distribution=textures",
         "networks.network=tu_symmetry.tables.convnets.ResNet", "networks.augment=false",
-        "evidence.choices=[linear/single, linear/multiple]",
+        "evidence.choices=[tangent_mode/single, tangent_mode/per_group]",
     ]  # fmt: skip
     rows = run(root, tmp_path, *small, name="table2-resnet50")["evidence"]["rows"]
     for key, found in rows.items():
@@ -254,9 +256,10 @@ def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
     text = (out / "report" / "report.md").read_text()
     assert (out / "report" / "evidence.png").read_bytes().startswith(b"\x89PNG")
-    values = torch.tensor([r["nll"] for r in results["evidence"]["rows"]["linear/single"]], dtype=torch.float64)
+    values = torch.tensor([r["nll"] for r in results["evidence"]["rows"]["tangent_mode/single"]], dtype=torch.float64)
     assert (
-        f"| {name_of('linear/single')} | {values.mean():.3f} ± {values.std() / 2**0.5:.3f} *-0.773 ± 0.004* |" in text
+        f"| {name_of('tangent_mode/single')} | {values.mean():.3f} ± {values.std() / 2**0.5:.3f} *-0.773 ± 0.004* |"
+        in text
     )
     for key in CHOICES:
         assert f"| {name_of(key)} |" in text
@@ -277,11 +280,11 @@ def test_an_interrupted_table_goes_on(
         return optimize(self, choice, done)
 
     monkeypatch.setattr(laplace_residual._Work, "optimize", interrupted)
-    some = "evidence.choices=[linear/multiple, full/multiple]"
+    some = "evidence.choices=[tangent_mode/per_group, full/per_group]"
     with pytest.raises(KeyboardInterrupt):
         run(root, tmp_path, some)
     resumed = run(root, tmp_path, some)
-    assert calls == ["linear/multiple", "full/multiple"] * 2 + ["full/multiple"]
+    assert calls == ["tangent_mode/per_group", "full/per_group"] * 2 + ["full/per_group"]
     for key, found in resumed["evidence"]["rows"].items():
         for a, b in zip(whole["evidence"]["rows"][key], found, strict=True):
             assert a["nll"] == pytest.approx(b["nll"], rel=1e-4), key

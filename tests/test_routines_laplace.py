@@ -104,14 +104,14 @@ def entropy(p: Tensor) -> Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-@pytest.mark.parametrize(("mode", "prior"), [("map", "per_group"), ("linear", "single")])
-def test_post_processing_metrics_equal_a_hand_computation(mode: str, prior: str) -> None:
+@pytest.mark.parametrize(("evaluate_at", "prior"), [("map", "per_group"), ("tangent_mode", "single")])
+def test_post_processing_metrics_equal_a_hand_computation(evaluate_at: str, prior: str) -> None:
     data = DataModule(ood=True)
     model = net()
     routine = classify(model, post_processing=LaplacePostProcessing(), eval_ood=True, ood_criterion="post_processing")
-    found, callback = run(routine, data, mode=mode, prior=prior, batch_size=60)
+    found, callback = run(routine, data, evaluate_at=evaluate_at, prior=prior, batch_size=60)
     x, y = data.test_set.tensors
-    la = by_hand(model, data, mode=mode, prior=prior)
+    la = by_hand(model, data, evaluate_at=evaluate_at, prior=prior)
     p = la.predictive(x)
     assert found["test/post/cls/NLL"] == pytest.approx(float(-p[torch.arange(len(y)), y].log().mean()), rel=1e-3)
     onehot = nn.functional.one_hot(y, CLASSES)
@@ -127,11 +127,13 @@ def test_post_processing_metrics_equal_a_hand_computation(mode: str, prior: str)
 
 def test_returns_log_probabilities_that_a_softmax_leaves() -> None:
     data = DataModule()
-    la = by_hand(net(), data, mode="map")
-    for link in ("mc", "probit", "mean"):
-        processing = LaplacePostProcessing(la, link=link)  # type: ignore[arg-type]
+    la = by_hand(net(), data, evaluate_at="map")
+    for link_approx in ("mc", "probit", "mean"):
+        processing = LaplacePostProcessing(la, link_approx=link_approx)  # type: ignore[arg-type]
         x = data.test_set.tensors[0]
-        torch.testing.assert_close(processing(x).softmax(-1), la.predictive(x, link=link), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            processing(x).softmax(-1), la.predictive(x, link_approx=link_approx), rtol=1e-5, atol=1e-7
+        )
 
 
 def test_checkpoints_hold_the_weights_once() -> None:
@@ -140,10 +142,10 @@ def test_checkpoints_hold_the_weights_once() -> None:
     routine = classify(model, post_processing=LaplacePostProcessing())
     assert routine.post_processing.model is model
     assert routine.state_dict().keys() == plain.state_dict().keys()
-    run(routine, DataModule(), mode="map")
+    run(routine, DataModule(), evaluate_at="map")
     assert routine.state_dict().keys() == plain.state_dict().keys()
     wrapped = classify(LaplaceEnsemble(net(), 3), is_ensemble=True)
-    run(wrapped, DataModule(), mode="map")
+    run(wrapped, DataModule(), evaluate_at="map")
     assert {k.replace("model.core_model", "model") for k in wrapped.state_dict()} == plain.state_dict().keys()
 
 
@@ -161,27 +163,27 @@ def test_a_data_module_without_postprocess_dataloader_is_named() -> None:
     routine = classify(net(), post_processing=LaplacePostProcessing())
     data = DataModule()
     with pytest.raises(ValueError, match="asks the data module for postprocess_dataloader"):
-        trainer(FitLaplace(data.train_set, mode="map")).test(routine, data.test_dataloader(), verbose=False)
+        trainer(FitLaplace(data.train_set, evaluate_at="map")).test(routine, data.test_dataloader(), verbose=False)
 
 
 def test_a_copy_of_the_network_is_refused() -> None:
     """TorchUncertainty's LaplaceApprox copies the network when the routine is built, and predicts with that copy."""
     data, copy = DataModule(), net()
-    la = by_hand(copy, data, mode="map")
+    la = by_hand(copy, data, evaluate_at="map")
     with pytest.raises(ValueError, match="perhaps of a copy"):
         classify(net(), post_processing=LaplacePostProcessing(la))
     with pytest.raises(ValueError, match="perhaps of a copy"):
         LaplaceEnsemble(net(), laplace=la)
     with pytest.raises(ValueError, match="is of a classification, this takes a regression"):
         LaplaceRegressionRoutine(copy, 1, laplace=la)
-    regression = by_hand(net(1), DataModule("regression"), likelihood="regression", mode="map")
+    regression = by_hand(net(1), DataModule("regression"), likelihood="regression", evaluate_at="map")
     with pytest.raises(ValueError, match="is of a regression, this takes a classification"):
         LaplacePostProcessing(regression)
 
 
 def test_further_training_is_noticed() -> None:
     data, model = DataModule(), net()
-    processing = LaplacePostProcessing(by_hand(model, data, mode="map"))
+    processing = LaplacePostProcessing(by_hand(model, data, evaluate_at="map"))
     processing(torch.randn(2, 4))
     with torch.no_grad():
         model[0].weight.mul_(1.5)
@@ -194,10 +196,10 @@ def test_ensemble_of_functions(criterion: str) -> None:
     data = DataModule(ood=True)
     model = net()
     routine = classify(LaplaceEnsemble(model, 12, seed=3), is_ensemble=True, eval_ood=True, ood_criterion=criterion)
-    found, _ = run(routine, data, mode="map")
-    la = by_hand(model, data, mode="map")
+    found, _ = run(routine, data, evaluate_at="map")
+    la = by_hand(model, data, evaluate_at="map")
     x, y = data.test_set.tensors
-    p, far = (la.function_samples(t, 12, 3).softmax(-1) for t in (x, data.far.tensors[0]))
+    p, far = (la.function_samples(t, 12, seed=3).softmax(-1) for t in (x, data.far.tensors[0]))
     assert p.shape == (12, 80, CLASSES)
     mean = p.mean(0)
     assert found["test/cls/NLL"] == pytest.approx(float(-mean[torch.arange(len(y)), y].log().mean()), rel=1e-3)
@@ -224,7 +226,7 @@ def test_ensemble_before_the_fit() -> None:
     assert ensemble.train()(x).shape == (5, CLASSES)
     ensemble.eval().attach_laplace(None)  # what FitLaplace does before it fits: validation sees the network
     torch.testing.assert_close(ensemble(x), model(x))
-    ensemble.attach_laplace(by_hand(model, DataModule(), mode="map"))
+    ensemble.attach_laplace(by_hand(model, DataModule(), evaluate_at="map"))
     outputs = ensemble(x).reshape(4, 5, CLASSES)
     assert outputs.std(0).min() > 0
     torch.testing.assert_close(ensemble(x[:2]).reshape(4, 2, CLASSES), outputs[:, :2])  # the same functions
@@ -242,9 +244,9 @@ def test_regression_metrics_equal_a_hand_computation(outputs: int) -> None:
     model = net(outputs)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     routine = LaplaceRegressionRoutine(model, outputs, nn.MSELoss(), optim_recipe=optimizer)
-    found, callback = run(routine, data, likelihood="regression", mode="map")
+    found, callback = run(routine, data, likelihood="regression", evaluate_at="map")
     assert found.keys() >= {"test/reg/NLL", "test/cal/QCE", "test/reg/MAE", "test/reg/RMSE"}
-    la = by_hand(model, data, likelihood="regression", mode="map")
+    la = by_hand(model, data, likelihood="regression", evaluate_at="map")
     x, y = data.test_set.tensors
     y = y.reshape(len(y), outputs)
     predictive = la.predictive(x)
@@ -271,7 +273,7 @@ def test_functions_of_a_regression_as_an_ensemble() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     ensemble = LaplaceEnsemble(model, 50)
     routine = RegressionRoutine(ensemble, 1, nn.MSELoss(), is_ensemble=True, optim_recipe=optimizer)
-    found, callback = run(routine, data, likelihood="regression", mode="map")
+    found, callback = run(routine, data, likelihood="regression", evaluate_at="map")
     x, y = data.test_set.tensors
     assert callback.laplace is not None
     mean = callback.laplace.function_samples(x, 50).mean(0).squeeze(-1)

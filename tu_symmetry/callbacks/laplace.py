@@ -57,7 +57,7 @@ class FitLaplace(Callback):
         ...     model, 10, nn.CrossEntropyLoss(),
         ...     post_processing=LaplacePostProcessing(), eval_ood=True, ood_criterion="post_processing",
         ... )
-        >>> trainer = TUTrainer(callbacks=[FitLaplace(prior="per_group", mode="linear")])   # doctest: +SKIP
+        >>> trainer = TUTrainer(callbacks=[FitLaplace(prior="per_group")])   # doctest: +SKIP
         >>> trainer.fit(routine, datamodule); trainer.test(routine, datamodule)             # doctest: +SKIP
 
     Args:
@@ -76,8 +76,8 @@ class FitLaplace(Callback):
         load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
             weights.
         prefix: first part of the logged names.
-        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, ``prior``, ``mode``,
-            ``curvature``, ...).
+        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, ``prior``,
+            ``evaluate_at``, ``curvature``, ``fisher_type``, ...).
 
     Attributes:
         laplace: the approximation, once fitted.

@@ -36,12 +36,12 @@ from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.likelihood import Directions, Fisher, Likelihood, check_outputs
+from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood, check_outputs
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
 
 Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
-WeightSharing = Literal["expand", "reduce"]
+KfacApprox = Literal["expand", "reduce"]
 BiasCurvature = Literal["exact", "shared"]
 Progress = Callable[[dict[str, Any]], None]
 
@@ -54,20 +54,20 @@ class Options:
 
     Attributes:
         curvature: which structure.
-        fisher: exact output Hessian, Monte-Carlo draws from the model, or the empirical Fisher (whose observations
-            are the positions of a sample, where it has outputs at several).
-        weight_sharing: of Kronecker factors.
+        fisher_type: exact output Hessian, Monte-Carlo samples of the model, or the empirical Fisher (whose
+            observations are the positions of a sample, where it has outputs at several).
+        kfac_approx: of Kronecker factors.
         bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
             laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
-        draws: number of draws of the Monte-Carlo Fisher.
+        mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
         dense_limit: longest vector (bias, affine parameter) that gets a dense block; a longer one gets a diagonal.
     """
 
     curvature: Curvature = "kfac"
-    fisher: Fisher = "type2"
-    weight_sharing: WeightSharing = "expand"
+    fisher_type: FisherType = "type-2"
+    kfac_approx: KfacApprox = "expand"
     bias: BiasCurvature = "exact"
-    draws: int = 1
+    mc_samples: int = 1
     dense_limit: int = 4096
 
 
@@ -186,7 +186,7 @@ def _columns(
 ) -> Directions:
     outputs = outputs.detach()
     checked = likelihood.targets(outputs, targets)
-    return likelihood.root(outputs, checked, options.fisher, draws=options.draws, generator=generator)
+    return likelihood.root(outputs, checked, options.fisher_type, mc_samples=options.mc_samples, generator=generator)
 
 
 def _chunks(batch: int, entries: int) -> list[slice]:
@@ -276,7 +276,7 @@ class _Factors:
         self.sums: dict[str, Tensor] = {}
         self.inputs: InputMoments | None = None
         if isinstance(layer, MatrixLayer) and layer.weight is not None:
-            self.inputs = InputMoments(layer, reduce=options.weight_sharing == "reduce")
+            self.inputs = InputMoments(layer, reduce=options.kfac_approx == "reduce")
 
     def _add(self, key: str, vectors: Tensor) -> None:
         """Add ``vectors^T vectors`` (or the sum of squares, for long vectors) to a sum."""
@@ -299,7 +299,7 @@ class _Factors:
         if isinstance(layer, MatrixLayer):
             shared = layer.bias is not None and options.bias == "shared"
             if layer.weight is not None or shared:
-                self._sum("outputs", layer.gradient_gram(gradient, reduce=options.weight_sharing == "reduce"))
+                self._sum("outputs", layer.gradient_gram(gradient, reduce=options.kfac_approx == "reduce"))
             if layer.bias is not None and not shared:
                 self._add("bias", layer.bias_gradient(gradient))
             return
@@ -481,9 +481,9 @@ def _correct(
 
         one_pass.run(step)
     all_reduce(*(b.corrected for b in own.values() if b.corrected is not None))
-    if options.weight_sharing == "expand":
+    if options.kfac_approx == "expand":
         for block in own.values():
             assert block.corrected is not None
             block.corrected *= (block.input_values > 0).unsqueeze(-2)
-            if options.fisher != "mc":  # whose draws are others than those of the factors
+            if options.fisher_type != "mc":  # whose draws are others than those of the factors
                 block.corrected *= (block.output_values > 0).unsqueeze(-1)

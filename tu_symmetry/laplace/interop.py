@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from tu_symmetry.laplace.blocks import Block, DenseBlock, KroneckerBlock
 from tu_symmetry.laplace.curvature import Summary
 from tu_symmetry.laplace.groups import PriorGroups
-from tu_symmetry.laplace.mode import Mode
+from tu_symmetry.laplace.mode import EvaluateAt, Mode
 
 if TYPE_CHECKING:
     from tu_symmetry.laplace.model import LinearizedLaplace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def to_laplace_torch(la: LinearizedLaplace) -> Any:
     """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and noise.
 
-    Its evidence is that of mode ``map``: laplace-torch has no ``theta*``.
+    Its evidence is that at the linearization point: laplace-torch has no ``theta*``.
 
     Raises:
         ImportError: laplace-torch is not installed.
@@ -84,12 +84,12 @@ def to_laplace_torch(la: LinearizedLaplace) -> Any:
     return other
 
 
-def from_laplace_torch(other: Any, mode: Literal["map", "linear"] = "map") -> LinearizedLaplace:
+def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> LinearizedLaplace:
     """A fitted ``KronLaplace`` as a :class:`LinearizedLaplace` of the same network, precisions and noise.
 
     Args:
         other: the fitted approximation, over all parameters that require a gradient.
-        mode: as in :class:`LinearizedLaplace`.
+        evaluate_at: as in :class:`LinearizedLaplace`.
 
     Raises:
         ValueError: something else than a fitted KronLaplace, or options without counterpart here.
@@ -115,7 +115,7 @@ def from_laplace_torch(other: Any, mode: Literal["map", "linear"] = "map") -> Li
         other.model,
         str(getattr(other.likelihood, "value", other.likelihood)),  # type: ignore[arg-type]
         prior="single" if shared else "per_group",
-        mode=mode,
+        evaluate_at=evaluate_at,
         bias="shared",
     )
     names = la.tangent.names
@@ -129,7 +129,7 @@ def from_laplace_torch(other: Any, mode: Literal["map", "linear"] = "map") -> Li
         groups,
         log_precision=numbers.log(),
         noise_variance=float(other.sigma_noise) ** 2,
-        solution=Mode.at(point, summary.loss, mode),
+        solution=Mode.at(point, summary.loss, evaluate_at),
     )
     return la
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 LikelihoodName = Literal["classification", "regression"]
-Fisher = Literal["type2", "mc", "empirical"]
+FisherType = Literal["type-2", "mc", "empirical"]
 
 
 class Directions(Sequence[Tensor]):
@@ -94,7 +94,7 @@ class Likelihood(ABC):
         """``[columns, *outputs.shape]`` with ``sum_r root_r root_r^T`` equal to every observation's Hessian."""
 
     @abstractmethod
-    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Monte-Carlo version of :meth:`hessian_root`: gradients at targets drawn from the model.
 
         The generator is one of the CPU, so that every device draws the same.
@@ -104,9 +104,9 @@ class Likelihood(ABC):
         self,
         outputs: Tensor,
         targets: Tensor,
-        fisher: Fisher,
+        fisher_type: FisherType,
         *,
-        draws: int = 1,
+        mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> Directions:
         """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample.
@@ -114,12 +114,12 @@ class Likelihood(ABC):
         Raises:
             ValueError: the Monte-Carlo Fisher without a generator.
         """
-        if fisher == "type2":
+        if fisher_type == "type-2":
             return Directions(self.hessian_root(outputs), joint=False)
-        if fisher == "mc":
+        if fisher_type == "mc":
             if generator is None:
-                raise ValueError("fisher='mc' draws targets from the model: pass generator=torch.Generator()")
-            return Directions(self.sampled_root(outputs, draws, generator), joint=True)
+                raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
+            return Directions(self.sampled_root(outputs, mc_samples, generator), joint=True)
         return Directions(self.residual(outputs, targets).unsqueeze(0), joint=False)
 
 
@@ -241,13 +241,13 @@ class Categorical(Likelihood):
         )
         return (q.unsqueeze(-1) * basis).movedim(-1, 0)
 
-    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at classes drawn from the softmax, over the square root of their number."""
         p = outputs.softmax(-1)
-        uniform = torch.rand(*p.shape[:-1], draws, generator=generator, dtype=p.dtype).to(p.device)
+        uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype).to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
         onehot = torch.nn.functional.one_hot(labels, p.shape[-1]).to(p)
-        return (p.unsqueeze(-2) - onehot).movedim(-2, 0) / draws**0.5
+        return (p.unsqueeze(-2) - onehot).movedim(-2, 0) / mc_samples**0.5
 
 
 class Gaussian(Likelihood):
@@ -286,10 +286,10 @@ class Gaussian(Likelihood):
         eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return eye.view(len(eye), *[1] * (outputs.ndim - 1), -1).expand(-1, *outputs.shape[:-1], -1)
 
-    def sampled_root(self, outputs: Tensor, draws: int, generator: torch.Generator) -> Tensor:
-        """Standard normal noise, over the square root of the number of draws."""
-        noise = torch.randn(draws, *outputs.shape, generator=generator, dtype=outputs.dtype)
-        return noise.to(outputs.device) / draws**0.5
+    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+        """Standard normal noise, over the square root of the number of samples."""
+        noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype)
+        return noise.to(outputs.device) / mc_samples**0.5
 
 
 def make_likelihood(name: str) -> Likelihood:

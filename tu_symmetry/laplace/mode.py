@@ -26,6 +26,7 @@ _KEPT = 1 << 26  # entries of the outputs that are kept between passes
 _RETRIES = 4  # of a line search, with shorter steps each
 _STEPS = torch.tensor([2.0**-i for i in range(8)], dtype=torch.float64)
 
+EvaluateAt = Literal["tangent_mode", "map"]  # the weights at which the evidence is evaluated
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -38,7 +39,7 @@ class Mode:
         loss: sum of the losses of ``h_theta`` (nats), for unit noise and without constants.
         gradient_norm: ``sqrt(g^T Sigma g)``, the certificate; its square bounds the error of the objective in nats
             where ``Sigma`` is the inverse Hessian.
-        newton_steps: number of Newton steps.
+        iterations: number of Newton steps.
         products: number of passes over the data for products with the curvature.
         converged: whether the gradient norm is below the tolerance.
     """
@@ -46,14 +47,14 @@ class Mode:
     theta: Tensor
     loss: float
     gradient_norm: float
-    newton_steps: int
+    iterations: int
     products: int
     converged: bool
 
     @classmethod
-    def at(cls, point: Tensor, loss: float, kind: Literal["linear", "map"]) -> Mode:
-        """The linearization point: the answer in mode ``map``, the start of the search in mode ``linear``."""
-        found = kind == "map"
+    def at(cls, point: Tensor, loss: float, evaluate_at: EvaluateAt) -> Mode:
+        """The linearization point: the answer for ``map``, the start of the search for ``tangent_mode``."""
+        found = evaluate_at == "map"
         return cls(point, loss, 0.0 if found else math.nan, 0, 0, found)
 
 
@@ -148,7 +149,7 @@ def solve_mode(
     *,
     samples: int,
     tolerance: float,
-    max_newton: int = 50,
+    max_iterations: int = 50,
     max_products: int = 500,
     progress: Progress | None = None,
 ) -> Mode:
@@ -163,7 +164,7 @@ def solve_mode(
         start: where to start, ``[size]``.
         samples: how many samples the loader has to give, over all processes.
         tolerance: of the gradient norm, in posterior standard deviations.
-        max_newton: largest number of Newton steps.
+        max_iterations: largest number of Newton steps.
         max_products: largest number of curvature products in one Newton step.
         progress: called after every pass.
 
@@ -183,7 +184,7 @@ def solve_mode(
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         if progress is not None:
             progress({"stage": "mode", "newton": steps, "products": products, "gradient_norm": norm, "loss": loss})
-        if norm <= tolerance or steps >= max_newton:
+        if norm <= tolerance or steps >= max_iterations:
             return Mode(theta, loss, norm, steps, products, norm <= tolerance)
         forcing = 0.3 * tolerance if likelihood.name == "regression" else max(0.3 * tolerance, min(0.1, norm) * norm)
         direction, used = _conjugate_gradients(problem, posterior, gradient, forcing, max_products)

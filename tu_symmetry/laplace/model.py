@@ -23,15 +23,15 @@ from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import Block, Posterior
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
-from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, Options, Summary, WeightSharing, fit_curvature
+from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers, prior_groups
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
-from tu_symmetry.laplace.likelihood import Fisher, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.mode import Mode, solve_mode
-from tu_symmetry.laplace.predictive import GaussianPredictive, Link, WeightSamples
+from tu_symmetry.laplace.likelihood import FisherType, LikelihoodName, make_likelihood
+from tu_symmetry.laplace.mode import EvaluateAt, Mode, solve_mode
+from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox, WeightSamples
 from tu_symmetry.laplace.report import (
     EvidenceResult,
     GroupReport,
@@ -97,17 +97,18 @@ class LinearizedLaplace:
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
             ``per_filter`` (each filter of a normalized group; curvature between filters is dropped), ``per_layer``
             (each module), ``single``.
-        mode: ``linear`` (Recommendation 1: weights ``theta*`` are the mode of the tangent model) or ``map`` (the
-            linearization point itself takes their place).
+        evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at the weights ``theta*``, the
+            mode of the tangent model) or ``map`` (at the linearization point, the trained weights).
         curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``, or
             ``last_layer`` (exact, for the last linear layer alone).
-        fisher: ``type2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
-        weight_sharing: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
+        fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``:
+            curvlinops' words.
+        kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
         parameters: names, or prefixes of names, of the parameters to be uncertain; None for all that require a
             gradient. All others are fixed.
         groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
-        draws: draws of the Monte-Carlo Fisher for each sample.
+        mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
         dense_limit: longest parameter apart from weight matrices (biases, affine parameters, whatever else a module
             owns) that gets its exact dense block; a longer one gets the exact diagonal.
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
@@ -134,17 +135,17 @@ class LinearizedLaplace:
         self,
         model: nn.Module,
         likelihood: LikelihoodName = "classification",
+        *,
         graph: SymmetryGraph | None = None,
         prior: Prior = "per_group",
-        mode: Literal["linear", "map"] = "linear",
+        evaluate_at: EvaluateAt = "tangent_mode",
         curvature: Curvature = "kfac",
-        fisher: Fisher = "type2",
-        weight_sharing: WeightSharing = "expand",
+        fisher_type: FisherType = "type-2",
+        kfac_approx: KfacApprox = "expand",
         parameters: Sequence[str] | None = None,
-        *,
         groups: Mapping[str, Sequence[str]] | None = None,
         bias: BiasCurvature = "exact",
-        draws: int = 1,
+        mc_samples: int = 1,
         dense_limit: int = 4096,
         noise_variance: float | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
@@ -153,18 +154,18 @@ class LinearizedLaplace:
         require_module(model)
         for option, value, allowed in (
             ("prior", prior, ("per_group", "per_filter", "per_layer", "single")),
-            ("mode", mode, ("linear", "map")),
+            ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
             ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer")),
-            ("fisher", fisher, ("type2", "mc", "empirical")),
-            ("weight_sharing", weight_sharing, ("expand", "reduce")),
+            ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
+            ("kfac_approx", kfac_approx, ("expand", "reduce")),
             ("bias", bias, ("exact", "shared")),
         ):
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
-        if fisher == "empirical" and likelihood == "regression":
+        if fisher_type == "empirical" and likelihood == "regression":
             raise ValueError(
                 "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
-                "choose fisher='type2', which costs one backward pass for each output"
+                "choose fisher_type='type-2', which costs one backward pass for each output"
             )
         if noise_variance is not None and likelihood != "regression":
             raise ValueError("noise_variance belongs to likelihood='regression'")
@@ -173,11 +174,11 @@ class LinearizedLaplace:
         for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
             if precision is not None and not (precision > 0 and math.isfinite(precision)):
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
-        if draws < 1:
-            raise ValueError(f"draws={draws}: the Monte-Carlo Fisher needs at least one draw")
+        if mc_samples < 1:
+            raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
         self.model, self.likelihood, self.graph = model, make_likelihood(likelihood), graph
-        self.prior, self.mode, self.groups = prior, mode, groups
-        self.options = Options(curvature, fisher, weight_sharing, bias, draws, dense_limit)
+        self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
+        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit)
         self.generator = generator
         self.noise_fixed = noise_variance is not None
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
@@ -259,7 +260,7 @@ class LinearizedLaplace:
             groups,
             log_precision=centers(groups, self.tangent.point()).log(),
             noise_variance=self._initial_noise,
-            solution=Mode.at(self.tangent.point(), summary.loss, self.mode),
+            solution=Mode.at(self.tangent.point(), summary.loss, self.evaluate_at),
             whole=whole,
         )
         if self._initial is not None:
@@ -326,7 +327,7 @@ class LinearizedLaplace:
 
     def _set(self, log_precision: Tensor, noise: float) -> None:
         moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
-        if self.mode == "linear" and moved:
+        if self.evaluate_at == "tangent_mode" and moved:
             self.solution = replace(self.solution, gradient_norm=math.nan, converged=False)
         self.log_precision, self.noise_variance, self._samples = log_precision, noise, None
 
@@ -346,9 +347,9 @@ class LinearizedLaplace:
     ) -> EvidenceResult:
         """Choose precisions (and a regression's noise variance) by the evidence.
 
-        In mode ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. In mode
-        ``linear`` it alternates between the mode of the tangent model, given the precisions, and the precisions, given
-        the mode, until neither moves: their joint stationary point. Both lower one objective, the negative log
+        At ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. At
+        ``tangent_mode`` it alternates between the mode of the tangent model, given the precisions, and the precisions,
+        given the mode, until neither moves: their joint stationary point. Both lower one objective, the negative log
         evidence less the log hyperprior; steps are extrapolated as long as it falls. The best point
         that was seen is kept.
 
@@ -374,7 +375,7 @@ class LinearizedLaplace:
         self.hyperprior = Hyperprior() if hyperprior == "default" else (FLAT if hyperprior is None else hyperprior)
         double = self.tangent.point().dtype == torch.float64
         tolerance = tolerance or (1e-6 if double else 1e-3)
-        if self.mode == "map":
+        if self.evaluate_at == "map":
             rho, tau = self._hyperparameter_step(self.solution)
             self._set(rho, math.exp(tau))
             result = EvidenceResult(self._log_evidence(self.solution), 1, 0.0, 0.0, True, 1)
@@ -465,6 +466,7 @@ class LinearizedLaplace:
         train_loader: Iterable[Any] | None = None,
         *,
         tolerance: float | None = None,
+        max_iterations: int = 50,
         progress: Progress | None = None,
     ) -> Mode:
         """Find ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
@@ -472,6 +474,7 @@ class LinearizedLaplace:
         Args:
             train_loader: the training data; None for the loader of :meth:`fit`.
             tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 1e-2.
+            max_iterations: largest number of Newton steps.
             progress: called after every pass over the data.
         """
         self._require_fit()
@@ -486,6 +489,7 @@ class LinearizedLaplace:
                 self.solution.theta,
                 samples=self.summary.samples,
                 tolerance=tolerance or self._default_mode_tolerance(),
+                max_iterations=max_iterations,
                 progress=progress,
             )
         return self.solution
@@ -498,7 +502,7 @@ class LinearizedLaplace:
     def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
         """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
 
-        In mode ``linear`` the weights' mode is found first, where the precisions have changed since it last was.
+        At ``tangent_mode`` this mode is found first, where the precisions have changed since it last was.
         """
         self._require_fit()
         if math.isnan(self.solution.gradient_norm):
@@ -550,7 +554,7 @@ class LinearizedLaplace:
 
     @property
     def theta(self) -> Tensor:
-        """``theta*`` in mode ``linear``, the linearization point in mode ``map``: ``[size]``."""
+        """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
         self._require_fit()
         return self.solution.theta
 
@@ -569,11 +573,11 @@ class LinearizedLaplace:
         )
 
     @_apart
-    def function_samples(self, inputs: Any, n_samples: int = 100, seed: int = 0) -> Tensor:
+    def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
         self._require_weights()
         outputs, changes = outputs_posterior.function_samples(
-            self.tangent, self._weight_samples(n_samples, seed), self._inputs(inputs)
+            self.tangent, self._weight_samples(num_samples, seed), self._inputs(inputs)
         )
         return outputs + changes
 
@@ -582,8 +586,8 @@ class LinearizedLaplace:
         self,
         inputs: Any,
         *,
-        n_samples: int = 100,
-        link: Link = "mc",
+        num_samples: int = 100,
+        link_approx: LinkApprox = "mc",
         covariance: Literal["auto", "exact", "samples"] = "auto",
         joint: bool = False,
         seed: int = 0,
@@ -592,8 +596,9 @@ class LinearizedLaplace:
 
         Args:
             inputs: a batch.
-            n_samples: number of Monte-Carlo samples.
-            link: from logits to probabilities: ``mc``, or in closed form ``probit``, or ``mean``.
+            num_samples: number of Monte-Carlo samples.
+            link_approx: from logits to probabilities: ``mc``, or in closed form ``probit`` (both as in laplace-torch),
+                or ``mean``: the network's own prediction.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
@@ -605,30 +610,30 @@ class LinearizedLaplace:
             or outputs without noise for a regression.
         """
         self._require_weights()
-        if n_samples < 1:
-            raise ValueError(f"n_samples={n_samples} has to be at least 1")
-        outputs_posterior.check_link(link)
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
+        outputs_posterior.check_link_approx(link_approx)
         if covariance not in ("auto", "exact", "samples"):
             raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
         classify = self.likelihood.name == "classification"
         if joint:
-            samples = self.function_samples(inputs, n_samples, seed)
+            samples = self.function_samples(inputs, num_samples, seed=seed)
             return samples.softmax(-1) if classify else samples
         inputs = self._inputs(inputs)
-        if classify and link == "mean":
+        if classify and link_approx == "mean":
             with evaluating(self.model):
                 return self.tangent.outputs(inputs).softmax(-1)
         if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
             mean, matrix = self._covariance(inputs)
             matrix = outputs_posterior.within_positions(mean, matrix)
             variance = matrix.diagonal(dim1=-2, dim2=-1)
-            if classify and link == "mc":
-                return (mean + outputs_posterior.gaussian_samples(matrix, n_samples, seed)).softmax(-1).mean(0)
+            if classify and link_approx == "mc":
+                return (mean + outputs_posterior.gaussian_samples(matrix, num_samples, seed)).softmax(-1).mean(0)
         else:
             mean, changes = outputs_posterior.function_samples(
-                self.tangent, self._weight_samples(n_samples, seed), inputs
+                self.tangent, self._weight_samples(num_samples, seed), inputs
             )
-            if classify and link == "mc":
+            if classify and link_approx == "mc":
                 return (mean + changes).softmax(-1).mean(0)
             variance = changes.square().mean(0)
         if classify:
@@ -696,16 +701,18 @@ class LinearizedLaplace:
         return to_laplace_torch(self)
 
     @classmethod
-    def from_laplace_torch(cls, other: Any, mode: Literal["linear", "map"] = "map") -> LinearizedLaplace:
+    def from_laplace_torch(cls, other: Any, *, evaluate_at: EvaluateAt = "map") -> LinearizedLaplace:
         """A fitted ``KronLaplace``, see :func:`tu_symmetry.laplace.interop.from_laplace_torch`."""
         from tu_symmetry.laplace.interop import from_laplace_torch
 
-        return from_laplace_torch(other, mode)
+        return from_laplace_torch(other, evaluate_at=evaluate_at)
 
     def _training_data(self, loader: Iterable[Any] | None) -> Iterable[Any]:
         loader = self.train_loader if loader is None else loader
         if loader is None:
-            raise ValueError("mode='linear' reads the training data again; pass train_loader=... after loading a file")
+            raise ValueError(
+                "evaluate_at='tangent_mode' reads the training data again; pass train_loader=... after loading a file"
+            )
         self._require_weights()
         return loader
 

@@ -19,7 +19,7 @@ from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import check_outputs
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
 
-Link = Literal["mc", "probit", "mean"]
+LinkApprox = Literal["mc", "probit", "mean"]
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
@@ -315,24 +315,24 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     return torch.einsum("...cd,sd->s...c", root, noise)
 
 
-def check_link(link: str) -> None:
-    """Refuse links that are not known.
+def check_link_approx(link_approx: str) -> None:
+    """Refuse link approximations that are not known.
 
     The Laplace bridge (arXiv 2003.01227) is none of them. It divides the concentration of each class by the variance of
     that class's logit, so that the class with the least variance wins where variances are large, whatever the means
     say; and it conditions the logits on a sum of zero, which a softmax does not know of.
 
     Raises:
-        ValueError: another link.
+        ValueError: another one.
     """
-    if link == "bridge":
+    if link_approx == "bridge":
         raise ValueError(
-            "link='bridge' is left out: with the variances that a Laplace approximation of several classes has, it "
-            "changes which class is predicted, and its probabilities are far from the true ones; choose 'mc', or "
-            "'probit' in closed form"
+            "link_approx='bridge' is left out: with the variances that a Laplace approximation of several classes "
+            "has, it changes which class is predicted, and its probabilities are far from the true ones; choose "
+            "'mc', or 'probit' in closed form"
         )
-    if link not in ("mc", "probit", "mean"):
-        raise ValueError(f"link={link!r} is not known; choose 'mc', 'probit' or 'mean'")
+    if link_approx not in ("mc", "probit", "mean"):
+        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc', 'probit' or 'mean'")
 
 
 def probit_probabilities(mean: Tensor, variance: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class GroupReport:
         precision: prior precision ``lambda``.
         center: where the hyperprior puts it, the group's size over its squared norm at the linearization point.
         gamma: effective number of directions that the data determine, between 0 and ``size``.
-        squared_norm: ``||theta*||^2`` (``||theta~||^2`` in mode ``map``).
+        squared_norm: ``||theta*||^2`` (``||theta~||^2`` at ``map``).
         at_cap: whether the precision is at the hyperprior's bound.
         pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
     """
@@ -52,7 +52,7 @@ class EvidenceResult:
         log_marginal_likelihood: at the best point that was seen (nats), without the hyperprior.
         iterations: number of alternations between weights and precisions.
         change: largest change of a log precision in the alternation from that point.
-        gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 in mode ``map``.
+        gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 at ``map``.
         converged: whether both tolerances were met there, and no earlier point had a better objective.
         best_iteration: number of the alternation whose point this is; ``iterations`` where it converged.
     """
@@ -73,7 +73,7 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
         warnings.warn(
             f"the evidence has pruned {len(pruned)} of {len(rows)} prior groups: {shown}"
             f"{' and others' if len(pruned) > 4 else ''}; their weights add next to no uncertainty. A narrower "
-            "hyperprior (Hyperprior(std=...)), prior='single' or mode='map' keeps them",
+            "hyperprior (Hyperprior(std=...)), prior='single' or evaluate_at='map' keeps them",
             PrunedGroupWarning,
             stacklevel=stacklevel + 1,
         )
@@ -82,7 +82,7 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
             f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
             f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g} at the best point, that of "
             f"iteration {result.best_iteration}; call optimize_evidence again "
-            "to go on from here, or raise max_iterations or the tolerances",
+            "to resume from here, or raise max_iterations or the tolerances",
             NotConvergedWarning,
             stacklevel=stacklevel + 1,
         )

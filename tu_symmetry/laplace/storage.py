@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tu_symmetry.laplace.model import LinearizedLaplace
 
 _FORMAT = "tu_symmetry.laplace"
-_VERSION = 1
+_VERSION = 2
 _KINDS: dict[str, type[Block]] = {
     "kronecker": KroneckerBlock,
     "dense": DenseBlock,
@@ -63,7 +63,7 @@ def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
         "fingerprint": la.fingerprint,
         "likelihood": la.likelihood.name,
         "prior": la.prior,
-        "mode": la.mode,
+        "evaluate_at": la.evaluate_at,
         "options": asdict(la.options),
         "parameters": list(la.tangent.names),
         "whole": list(la.whole),
@@ -106,7 +106,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         model,
         content["likelihood"],
         prior=content["prior"],
-        mode=content["mode"],
+        evaluate_at=content["evaluate_at"],
         parameters=None if last_layer else content["parameters"],
         noise_variance=content["noise_variance"] if content["noise_fixed"] else None,
         **content["options"],
@@ -161,15 +161,31 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise
     except (FileError, json.JSONDecodeError) as error:
         raise LaplaceFileError(f"{path} cannot be read: {error}") from error
-    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+    if content.get("format") != _FORMAT or content.get("version") not in (1, _VERSION):
         raise LaplaceFileError(
             f"{path} has format {content.get('format')} {content.get('version')}; this version of the library reads "
-            f"{_FORMAT} {_VERSION}"
+            f"{_FORMAT} 1 and {_VERSION}"
         )
+    if content["version"] == 1:
+        content = _from_version_1(content)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.isnan().any():
             raise LaplaceFileError(f"{path} holds NaN in {name!r}; fit and save again")
     return content, tensors
+
+
+def _from_version_1(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of version 2 for those of version 1, whose tensors are the same."""
+    names = {"mode": "evaluate_at", "fisher": "fisher_type", "weight_sharing": "kfac_approx", "draws": "mc_samples"}
+    names["newton_steps"] = "iterations"
+    values = {("evaluate_at", "linear"): "tangent_mode", ("fisher_type", "type2"): "type-2"}
+
+    def translated(entry: Mapping[str, Any]) -> dict[str, Any]:
+        named = {names.get(key, key): value for key, value in entry.items()}
+        return {key: values.get((key, v), v) if isinstance(v, str) else v for key, v in named.items()}
+
+    inner = {key: translated(content[key]) for key in ("options", "solution")}
+    return translated(content) | inner
 
 
 def _finite(value: float) -> float | None:

@@ -18,7 +18,7 @@ from torch_uncertainty.routines import RegressionRoutine
 from torchmetrics import MetricCollection
 
 from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.predictive import Link, check_link
+from tu_symmetry.laplace.predictive import LinkApprox, check_link_approx
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "
@@ -37,8 +37,8 @@ class LaplacePostProcessing(PostProcessing):
 
     Args:
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
-        n_samples: of the Monte-Carlo link.
-        link: see :meth:`LinearizedLaplace.predictive`.
+        num_samples: of the Monte-Carlo approximation.
+        link_approx: see :meth:`LinearizedLaplace.predictive`.
         covariance: see :meth:`LinearizedLaplace.predictive`.
         seed: of the samples.
     """
@@ -47,14 +47,14 @@ class LaplacePostProcessing(PostProcessing):
         self,
         laplace: LinearizedLaplace | None = None,
         *,
-        n_samples: int = 100,
-        link: Link = "mc",
+        num_samples: int = 100,
+        link_approx: LinkApprox = "mc",
         covariance: Literal["auto", "exact", "samples"] = "auto",
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_link(link)
-        self.n_samples, self.link, self.covariance, self.seed = n_samples, link, covariance, seed
+        check_link_approx(link_approx)
+        self.num_samples, self.link_approx, self.covariance, self.seed = num_samples, link_approx, covariance, seed
         self.attach_laplace(laplace)
 
     def set_model(self, model: nn.Module) -> None:
@@ -90,7 +90,11 @@ class LaplacePostProcessing(PostProcessing):
             raise RuntimeError(_MISSING)
         with torch.autocast(inputs.device.type, enabled=False):
             probabilities: Tensor = self.laplace.predictive(
-                inputs, n_samples=self.n_samples, link=self.link, covariance=self.covariance, seed=self.seed
+                inputs,
+                num_samples=self.num_samples,
+                link_approx=self.link_approx,
+                covariance=self.covariance,
+                seed=self.seed,
             )
         return probabilities.log()
 
@@ -99,7 +103,7 @@ class LaplaceEnsemble(nn.Module):
     """Functions drawn from a linearized Laplace approximation, as the members of an ensemble.
 
     While it trains, and while :class:`~tu_symmetry.callbacks.FitLaplace` has not fitted yet, it is the network itself.
-    Afterwards ``forward`` maps a batch ``[B, ...]`` to ``[num_estimators * B, C]``, all inputs of the first function
+    Afterwards ``forward`` maps a batch ``[B, ...]`` to ``[num_samples * B, C]``, all inputs of the first function
     first: ``f(x) + J(x) (theta_m - theta~)`` with the same weights ``theta_m`` for every input and batch. With
     ``is_ensemble=True`` TorchUncertainty's routines evaluate the averaged predictive, mutual information,
     disagreement, and the OOD criteria ``mutual_information``, ``variation_ratio`` and ``entropy``.
@@ -112,7 +116,7 @@ class LaplaceEnsemble(nn.Module):
 
     Args:
         core_model: the network.
-        num_estimators: number of functions.
+        num_samples: number of functions.
         seed: of the functions.
         laplace: the approximation of ``core_model``; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
     """
@@ -120,16 +124,16 @@ class LaplaceEnsemble(nn.Module):
     def __init__(
         self,
         core_model: nn.Module,
-        num_estimators: int = 20,
+        num_samples: int = 20,
         *,
         seed: int = 0,
         laplace: LinearizedLaplace | None = None,
     ) -> None:
         super().__init__()
-        if num_estimators < 1:
-            raise ValueError(f"num_estimators={num_estimators} has to be at least 1")
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
         self.core_model = core_model
-        self.num_estimators, self.seed = num_estimators, seed
+        self.num_samples, self.seed = num_samples, seed
         self.laplace: LinearizedLaplace | None = None
         self._awaits_fit = False
         if laplace is not None:
@@ -146,7 +150,7 @@ class LaplaceEnsemble(nn.Module):
         self.laplace, self._awaits_fit = laplace, laplace is None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs ``[num_estimators * B, C]``; ``[B, C]`` of the network itself before the fit.
+        """Outputs ``[num_samples * B, C]``; ``[B, C]`` of the network itself before the fit.
 
         Raises:
             RuntimeError: evaluated without an approximation, and with nothing that will fit one.
@@ -156,7 +160,7 @@ class LaplaceEnsemble(nn.Module):
         if self.laplace is None:
             raise RuntimeError(_MISSING)
         with torch.autocast(x.device.type, enabled=False):
-            return self.laplace.function_samples(x, self.num_estimators, self.seed).flatten(0, 1)
+            return self.laplace.function_samples(x, self.num_samples, seed=self.seed).flatten(0, 1)
 
 
 class LaplaceRegressionRoutine(RegressionRoutine):

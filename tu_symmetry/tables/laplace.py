@@ -21,6 +21,7 @@ from tu_symmetry.files import read_json, read_tensors, write_json, write_safeten
 from tu_symmetry.laplace.curvature import Curvature
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
+from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -34,13 +35,13 @@ from tu_symmetry.tables.stage import Results, StageContext, stage
 
 NETWORK = "network"  # the row of the network itself
 CHANGES = {  # title to what is compared with what
-    "θ* instead of θ~, single λ": ("linear/single", "map/single"),
-    "θ* instead of θ~, several λ": ("linear/multiple", "map/multiple"),
-    "several λ instead of one, θ*": ("linear/multiple", "linear/single"),
-    "several λ instead of one, θ~": ("map/multiple", "map/single"),
-    "no hyperprior, θ*, several λ": ("linear/multiple/flat", "linear/multiple"),
-    "Laplace (θ*, single λ) instead of the network": ("linear/single", NETWORK),
-    "Laplace (θ*, several λ) instead of the network": ("linear/multiple", NETWORK),
+    "θ* instead of θ~, single λ": ("tangent_mode/single", "map/single"),
+    "θ* instead of θ~, several λ": ("tangent_mode/per_group", "map/per_group"),
+    "several λ instead of one, θ*": ("tangent_mode/per_group", "tangent_mode/single"),
+    "several λ instead of one, θ~": ("map/per_group", "map/single"),
+    "no hyperprior, θ*, several λ": ("tangent_mode/per_group/flat", "tangent_mode/per_group"),
+    "Laplace (θ*, single λ) instead of the network": ("tangent_mode/single", NETWORK),
+    "Laplace (θ*, several λ) instead of the network": ("tangent_mode/per_group", NETWORK),
 }
 
 
@@ -70,22 +71,22 @@ class EvidenceOptions:
     """How the evidence is optimized, and the predictive computed.
 
     Attributes:
-        choices: rows of the table, ``MODE/PRIOR`` or ``MODE/PRIOR/flat`` (without hyperprior).
+        choices: rows of the table, ``EVALUATE_AT/PRIOR`` or ``EVALUATE_AT/PRIOR/flat`` (without hyperprior).
         curvature: ``full`` for small networks (it also makes finding theta* cheap), ``kfac`` for larger ones.
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
         max_iterations: largest number of alternations between theta* and the precisions.
-        samples: of the Monte-Carlo predictive.
+        num_samples: of the Monte-Carlo predictive.
     """
 
     choices: list[str] = field(
         default_factory=lambda: [
-            "linear/single",
-            "linear/multiple",
-            "linear/multiple/flat",
+            "tangent_mode/single",
+            "tangent_mode/per_group",
+            "tangent_mode/per_group/flat",
             "map/single",
-            "map/multiple",
+            "map/per_group",
         ]
     )
     curvature: Curvature = "kfac"
@@ -93,7 +94,7 @@ class EvidenceOptions:
     tolerance: float = 1e-2
     mode_tolerance: float = 0.1
     max_iterations: int = 50
-    samples: int = 500
+    num_samples: int = 500
 
 
 @dataclass(frozen=True)
@@ -217,11 +218,11 @@ def _networks(context: StageContext, data: Data) -> Iterator[tuple[str, int, nn.
         yield architecture, seed, model, graphs[architecture]
 
 
-def _parse(choice: str) -> tuple[Literal["linear", "map"], str, bool]:
-    mode, prior, *rest = choice.split("/")
-    if mode not in ("linear", "map") or prior not in ("single", "multiple") or rest not in ([], ["flat"]):
-        raise RecipeError(f"choice {choice!r}: write linear or map, /, single or multiple, and /flat if wanted")
-    return ("linear" if mode == "linear" else "map"), prior, bool(rest)
+def _parse(choice: str) -> tuple[EvaluateAt, Literal["single", "per_group"], bool]:
+    where, prior, *rest = choice.split("/")
+    if where not in ("tangent_mode", "map") or prior not in ("single", "per_group") or rest not in ([], ["flat"]):
+        raise RecipeError(f"choice {choice!r}: write tangent_mode or map, /, single or per_group, and /flat if wanted")
+    return ("map" if where == "map" else "tangent_mode"), ("single" if prior == "single" else "per_group"), bool(rest)
 
 
 @dataclass(frozen=True)
@@ -253,11 +254,11 @@ def _prepare(data: Data, options: EvidenceOptions, model: nn.Module, graph: Symm
 
 
 def _measure(subject: _Subject, options: EvidenceOptions, choice: str) -> dict[str, Any]:
-    mode, prior, flat = _parse(choice)
+    evaluate_at, prior, flat = _parse(choice)
     la = LinearizedLaplace(
         subject.model,
-        mode=mode,
-        prior="single" if prior == "single" else "per_group",
+        evaluate_at=evaluate_at,
+        prior=prior,
         groups=subject.groups,
         curvature=options.curvature,
         parameters=[name for names in subject.groups.values() for name in names],
@@ -272,7 +273,7 @@ def _measure(subject: _Subject, options: EvidenceOptions, choice: str) -> dict[s
             mode_tolerance=options.mode_tolerance,
             max_iterations=options.max_iterations,
         )
-    p = torch.cat([la.predictive(x, n_samples=options.samples) for x, _ in subject.test])
+    p = torch.cat([la.predictive(x, num_samples=options.num_samples) for x, _ in subject.test])
     right = p.gather(-1, subject.test.y.unsqueeze(-1))
     groups = la.report()
     return {
@@ -365,6 +366,6 @@ def _error(values: Tensor) -> str:
 
 
 def _name(choice: str) -> str:
-    mode, prior, flat = _parse(choice)
-    where = "M(θ*)" if mode == "linear" else "M(θ~)"
+    evaluate_at, prior, flat = _parse(choice)
+    where = "M(θ*)" if evaluate_at == "tangent_mode" else "M(θ~)"
     return f"{where}, {'single λ' if prior == 'single' else 'several λ'}{', no hyperprior' if flat else ''}"

@@ -1,10 +1,10 @@
 """Table 2 of arXiv 2206.08900: one residual network on color images, Kronecker factors, evidence in several ways.
 
 A choice names where the evidence is evaluated, the prior, and whether the hyperprior is left out, as in
-``linear/multiple/flat``:
+``tangent_mode/per_group/flat``:
 
 - ``map``: at the trained weights, M(θ~);
-- ``linear``: at the joint stationary point, M(θ*), with the curvature at the network's own outputs (the paper's
+- ``tangent_mode``: at the joint stationary point, M(θ*), with the curvature at the network's own outputs (the paper's
   "simple", as we read it);
 - ``full``: the same with the curvature at the outputs of the tangent model at θ*, which is taken anew where θ* has
   moved (the paper's "full", as we read it).
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,17 @@ from tu_symmetry.tables.recipe import ModelConfig, RecipeError
 from tu_symmetry.tables.stage import Results, StageContext, Tracker, stage
 from tu_symmetry.tables.stored_jacobian import StoredJacobian
 
+_Where: TypeAlias = Literal["map", "tangent_mode", "full"]
+_Prior: TypeAlias = Literal["single", "per_group"]
 CHOICES = (
     "map/single",
-    "map/multiple",
-    "map/multiple/flat",
-    "linear/single",
-    "linear/multiple",
-    "linear/multiple/flat",
+    "map/per_group",
+    "map/per_group/flat",
+    "tangent_mode/single",
+    "tangent_mode/per_group",
+    "tangent_mode/per_group/flat",
     "full/single",
-    "full/multiple",
+    "full/per_group",
 )
 
 
@@ -57,13 +59,14 @@ class EvidenceOptions:
     """How the evidence is optimized, and the predictive computed.
 
     Attributes:
-        choices: rows of the table; a ``full`` choice comes after the ``linear`` one of the same prior and hyperprior.
+        choices: rows of the table; a ``full`` choice comes after the ``tangent_mode`` one of the same prior and
+            hyperprior.
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: distance of theta* in posterior standard deviations, over all directions together.
         max_iterations: largest number of alternations between theta* and the precisions.
         refreshes: how often a ``full`` choice takes the curvature anew.
-        samples: of the outputs of every image for the predictive.
+        num_samples: of the outputs of every image for the predictive.
         stored_jacobian: keep the training data's Jacobian in memory (images x classes x weights numbers), which makes
             theta* many times faster to find.
     """
@@ -74,7 +77,7 @@ class EvidenceOptions:
     mode_tolerance: float = 1.0
     max_iterations: int = 20
     refreshes: int = field(default=2, metadata={"least": 0})
-    samples: int = 500
+    num_samples: int = 500
     stored_jacobian: bool = False
 
 
@@ -82,13 +85,13 @@ class Choice(NamedTuple):
     """A row of the table.
 
     Attributes:
-        where: ``map``, ``linear`` or ``full``.
-        prior: ``single`` or ``multiple``.
+        where: ``map``, ``tangent_mode`` or ``full``.
+        prior: ``single`` or ``per_group``.
         flat: without hyperprior.
     """
 
-    where: str
-    prior: str
+    where: _Where
+    prior: _Prior
     flat: bool
 
     @classmethod
@@ -100,9 +103,11 @@ class Choice(NamedTuple):
         """
         where, _, rest = text.partition("/")
         prior, _, last = rest.partition("/")
-        if where not in ("map", "linear", "full") or prior not in ("single", "multiple") or last not in ("", "flat"):
-            raise RecipeError(f"choice {text!r}: write map, linear or full, /, single or multiple, and /flat if wanted")
-        return cls(where, prior, bool(last))
+        if where not in get_args(_Where) or prior not in get_args(_Prior) or last not in ("", "flat"):
+            raise RecipeError(
+                f"choice {text!r}: write map, tangent_mode or full, /, single or per_group, and /flat if wanted"
+            )
+        return cls(cast(_Where, where), cast(_Prior, prior), bool(last))
 
     @property
     def key(self) -> str:
@@ -173,7 +178,7 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
     """Choose precisions in every way for every network: quality of the predictive, precisions, effective dimensions."""
     choices = [Choice.parse(text) for text in options.choices]
     for number, choice in enumerate(choices):
-        if choice.where == "full" and choice._replace(where="linear") not in choices[:number]:
+        if choice.where == "full" and choice._replace(where="tangent_mode") not in choices[:number]:
             raise RecipeError(
                 f"choice {choice.key!r} starts from {choice._replace(where='linear').key!r}: list it first"
             )
@@ -215,7 +220,7 @@ def _predict(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     def probabilities(images: Tensor) -> Tensor:
         parts = images.split(options.batch_size)
-        return torch.cat([la.predictive(part, n_samples=options.samples) for part in parts]).double()
+        return torch.cat([la.predictive(part, num_samples=options.num_samples) for part in parts]).double()
 
     return probabilities(x), y, None if other is None else probabilities(other)
 
@@ -264,7 +269,7 @@ class _Work:
             warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
             warnings.simplefilter("ignore", NotConvergedWarning)
             if choice.where == "full":
-                self._resume(la, choice._replace(where="linear"))
+                self._resume(la, choice._replace(where="tangent_mode"))
                 for _ in range(self.options.refreshes):
                     before = la.log_precision
                     self._retake(la, progress)
@@ -319,10 +324,10 @@ class _Work:
             fitted.prior_groups,
             log_precision=fitted.center.log(),
             noise_variance=1.0,
-            solution=Mode.at(point, fitted.summary.loss, la.mode),
+            solution=Mode.at(point, fitted.summary.loss, la.evaluate_at),
         )
         la.train_loader = self.train
-        if la.mode == "linear" and self.options.stored_jacobian:
+        if la.evaluate_at == "tangent_mode" and self.options.stored_jacobian:
             if self._tangent is None:
                 self._tangent = StoredJacobian(
                     la.tangent, self.train, shown=lambda samples: progress({"samples": samples})
@@ -334,8 +339,8 @@ class _Work:
         return LinearizedLaplace(
             self.model,
             graph=self.graph,
-            mode="map" if choice.where == "map" else "linear",
-            prior="single" if choice.prior == "single" else "per_group",
+            evaluate_at="map" if choice.where == "map" else "tangent_mode",
+            prior=choice.prior,
             parameters=matrices(self.model),
         )
 

@@ -14,8 +14,8 @@ from tu_symmetry.tables.laplace_residual import Choice
 from tu_symmetry.tables.plots import BLUE, GRAY, GREEN, ORANGE, figure
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
-WHERE = {"map": "M(θ~)", "linear": "M(θ*), simple", "full": "M(θ*), full"}
-COLORS = {"map": ORANGE, "linear": BLUE, "full": GREEN}
+WHERE = {"map": "M(θ~)", "tangent_mode": "M(θ*), simple", "full": "M(θ*), full"}
+COLORS = {"map": ORANGE, "tangent_mode": BLUE, "full": GREEN}
 NETWORK = "network itself"
 COLUMNS = {"nll": "NLL", "accuracy": "accuracy %", "ece": "ECE %", "auroc": "OOD AUROC %"}
 

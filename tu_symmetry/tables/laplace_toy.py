@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.model import LinearizedLaplace, PrunedGroupWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables import plots
@@ -33,16 +34,16 @@ class NetworkOptions:
 
     Attributes:
         hidden: widths of the two hidden layers; their weights and the last layer's are the ones that are uncertain.
-        samples: training points, half on each side of a gap.
-        test_samples: points of the same kind, for the log-likelihood.
+        train_size: training points, half on each side of a gap.
+        test_size: points of the same kind, for the log-likelihood.
         noise: standard deviation of the targets.
         steps: of Adam on all points at once.
         learning_rate: of Adam.
     """
 
     hidden: list[int] = field(default_factory=lambda: [50, 50])
-    samples: int = 80
-    test_samples: int = 1000
+    train_size: int = 80
+    test_size: int = 1000
     noise: float = 0.2
     steps: int = 1000
     learning_rate: float = 1e-2
@@ -75,7 +76,7 @@ class _Choice:
     """A way to choose precisions by the evidence."""
 
     title: str
-    mode: Literal["linear", "map"]
+    evaluate_at: EvaluateAt
     prior: Literal["single", "per_group"]
     flat: bool = False
 
@@ -83,9 +84,9 @@ class _Choice:
 CHOICES = {
     "map/single": _Choice(r"$\mathcal{M}_{\tilde\theta}$, single $\lambda$", "map", "single"),
     "map/per_group": _Choice(r"$\mathcal{M}_{\tilde\theta}$, $\lambda$ per group", "map", "per_group"),
-    "linear/single": _Choice(r"$\mathcal{M}_{\theta_*}$, single $\lambda$", "linear", "single"),
-    "linear/per_group": _Choice(r"$\mathcal{M}_{\theta_*}$, $\lambda$ per group", "linear", "per_group"),
-    "linear/per_group/flat": _Choice("the same, no hyperprior", "linear", "per_group", flat=True),
+    "tangent_mode/single": _Choice(r"$\mathcal{M}_{\theta_*}$, single $\lambda$", "tangent_mode", "single"),
+    "tangent_mode/per_group": _Choice(r"$\mathcal{M}_{\theta_*}$, $\lambda$ per group", "tangent_mode", "per_group"),
+    "tangent_mode/per_group/flat": _Choice("the same, no hyperprior", "tangent_mode", "per_group", flat=True),
 }
 
 
@@ -120,8 +121,8 @@ def sample_curve(count: int, noise: float, generator: torch.Generator) -> tuple[
 @stage()
 def train_network(context: StageContext, options: NetworkOptions) -> Results:
     """Draw the data and train the network on them."""
-    data = sample_curve(options.samples, options.noise, context.generator("training data"))
-    test = sample_curve(options.test_samples, options.noise, context.generator("test data"))
+    data = sample_curve(options.train_size, options.noise, context.generator("training data"))
+    test = sample_curve(options.test_size, options.noise, context.generator("test data"))
     x, y = (t.to(context.device) for t in data)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.seed("initialization"))
@@ -177,8 +178,8 @@ def compute_bands(context: StageContext, options: BandsOptions) -> Results:
     jobs: dict[str, float | _Choice] = {f"{value:g}": value for value in options.precisions} | CHOICES
     with context.track("bands", len(jobs)) as tracker:
         for number, (name, job) in enumerate(jobs.items()):
-            mode, prior = (job.mode, job.prior) if isinstance(job, _Choice) else ("map", "single")
-            la = LinearizedLaplace(model, mode=mode, prior=prior, **shared).fit(train)
+            evaluate_at, prior = (job.evaluate_at, job.prior) if isinstance(job, _Choice) else ("map", "single")
+            la = LinearizedLaplace(model, evaluate_at=evaluate_at, prior=prior, **shared).fit(train)
             if isinstance(job, _Choice):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
@@ -206,7 +207,7 @@ def _row(la: LinearizedLaplace, stored: Mapping[str, Tensor]) -> dict[str, Any]:
         "coverage": float((z < 1.959964).double().mean()),
         "inside": float(test.epistemic.mean().sqrt()),
         "gap": float(middle.epistemic.sqrt()),
-        "log_evidence": la.log_marginal_likelihood() if la.mode == "linear" else None,
+        "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
         "groups": {
             row.name: {"precision": row.precision, "gamma": row.gamma, "size": row.size, "pruned": row.pruned}
             for row in la.report()
@@ -248,8 +249,8 @@ def report(context: StageContext, options: ReportOptions) -> Results:
 def _name(name: str) -> str:
     if name not in CHOICES:
         return f"λ = {name}"
-    mode, prior, *rest = name.split("/")
-    where = "M(θ*)" if mode == "linear" else "M(θ~)"
+    evaluate_at, prior, *rest = name.split("/")
+    where = "M(θ*)" if evaluate_at == "tangent_mode" else "M(θ~)"
     return f"{where}, {'single λ' if prior == 'single' else 'λ per group'}{', no hyperprior' if rest else ''}"
 
 
