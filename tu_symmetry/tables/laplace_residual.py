@@ -180,7 +180,7 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
     for number, choice in enumerate(choices):
         if choice.where == "full" and choice._replace(where="tangent_mode") not in choices[:number]:
             raise RecipeError(
-                f"choice {choice.key!r} starts from {choice._replace(where='linear').key!r}: list it first"
+                f"choice {choice.key!r} starts from {choice._replace(where='tangent_mode').key!r}: list it first"
             )
     data, other = read_images(context.inputs["images"], context.device)
     source = context.inputs["networks"]
