@@ -20,11 +20,11 @@ from tu_symmetry.tables import laplace, laplace_toy
 from tu_symmetry.tables.data import load_data
 from tu_symmetry.tables.engine import run_table
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
-from tu_symmetry.tables.laplace_tangent import Tangent, features
 from tu_symmetry.tables.laplace_toy import BatchNormMLP, sample_curve
 from tu_symmetry.tables.progress import Display
 from tu_symmetry.tables.recipe import DataConfig, RecipeError, load_recipe, parse
 from tu_symmetry.tables.stage import stage_kind
+from tu_symmetry.tables.stored_jacobian import Tangent, features
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -29,9 +29,9 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.data import Batches, Data
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
-from tu_symmetry.tables.laplace_tangent import Tangent, features
 from tu_symmetry.tables.recipe import RecipeError
 from tu_symmetry.tables.stage import Results, StageContext, stage
+from tu_symmetry.tables.stored_jacobian import Tangent, features
 
 NETWORK = "network"  # the row of the network itself
 CHANGES = {  # title to what is compared with what
