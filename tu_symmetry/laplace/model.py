@@ -280,8 +280,25 @@ class LinearizedLaplace:
         solution: Mode,
         hyperprior: Hyperprior = FLAT,
         whole: Sequence[str] = (),
+        tangent: TangentModel | None = None,
+        train_loader: Iterable[Any] | None = None,
     ) -> None:
-        """Take over a curvature of this network (fitted, loaded, or converted), precisions and weights."""
+        """Take over a curvature of this network (fitted, loaded, or converted), precisions and weights.
+
+        Args:
+            blocks: of the curvature, in the order of the flat parameter vector.
+            summary: of the pass that gave them.
+            groups: which weights share a precision.
+            log_precision: of the groups.
+            noise_variance: of a regression's noise.
+            solution: the weights that the evidence is evaluated at.
+            hyperprior: on the precisions.
+            whole: parameters without Kronecker factors that have an exact block.
+            tangent: another way to the same network's Jacobian products (stored ones); None keeps the present one.
+            train_loader: the training data, where they will be read again; None keeps what is known.
+        """
+        self.tangent = self.tangent if tangent is None else tangent
+        self.train_loader = self.train_loader if train_loader is None else train_loader
         layered = self.options.curvature in ("kfac", "ekfac")
         self.whole = tuple(whole)
         names = [name for name in self.tangent.names if name not in self.whole]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
+from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.mode import Mode
@@ -317,22 +318,24 @@ class _Work:
             self._fitted[choice.prior] = first.fit(self.train, progress=progress)
         fitted = self._fitted[choice.prior]
         la = self._make(choice)
-        point = fitted.tangent.point()
+        tangent = None
+        if la.evaluate_at == "tangent_mode" and self.options.stored_jacobian:
+            if self._tangent is None:
+                self._tangent = StoredJacobian(
+                    la.tangent, self.train, shown=lambda samples: progress({"samples": samples})
+                )
+            tangent = self._tangent
         la.restore(
             fitted.posterior.blocks,
             fitted.summary,
             fitted.prior_groups,
             log_precision=fitted.center.log(),
             noise_variance=1.0,
-            solution=Mode.at(point, fitted.summary.loss, la.evaluate_at),
+            solution=Mode.at(fitted.tangent.point(), fitted.summary.loss, la.evaluate_at),
+            whole=fitted.whole,
+            tangent=tangent,
+            train_loader=self.train,
         )
-        la.train_loader = self.train
-        if la.evaluate_at == "tangent_mode" and self.options.stored_jacobian:
-            if self._tangent is None:
-                self._tangent = StoredJacobian(
-                    la.tangent, self.train, shown=lambda samples: progress({"samples": samples})
-                )
-            la.tangent = self._tangent
         return la
 
     def _make(self, choice: Choice) -> LinearizedLaplace:
@@ -347,19 +350,37 @@ class _Work:
     def _resume(self, la: LinearizedLaplace, earlier: Choice) -> None:
         """Put the precisions and weights of another choice into a Laplace approximation."""
         found = read_tensors(self.folder / f"{earlier.file}.safetensors")
-        precisions = found["log_precision"].exp().tolist()
-        la.set_precision(dict(zip(la.prior_groups.names, precisions, strict=True)))
-        la.solution = replace(la.solution, theta=found["theta"].to(la.solution.theta))
+        la.restore(
+            la.posterior.blocks,
+            la.summary,
+            la.prior_groups,
+            log_precision=found["log_precision"],
+            noise_variance=1.0,
+            solution=replace(la.solution, theta=found["theta"].to(la.solution.theta)),
+            whole=la.whole,
+        )
 
     def _retake(self, la: LinearizedLaplace, progress: Callable[[dict[str, Any]], None]) -> None:
         """The curvature anew, at the outputs of the tangent model at theta*."""
-        solution, precisions = la.solution, la.log_precision.exp().tolist()
-        names = la.prior_groups.names
+        solution = la.solution
         pairs = [la.tangent.jvp(x, solution.theta - la.tangent.point()) for x, _ in self.train]
         network = torch.cat([outputs for outputs, _ in pairs])
         change = torch.cat([product for _, product in pairs])
-        la.likelihood = _OutputsAt(network, network + change)
-        la.fit(self.train, progress=progress)
-        la.likelihood = Categorical()
-        la.set_precision(dict(zip(names, precisions, strict=True)))
-        la.solution = solution
+        blocks, summary = fit_curvature(
+            la.tangent,
+            _OutputsAt(network, network + change),
+            self.train,
+            la.prior_groups,
+            la.options,
+            whole=la.whole,
+            progress=progress,
+        )
+        la.restore(
+            blocks,
+            summary,
+            la.prior_groups,
+            log_precision=la.log_precision,
+            noise_variance=1.0,
+            solution=solution,
+            whole=la.whole,
+        )

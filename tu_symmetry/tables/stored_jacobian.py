@@ -66,9 +66,11 @@ class StoredJacobian(TangentModel):
         self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         done = 0
         for inputs, _ in data:
-            self._stored[self._key(inputs)] = outputs_and_jacobians(
-                self, inputs, chunk, lambda count, before=done: shown(before + count)
-            )
+
+            def of_all(count: int, before: int = done) -> None:
+                shown(before + count)
+
+            self._stored[self._key(inputs)] = outputs_and_jacobians(self, inputs, chunk, of_all)
             done += len(inputs)
 
     @staticmethod
