@@ -126,24 +126,24 @@ def aligned(graph: SymmetryGraph, tmp_path: Path, *, noise: float = 0.1, count: 
 def test_figures_are_the_librarys(graph: SymmetryGraph, tmp_path: Path) -> None:
     alignment, net = aligned(graph, tmp_path), Net()
     data = load_data(f"{__name__}.two_loaders", [], 1000, torch.float32)
-    options = BarrierOptions(pairs=None, points=5, mend=("plain", "batchnorm", "repair", "tempered"))
+    options = BarrierOptions(pairs=None, points=5, corrections=("none", "batchnorm", "repair", "tempered"))
     report = measure_barriers(net, alignment, tmp_path / "out", data, options)
     evaluation, statistics = two_loaders()
     for when in WHEN:
         paths = [f.source if when == "before" else tmp_path / "out" / f.aligned for f in alignment.files]
         states = [load_state(p) for p in paths]
-        for mending, again in (("plain", None), ("batchnorm", statistics)):
-            shown, matrix = report.matrix(when, mending)
+        for correction, again in (("none", None), ("batchnorm", statistics)):
+            shown, matrix = report.matrix(when, correction)
             expected = barrier_matrix(net, states, evaluation, F.cross_entropy, points=5, recalibrate=again)
             assert shown == [0, 1, 2] and (expected.max() > 0.01 or when == "after")
             torch.testing.assert_close(torch.tensor(matrix, dtype=torch.float64), expected)
             mean = mean_model_loss(net, states, evaluation, F.cross_entropy, recalibrate=again)
-            assert report.mean_losses[when][mending] == pytest.approx(mean, abs=1e-6)
+            assert report.mean_losses[when][correction] == pytest.approx(mean, abs=1e-6)
         tuned = tempered_loss_barrier(net, states[0], states[1], evaluation, points=5, recalibrate=statistics)
         assert report.barriers[when]["tempered"][0]["temperatures"] == pytest.approx(tuned.temperatures)
-        assert report.barriers[when]["repair"][0]["losses"][1] != report.barriers[when]["plain"][0]["losses"][1]
-    assert [p["losses"][0] for p in report.barriers["before"]["plain"]] == pytest.approx(
-        [p["losses"][0] for p in report.barriers["after"]["plain"]], rel=1e-5
+        assert report.barriers[when]["repair"][0]["losses"][1] != report.barriers[when]["none"][0]["losses"][1]
+    assert [p["losses"][0] for p in report.barriers["before"]["none"]] == pytest.approx(
+        [p["losses"][0] for p in report.barriers["after"]["none"]], rel=1e-5
     )
 
 
@@ -151,12 +151,12 @@ def test_copies_of_one_network_have_no_barrier_once_aligned(graph: SymmetryGraph
     alignment = aligned(graph, tmp_path, noise=0.0)
     data = load_data(f"{__name__}.loader", ["count=32"], 1000, torch.float32)
     report = measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(pairs=None, points=5))
-    before, after = ([p["barrier"] for p in report.barriers[w]["plain"]] for w in WHEN)
+    before, after = ([p["barrier"] for p in report.barriers[w]["none"]] for w in WHEN)
     assert max(before) > 0.05 and max(after) < 1e-6
-    assert report.mean_losses["after"]["plain"] == pytest.approx(report.single_loss, rel=1e-5)
+    assert report.mean_losses["after"]["none"] == pytest.approx(report.single_loss, rel=1e-5)
     content = json.loads((tmp_path / "out" / "report.json").read_text())["barriers"]
-    assert content["matrix"]["before"]["plain"][0][1] == before[0] and content["samples"] == 32
-    assert set(content["matrix"]["after"]) == {"plain", "batchnorm"}
+    assert content["matrix"]["before"]["none"][0][1] == before[0] and content["samples"] == 32
+    assert set(content["matrix"]["after"]) == {"none", "batchnorm"}
     text = (tmp_path / "out" / "report.md").read_text()
     assert "![barrier matrices](barriers.png)" in text and "all 3 pairs" in text and "BatchNorm re-estimated" in text
     assert (tmp_path / "out" / "barriers.png").read_bytes()[:4] == b"\x89PNG"
@@ -263,9 +263,9 @@ def test_pairs_that_were_not_measured_are_empty(graph: SymmetryGraph, tmp_path: 
     alignment = aligned(graph, tmp_path, count=5)
     data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
     report = measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(pairs=2, points=3))
-    shown, matrix = report.matrix("after", "plain")
+    shown, matrix = report.matrix("after", "none")
     assert shown == sorted({k for pair in report.pairs for k in pair}) and "2 of 10 pairs" in report.grid().caption
-    known = {pair: p["barrier"] for pair, p in zip(report.pairs, report.barriers["after"]["plain"], strict=True)}
+    known = {pair: p["barrier"] for pair, p in zip(report.pairs, report.barriers["after"]["none"], strict=True)}
     for a, i in enumerate(shown):
         for b, j in enumerate(shown):
             value = matrix[a][b]

@@ -1,4 +1,4 @@
-"""Merged networks: statistics, REPAIR, barriers that are mended, and matching by the loss of the midpoint."""
+"""Merged networks: statistics, REPAIR, barriers that are corrected, and matching by the loss of the midpoint."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_recalibration_is_applied_between_the_ends_only() -> None:
     a, b = draws(model, 2)
     x, y = normal(16, 2, 8, 8), torch.arange(16) % 3
     loader = [(x, y)]
-    plain, mended, merged = (
+    plain, corrected, merged = (
         tus.loss_barrier(model, a, b, loader, F.cross_entropy, points=3, **kwargs)  # type: ignore[arg-type]
         for kwargs in (
             {},
@@ -176,11 +176,11 @@ def test_recalibration_is_applied_between_the_ends_only() -> None:
             {"merge": lambda state, ratio: reestimate_batchnorm(model, state, [x])},
         )
     )
-    assert plain.losses[0] == mended.losses[0] and plain.losses[2] == mended.losses[2]
-    assert plain.losses[1] != mended.losses[1] == merged.losses[1]
+    assert plain.losses[0] == corrected.losses[0] and plain.losses[2] == corrected.losses[2]
+    assert plain.losses[1] != corrected.losses[1] == merged.losses[1]
     middle = reestimate_batchnorm(model, interpolate(a, b, 0.5), [x])
     expected = F.cross_entropy(torch.func.functional_call(model.eval(), middle, (x,)), y)
-    assert mended.losses[1] == pytest.approx(float(expected))
+    assert corrected.losses[1] == pytest.approx(float(expected))
     assert mean_model_loss(model, [a, b], loader, F.cross_entropy, recalibrate=[x]) == pytest.approx(float(expected))
 
 
@@ -278,7 +278,7 @@ def test_bad_input_is_refused() -> None:
         repair(model, [a, b], [0.5, 0.6], a, [x])
     with pytest.raises(ValueError, match="no batch"):
         repair(model, [a, b], [0.5, 0.5], a, [])
-    with pytest.raises(ValueError, match="'relu' cannot be mended"):
+    with pytest.raises(ValueError, match="'relu' cannot be corrected"):
         repair(model, [a, b], [0.5, 0.5], a, [x], layers=["relu"])
     with pytest.raises(ValueError, match="batches \\(inputs, targets\\)"):
         tus.loss_barrier(model, a, b, [x], F.cross_entropy)

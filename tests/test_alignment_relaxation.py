@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from tu_symmetry.alignment import products
 from tu_symmetry.alignment.assignment import assign, assign_family, family_value, flat_source
-from tu_symmetry.alignment.gram import Family, WeightVotes, families, working
+from tu_symmetry.alignment.gram import Family, WeightSimilarities, families, working
 from tu_symmetry.alignment.matching import descend, inner_product
-from tu_symmetry.alignment.products import KeptVotes, plan_moves
+from tu_symmetry.alignment.products import KeptSimilarities, plan_moves
 from tu_symmetry.alignment.relaxation import (
     _best_ratio,
     _RelaxedNetwork,
@@ -75,11 +75,11 @@ def test_gram_matrices_are_the_objective(name: str) -> None:
     generator = torch.Generator().manual_seed(1)
     a, b = random_state(model, generator), random_state(model, generator)
     base = tus.random_permutation(graph, generator=generator)
-    votes = WeightVotes.of(graph, a, b)
+    similarities = WeightSimilarities.of(graph, a, b)
     for family in families(graph):
         if family.coupled:
             continue
-        grams = votes.grams(family, base)
+        grams = similarities.grams(family, base)
         values = []
         for _ in range(2):
             draw = tus.random_permutation(graph, generator=generator)
@@ -95,12 +95,12 @@ def test_coupled_families_never_lose(name: str) -> None:
     model, graph = case_of(name)
     generator = torch.Generator().manual_seed(2)
     a, b = random_state(model, generator), random_state(model, generator)
-    votes = WeightVotes.of(graph, a, b)
+    similarities = WeightSimilarities.of(graph, a, b)
     for _ in range(5):
         permutation = tus.random_permutation(graph, generator=generator)
         before = inner_product(graph, a, tus.apply_permutation(graph, permutation, b))
         for _ in range(20):
-            permutation, _, converged = descend(votes, families(graph), permutation, 1)
+            permutation, _, converged = descend(similarities, families(graph), permutation, 1)
             after = inner_product(graph, a, tus.apply_permutation(graph, permutation, b))
             assert after >= before - 1e-9 * abs(before)
             if converged:
@@ -115,7 +115,7 @@ def test_kept_gram_matrices_are_those_computed_anew(name: str) -> None:
     model, graph = case_of(name)
     generator = torch.Generator().manual_seed(7)
     a, b = random_state(model, generator), random_state(model, generator)
-    kept, anew = KeptVotes.of(graph, a, b), WeightVotes.of(graph, a, b)
+    kept, anew = KeptSimilarities.of(graph, a, b), WeightSimilarities.of(graph, a, b)
     identity = identity_permutation(graph)
     swap = {n: p.clone() for n, p in identity.items()}
     for p in swap.values():
@@ -134,7 +134,7 @@ def test_few_changes_cost_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 2)).double()
     graph = tus.discover_symmetries(model, torch.randn(2, 3, dtype=torch.float64))
     generator = torch.Generator().manual_seed(8)
-    votes = KeptVotes.of(graph, random_state(model, generator), random_state(model, generator))
+    similarities = KeptSimilarities.of(graph, random_state(model, generator), random_state(model, generator))
     rows: list[int] = []
     original = products._add_product
 
@@ -146,13 +146,13 @@ def test_few_changes_cost_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
     permutation = identity_permutation(graph)
     second = next(f for f in families(graph) if f.root.size == 30)
     first = next(f for f in families(graph) if f.root.size == 40)
-    votes.grams(second, permutation)
+    similarities.grams(second, permutation)
     assert sorted(rows) == [1, 40]  # the bias and what the next layer reads of it stay: one product for both
     rows.clear()
-    votes.grams(second, permutation)
+    similarities.grams(second, permutation)
     assert rows == []
     permutation[first.root.name][:2] = torch.tensor([1, 0])
-    votes.grams(second, permutation)
+    similarities.grams(second, permutation)
     assert rows == [2]
 
 
@@ -162,12 +162,14 @@ def test_relaxation_of_a_pair_is_the_one_on_tensors(name: str) -> None:
     model, graph = case_of(name)
     generator = torch.Generator().manual_seed(10)
     reference, state = (working(graph, random_state(model, generator)) for _ in range(2))
-    votes = KeptVotes(graph, reference, state)
-    assert all(len(axes) <= 2 for axes in votes.plan.moves.values())
-    pair, network = _RelaxedPair(votes.products), _RelaxedNetwork(votes.plan, state)
+    similarities = KeptSimilarities(graph, reference, state)
+    assert all(len(axes) <= 2 for axes in similarities.plan.moves.values())
+    pair, network = _RelaxedPair(similarities.products), _RelaxedNetwork(similarities.plan, state)
 
     def value() -> float:
-        return sum(float((reference[n] * network.mixed[n][votes.plan.axes(n)]).sum()) for n in votes.plan.moves)
+        return sum(
+            float((reference[n] * network.mixed[n][similarities.plan.axes(n)]).sum()) for n in similarities.plan.moves
+        )
 
     for _ in range(3):
         for group, wanted in network.gradients(reference).items():

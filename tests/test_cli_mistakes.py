@@ -61,7 +61,7 @@ VALUES: list[tuple[list[str], str, list[str]]] = [
     (BARRIERS, "--points", ["2", "x"]),
     (BARRIERS, "--barriers", ["0", "-1", "x", "", "ALL"]),
     (BARRIERS, "--loss", ["", "nothing", "os.getcwd", "torch.nn.functional.relu"]),
-    (BARRIERS, "--mend", ["foo", "batchnorm"]),
+    (BARRIERS, "--correction", ["foo", "batchnorm"]),
     (BARRIERS, "--data-init", ["x", "=1", "x=1", "a: b=1", "x=[", "x=*a"]),
     (TABLE, "--device", ["foo", "cuda:99", "meta", "", "-1", "0"]),
     (TABLE, "--out", ["", "IN/a.pt", "IN/a.pt/x", "/proc/x", "/dev/null", "x" * 300]),

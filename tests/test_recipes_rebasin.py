@@ -130,27 +130,27 @@ def test_permuted_copies_have_barriers_and_matching_removes_them(planted: dict[s
     for member in found["members"]:
         assert member == pytest.approx(single, rel=1e-5)
     assert found["pairs"] == [[0, 1], [0, 2], [1, 2]]
-    for path in found["methods"]["none"]["paths"]["plain"]:
+    for path in found["methods"]["none"]["paths"]["none"]:
         assert path["barrier"] > 0.1 and path["middle_accuracy"] < single["accuracy"]
-    assert found["methods"]["none"]["mean"]["plain"]["loss"] > single["loss"] + 0.1
+    assert found["methods"]["none"]["mean"]["none"]["loss"] > single["loss"] + 0.1
     for method in ("weight", "activation", "straight_through", "universe"):
         measured = found["methods"][method]
-        for path in measured["paths"]["plain"]:
+        for path in measured["paths"]["none"]:
             assert path["barrier"] == pytest.approx(0, abs=1e-5)
             assert path["tuned_barrier"] == pytest.approx(0, abs=1e-5)
             assert path["middle_accuracy"] == single["accuracy"]
-        assert measured["mean"]["plain"] == pytest.approx(single, rel=1e-4)
+        assert measured["mean"]["none"] == pytest.approx(single, rel=1e-4)
         matching = planted[f"{name}_matching"]["methods"]
         if method != "activation":  # units that are never active look alike, and compute nothing
             assert matching[method]["distances"] == pytest.approx([0, 0, 0], abs=1e-4)
         assert min(matching["none"]["distances"]) > 1
 
 
-def test_mended_midpoints(planted: dict[str, Any]) -> None:
+def test_corrected_midpoints(planted: dict[str, Any]) -> None:
     """Unmatched midpoints gain from fresh statistics; REPAIR differs where a hidden layer is not normalized."""
     paths = {name: planted[f"{name}_barriers"]["methods"]["none"]["paths"] for name in NETWORKS}
     for found in paths.values():
-        plain, fresh = (sum(p["tuned_barrier"] for p in found[mending]) for mending in ("plain", "batchnorm"))
+        plain, fresh = (sum(p["tuned_barrier"] for p in found[correction]) for correction in ("none", "batchnorm"))
         assert fresh < plain
     assert paths["resnet"]["repair"] == paths["resnet"]["batchnorm"]
     assert paths["vgg"]["repair"] != paths["vgg"]["batchnorm"]
@@ -177,13 +177,13 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
     measure, held_out = Batches(data.test_x[:100], data.test_y[:100]), Batches(data.test_x[100:], data.test_y[100:])
     statistics = Batches(data.train_x[:200], data.train_y[:200])
     a, b = aligned[1], aligned[2]  # never matched to each other
-    mendings: dict[str, dict[str, Any]] = {
-        "plain": {},
+    corrections: dict[str, dict[str, Any]] = {
+        "none": {},
         "batchnorm": {"recalibrate": statistics},
         "repair": {"merge": lambda state, ratio: repair(model, [a, b], [1 - ratio, ratio], state, statistics)},
     }
-    for mending, options in mendings.items():
-        ours = found["methods"]["activation"]["paths"][mending][2]
+    for correction, options in corrections.items():
+        ours = found["methods"]["activation"]["paths"][correction][2]
         theirs = loss_barrier(model, a, b, measure, cross_entropy, points=3, **options)
         tuned = tempered_loss_barrier(model, a, b, measure, calibration=held_out, points=3, **options)
         assert ours["loss"] == pytest.approx(theirs.losses, rel=1e-5)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.assignment import assign_family, family_value
 from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device
-from tu_symmetry.alignment.gram import Family, WeightVotes, descendants, families, interact, own_member
+from tu_symmetry.alignment.gram import Family, WeightSimilarities, descendants, families, interact, own_member
 from tu_symmetry.alignment.matching import Matching, Progress, check_pair, descend, weight_distance
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
@@ -94,7 +94,7 @@ def activation_matching(
         objective += family_value(family, own, permutation)[0]
     sweeps, converged = 1, True
     if unseen:
-        weights = WeightVotes.of(graph, reference_state, state)
+        weights = WeightSimilarities.of(graph, reference_state, state)
         permutation, more, converged = descend(weights, unseen, permutation, 100)
         sweeps += more
     after = weight_distance(graph, reference_state, permute_tensors(graph, permutation, state))

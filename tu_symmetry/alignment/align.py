@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import mean_state
 from tu_symmetry.alignment.evaluation import reusable
-from tu_symmetry.alignment.gram import WeightVotes, families, resized, size_exponent, working
+from tu_symmetry.alignment.gram import WeightSimilarities, families, resized, size_exponent, working
 from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
 from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
@@ -303,7 +303,7 @@ def _synchronize(
         moved = False
         for k, own in enumerate(parameters):
             target = {n: t - aligned[k][n] for n, t in total.items()} if leave_out else total
-            found, _, _ = descend(WeightVotes(graph, target, own), family_list, permutations[k], _SWEEPS)
+            found, _, _ = descend(WeightSimilarities(graph, target, own), family_list, permutations[k], _SWEEPS)
             if any(not torch.equal(found[g], permutations[k][g]) for g in found):
                 moved = True
                 candidate = permute_tensors(graph, found, own)

@@ -213,7 +213,7 @@ def _path(
     recalibrate: Iterable[Any] | None,
     merge: Merge | None,
 ) -> Iterator[tuple[float, Mapping[str, Tensor]]]:
-    """Networks on the straight path; those between the ends are mended as asked."""
+    """Networks on the straight path; those between the ends are corrected as asked."""
     if points < 3:
         raise ValueError(f"a barrier needs at least three points on the path, got {points}")
     own = model.state_dict()

@@ -102,7 +102,7 @@ def _carries(outer: PermutationMember, inner: PermutationMember) -> bool:
 
 
 def trainable_members(graph: SymmetryGraph, group: PermutationGroup) -> list[PermutationMember]:
-    """The members of a group that are real parameters (running statistics and complex gains follow, without a vote)."""
+    """The members of a group that are real parameters: similarities come from these, all other members follow."""
     return [m for m in group.members if m.parameter not in graph.buffers and graph.kinds.get(m.parameter) != "complex"]
 
 
@@ -226,7 +226,7 @@ def enlarged(value: float, exponent: int) -> float:
         ) from None
 
 
-class WeightVotes:
+class WeightSimilarities:
     """Gram matrices of the families for a reference and a state, with the other families' permutations applied."""
 
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

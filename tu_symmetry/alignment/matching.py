@@ -18,8 +18,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign, assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightVotes, enlarged, resized, size_exponent, working
-from tu_symmetry.alignment.products import KeptVotes
+from tu_symmetry.alignment.gram import Family, WeightSimilarities, enlarged, resized, size_exponent, working
+from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
@@ -35,7 +35,7 @@ Progress = Callable[[dict[str, Any]], None]
 _ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
 
 
-class Votes(Protocol):
+class Similarities(Protocol):
     """What speaks for pairing units: similarities between the units of two networks, family by family.
 
     Attributes:
@@ -188,19 +188,19 @@ def weight_matching(
         return replace(found, objective=objective, distance_before=before, distance_after=after)
     if not graph.permutations:
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
-    votes = KeptVotes.of(graph, reference_state, state)
-    family_list = votes.plan.families
+    similarities = KeptSimilarities.of(graph, reference_state, state)
+    family_list = similarities.plan.families
     best: Matching | None = None
     for attempt in range(restarts if method == "descent" else 1):
         iterations = 0
         if method == "frank_wolfe":
-            relaxed, iterations = frank_wolfe(votes.products, progress=progress)
+            relaxed, iterations = frank_wolfe(similarities.products, progress=progress)
             start = {**identity_permutation(graph), **relaxed}
         elif attempt == 0:
             start = {**identity_permutation(graph), **(init or {})}
         else:
             start = random_permutation(graph, generator=generator)
-        permutation, sweeps, converged = descend(votes, family_list, start, max_sweeps, generator, progress)
+        permutation, sweeps, converged = descend(similarities, family_list, start, max_sweeps, generator, progress)
         moved = permute_tensors(graph, permutation, state)
         objective = inner_product(graph, reference_state, moved)
         if best is None or objective > best.objective:
@@ -211,7 +211,7 @@ def weight_matching(
 
 
 def descend(
-    votes: Votes,
+    similarities: Similarities,
     family_list: list[Family],
     start: Permutation,
     max_sweeps: int,
@@ -235,7 +235,7 @@ def descend(
             if family.root.name not in stale:
                 continue
             stale.discard(family.root.name)
-            if solve_family(votes, family, permutation):
+            if solve_family(similarities, family, permutation):
                 changed = True
                 stale |= family.neighbors
                 if family.coupled:
@@ -247,31 +247,31 @@ def descend(
     return permutation, max_sweeps, False
 
 
-def solve_family(votes: Votes, family: Family, permutation: Permutation) -> bool:
+def solve_family(similarities: Similarities, family: Family, permutation: Permutation) -> bool:
     """Improve one family's part of ``permutation`` in place; returns whether it changed."""
-    if family.coupled and family.children and isinstance(votes, WeightVotes):
-        return _solve_coupled(votes, family, permutation)
-    grams = votes.grams(family, permutation)
-    trial = assign_family(family, grams, votes.prices)
+    if family.coupled and family.children and isinstance(similarities, WeightSimilarities):
+        return _solve_coupled(similarities, family, permutation)
+    grams = similarities.grams(family, permutation)
+    trial = assign_family(family, grams, similarities.prices)
     new, scale = family_value(family, grams, trial)
     now, _ = family_value(family, grams, permutation)
     if new - now <= _ROUNDING * scale:
         return False
     if family.coupled:  # the objective is quadratic in this permutation: take only true improvements
-        now = votes.value(family, permutation)
-        if votes.value(family, {**permutation, **trial}) <= now + 1e-9 * abs(now):
+        now = similarities.value(family, permutation)
+        if similarities.value(family, {**permutation, **trial}) <= now + 1e-9 * abs(now):
             return False
     permutation.update(trial)
     return True
 
 
-def _solve_coupled(votes: WeightVotes, family: Family, permutation: Permutation) -> bool:
+def _solve_coupled(similarities: WeightSimilarities, family: Family, permutation: Permutation) -> bool:
     """Improve the groups of a coupled family one after the other."""
     changed = False
     for child in (c for c in family.children if c.parent == family.root.name):
-        changed |= _solve_nested(votes, family, child.name, permutation)
+        changed |= _solve_nested(similarities, family, child.name, permutation)
     for child in (c for c in family.children if c.parent != family.root.name):  # blocks within blocks, where they are
-        grams = votes.inside(family, child, permutation).numpy()
+        grams = similarities.inside(family, child, permutation).numpy()
         found = permutation[child.name].reshape(len(grams), -1).clone()
         for block, gram in enumerate(grams):
             new, gain = _assign(gram, found[block].numpy())
@@ -291,9 +291,9 @@ def _assign(gram: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, float]:
     return new.astype(np.int64), gain if gain > _ROUNDING * scale else 0.0
 
 
-def _solve_nested(votes: WeightVotes, family: Family, moving: str, permutation: Permutation) -> bool:
+def _solve_nested(similarities: WeightSimilarities, family: Family, moving: str, permutation: Permutation) -> bool:
     """Choose blocks and the inner order of one nested group together: inner assignments give the outer cost."""
-    own, inner = votes.blocks(family, moving, permutation)
+    own, inner = similarities.blocks(family, moving, permutation)
     heads = family.root.size
     old_outer = permutation[family.root.name].numpy()
     outer_cost = own.numpy().copy()

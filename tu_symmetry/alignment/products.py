@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import flat_source
-from tu_symmetry.alignment.gram import Family, WeightVotes, families, is_below, own_member, trainable_members
+from tu_symmetry.alignment.gram import Family, WeightSimilarities, families, is_below, own_member, trainable_members
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Axes = tuple[int, ...]
@@ -227,8 +227,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
 
 
-class KeptVotes(WeightVotes):
-    """As :class:`WeightVotes`, with Gram matrices that are kept from one call to the next.
+class KeptSimilarities(WeightSimilarities):
+    """As :class:`WeightSimilarities`, with Gram matrices that are kept from one call to the next.
 
     Attributes:
         plan: what moves what.
@@ -241,7 +241,7 @@ class KeptVotes(WeightVotes):
         self.products = PairProducts(self.plan, self.reference, self.state)
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`WeightVotes.grams`, in the dtype of the state."""
+        """As :meth:`WeightSimilarities.grams`, in the dtype of the state."""
         if any(n not in self.plan.moves or len(self.plan.moves[n]) > 2 for n in family.tensors):
             return super().grams(family, permutation)
         groups = [f for f in self.plan.families if f.tensors & family.tensors]

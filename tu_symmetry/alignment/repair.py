@@ -1,9 +1,9 @@
-"""What averaging breaks and how to mend it: statistics of hidden units after merging.
+"""What averaging breaks and how to correct it: statistics of hidden units after merging.
 
 The units of an interpolated network have too small a variance: units of the endpoints that are not perfectly correlated
-partly cancel. Batch normalization then divides by statistics that are no longer true. Re-estimating them mends networks
-with batch normalization; REPAIR (Jordan et al. 2023, arXiv 2211.08403) mends the others by rescaling each hidden unit
-so that its mean and standard deviation are the interpolation of the endpoints'.
+partly cancel. Batch normalization then divides by statistics that are no longer true. Re-estimating them corrects
+networks with batch normalization; REPAIR (Jordan et al. 2023, arXiv 2211.08403) corrects the others by rescaling each
+hidden unit so that its mean and standard deviation are the interpolation of the endpoints'.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no BatchNorm layer with running statistics to re-estimate; networks without "
-            "batch normalization are mended by repair()"
+            "batch normalization are corrected by repair()"
         )
     moments = {path: _Moments(1) for path in layers}
 
@@ -116,7 +116,7 @@ def repair(
 
     Batch normalization layers are re-estimated (their outputs then have the interpolated statistics, since beta and
     gamma are interpolated). Then each other linear or convolution layer is rescaled and shifted, channel by channel, in
-    the order of execution: a layer is measured with all earlier ones mended, so the statistics on ``dataloader`` are
+    the order of execution: a layer is measured with all earlier ones corrected, so the statistics on ``dataloader`` are
     met exactly. That takes one pass over the loader for each layer, and one for each endpoint.
 
     Args:
@@ -125,7 +125,7 @@ def repair(
         ratios: their weights in the merged network, which sum to one.
         merged_state: the interpolated or averaged network.
         dataloader: batches, tensors or tuples that begin with the inputs; the same order is not needed.
-        layers: names of the modules to mend. If left out: linear and convolution layers that run once, own their
+        layers: names of the modules to correct. If left out: linear and convolution layers that run once, own their
             weight, do not feed a BatchNorm layer directly, and are not the last one to run (the output).
         progress: called after each pass with ``{"done", "total"}``.
 
@@ -133,7 +133,7 @@ def repair(
         A new state. Layers without bias are rescaled only. Units that are constant are shifted only.
 
     Raises:
-        ValueError: ratios that do not fit, an empty loader, or layers that cannot be mended.
+        ValueError: ratios that do not fit, an empty loader, or layers that cannot be corrected.
     """
     if len(states) != len(ratios) or not states or abs(sum(ratios) - 1) > 1e-6:
         raise ValueError(
@@ -146,13 +146,13 @@ def repair(
     result = dict(require_state(merged_state, "merged_state", like=own))
     if any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
         result = reestimate_batchnorm(model, result, batches)
-    todo = _mendable(model, result, batches) if layers is None else list(layers)
+    todo = _correctable(model, result, batches) if layers is None else list(layers)
     modules = dict(model.named_modules())
     for path in todo:
         if not isinstance(modules.get(path), _LAYERS) or f"{path}.weight" not in result:
             raise ValueError(
-                f"layer {path!r} cannot be mended: it is {type(modules.get(path)).__name__}, and repair rescales the "
-                "weight of nn.Linear and nn.Conv1d to nn.Conv3d (without parametrizations)"
+                f"layer {path!r} cannot be corrected: it is {type(modules.get(path)).__name__}, and repair rescales "
+                "the weight of nn.Linear and nn.Conv1d to nn.Conv3d (without parametrizations)"
             )
     total = len(states) + len(todo)
     ends = []
@@ -196,11 +196,11 @@ def _measure(
             handle.remove()
     idle = [path for path, found in moments.items() if found.count == 0]
     if idle:
-        raise ValueError(f"the layers {idle} do not run in the forward pass, so they have no statistics to mend")
+        raise ValueError(f"the layers {idle} do not run in the forward pass, so they have no statistics to correct")
     return moments
 
 
-def _mendable(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> list[str]:
+def _correctable(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> list[str]:
     """Layers that one forward pass runs once and whose statistics nothing else sets, in order, without the output."""
     calls: list[str] = []
     normalized: list[Tensor] = []

@@ -22,7 +22,7 @@ from tu_symmetry.alignment.evaluation import (
     on_device,
     reusable,
 )
-from tu_symmetry.alignment.gram import WeightVotes, families, working
+from tu_symmetry.alignment.gram import WeightSimilarities, families, working
 from tu_symmetry.alignment.matching import (
     Matching,
     Progress,
@@ -101,7 +101,9 @@ def straight_through_matching(
             for module in normalizations:
                 module.training = True
             for inputs, targets in labeled_batches(batches, device):
-                current, more, converged = descend(WeightVotes(graph, free, own), family_list, current, max_sweeps)
+                current, more, converged = descend(
+                    WeightSimilarities(graph, free, own), family_list, current, max_sweeps
+                )
                 sweeps += more
                 middle = interpolate(anchor, permute_tensors(graph, current, other), 0.5)
                 middle = {n: t.detach().clone() for n, t in middle.items()}  # running statistics are written to

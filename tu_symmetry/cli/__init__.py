@@ -330,12 +330,12 @@ def _add_barriers(parser: argparse.ArgumentParser) -> None:
         help="dotted name of a function of outputs and targets, a mean over the batch (default: cross_entropy)",
     )
     group.add_argument(
-        "--mend",
+        "--correction",
         nargs="+",
         default=[],
-        choices=["plain", "batchnorm", "repair", "tempered"],
+        choices=["none", "batchnorm", "repair", "tempered"],
         help="interpolated networks as they are, with BatchNorm statistics re-estimated, after REPAIR, and with the "
-        "softmax temperature tuned (default: plain, and batchnorm for a network that has BatchNorm)",
+        "softmax temperature tuned (default: none, and batchnorm for a network that has BatchNorm)",
     )
 
 
@@ -353,7 +353,7 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
         loss=arguments.loss,
         pairs=None if arguments.barriers == "all" else int(arguments.barriers),
         points=arguments.points,
-        mend=tuple(arguments.mend),
+        corrections=tuple(arguments.correction),
     )
     dtype = parse_precision(arguments.dtype)
     with torch.random.fork_rng(devices=[]):

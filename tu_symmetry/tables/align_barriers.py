@@ -40,8 +40,8 @@ from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.recipe import RecipeError, read_yaml, resolve
 
 KEPT = "barriers.json"
-MENDINGS = {
-    "plain": "as interpolated",
+CORRECTIONS = {
+    "none": "as interpolated",
     "batchnorm": "BatchNorm re-estimated",
     "repair": "REPAIR",
     "tempered": "temperature tuned",
@@ -79,15 +79,15 @@ class BarrierOptions:
         loss: dotted name of a function ``(outputs, targets) -> mean over the batch``.
         pairs: number of pairs, drawn at random with a fixed seed; None for all.
         points: evenly spaced points on each path, the ends included.
-        mend: some of ``plain``, ``batchnorm`` (running statistics re-estimated), ``repair`` (REPAIR) and ``tempered``
-            (the best softmax temperature at each point, fitted on the same batches; BatchNorm re-estimated too where
-            there is any); if empty, ``plain``, and ``batchnorm`` for a network that has BatchNorm.
+        corrections: some of ``none``, ``batchnorm`` (running statistics re-estimated), ``repair`` (REPAIR) and
+            ``tempered`` (the best softmax temperature at each point, fitted on the same batches; BatchNorm re-estimated
+            too where there is any); if empty, ``none``, and ``batchnorm`` for a network that has BatchNorm.
     """
 
     loss: str = "torch.nn.functional.cross_entropy"
     pairs: int | None = 10
     points: int = 11
-    mend: tuple[str, ...] = ()
+    corrections: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ class BarrierReport:
         points: on each path.
         networks: number of networks.
         pairs: ``(i, j)`` of the networks in the order given.
-        barriers: ``before`` and ``after``, mending, then ``{"barrier", "losses", "temperatures"}`` for each pair.
-        mean_losses: ``before`` and ``after``, mending, loss of the mean network.
+        barriers: ``before`` and ``after``, correction, then ``{"barrier", "losses", "temperatures"}`` for each pair.
+        mean_losses: ``before`` and ``after``, correction, loss of the mean network.
         single_loss: mean loss of the networks that are in a pair.
     """
 
@@ -124,14 +124,14 @@ class BarrierReport:
     def grid(self) -> Grid:
         """Mean and largest barrier, and the loss of the mean network, before and after."""
         rows = []
-        for mending, name in MENDINGS.items():
-            if mending in self.barriers["before"]:
-                values = [[p["barrier"] for p in self.barriers[w][mending]] for w in WHEN]
+        for correction, name in CORRECTIONS.items():
+            if correction in self.barriers["before"]:
+                values = [[p["barrier"] for p in self.barriers[w][correction]] for w in WHEN]
                 rows.append([f"mean barrier, {name}", *(f"{fmean(v):.4f}" for v in values)])
                 rows.append([f"largest barrier, {name}", *(f"{max(v):.4f}" for v in values)])
-        for mending, losses in self.mean_losses["before"].items():
-            name = "as averaged" if mending == "plain" else MENDINGS[mending]
-            rows.append([f"mean network, {name}", f"{losses:.4f}", f"{self.mean_losses['after'][mending]:.4f}"])
+        for correction, losses in self.mean_losses["before"].items():
+            name = "as averaged" if correction == "none" else CORRECTIONS[correction]
+            rows.append([f"mean network, {name}", f"{losses:.4f}", f"{self.mean_losses['after'][correction]:.4f}"])
         total = self.networks * (self.networks - 1) // 2
         pairs = f"all {total} pairs" if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs at random"
         caption = (
@@ -140,12 +140,12 @@ class BarrierReport:
         )
         return Grid("Loss barriers and the mean network", ["", *WHEN], rows, caption)
 
-    def matrix(self, when: str, mending: str) -> tuple[list[int], list[list[float]]]:
+    def matrix(self, when: str, correction: str) -> tuple[list[int], list[list[float]]]:
         """The networks that are in a pair, and their barriers; NaN for pairs that were not measured."""
         shown = sorted({k for pair in self.pairs for k in pair})
         place = {k: n for n, k in enumerate(shown)}
         matrix = [[0.0 if a == b else math.nan for a in shown] for b in shown]
-        for (i, j), found in zip(self.pairs, self.barriers[when][mending], strict=True):
+        for (i, j), found in zip(self.pairs, self.barriers[when][correction], strict=True):
             matrix[place[i]][place[j]] = matrix[place[j]][place[i]] = found["barrier"]
         return shown, matrix
 
@@ -242,14 +242,14 @@ def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> 
     Raises:
         AlignFilesError: no such function, or it fails on the network's outputs.
     """
-    unknown = [m for m in options.mend if m not in MENDINGS]
+    unknown = [m for m in options.corrections if m not in CORRECTIONS]
     if unknown or options.points < 3 or (options.pairs is not None and options.pairs < 1):
         raise AlignFilesError(
-            f"points must be at least 3, pairs at least 1 and mend among {', '.join(MENDINGS)}; got {options}"
+            f"points must be at least 3, pairs at least 1 and corrections among {', '.join(CORRECTIONS)}; got {options}"
         )
-    if "batchnorm" in options.mend and not _has_batchnorm(model):
+    if "batchnorm" in options.corrections and not _has_batchnorm(model):
         raise AlignFilesError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
-    if "tempered" in options.mend and not options.loss.endswith("cross_entropy"):
+    if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
         raise AlignFilesError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
     try:
         loss: Loss = resolve(options.loss)
@@ -318,12 +318,12 @@ def _measure(
     if (out / FIGURE).exists() and not kept.exists() and not _reported(out):
         raise AlignFilesError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
-    mendings = options.mend or (("plain", "batchnorm") if _has_batchnorm(model) else ("plain",))
+    corrections = options.corrections or (("none", "batchnorm") if _has_batchnorm(model) else ("none",))
     key = {
         "files": [f.source_sha256 for f in alignment.files],
         "aligned": [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
         "measured": [data.digest, options.loss, options.points, str(next(model.parameters()).dtype)],
-        "mendings": list(mendings),
+        "corrections": list(corrections),
     }
     results = _Results(kept, digest_of(key))
 
@@ -347,7 +347,7 @@ def _measure(
             first, second = states(i), states(j)
             try:
                 found = {
-                    w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in mendings}
+                    w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in corrections}
                     for w in WHEN
                 }
             except ValueError as error:
@@ -356,20 +356,20 @@ def _measure(
             results.pairs[f"{i}-{j}"] = found
             results.write()
             tracker.update(
-                done, before=found["before"][mendings[0]]["barrier"], after=found["after"][mendings[0]]["barrier"]
+                done, before=found["before"][corrections[0]]["barrier"], after=found["after"][corrections[0]]["barrier"]
             )
     if not results.mean:
         for w in WHEN:
             with track(f"averaging, {w} the alignment", len(alignment.files)) as tracker:
                 mean = _mean((states(k)[w] for k in range(len(alignment.files))), tracker.update)
-            results.mean[w] = {"plain": mean_loss(model, mean, data.evaluation, loss)}
-            if "batchnorm" in mendings:
-                mended = reestimate_batchnorm(model, mean, data.statistics)
-                results.mean[w]["batchnorm"] = mean_loss(model, mended, data.evaluation, loss)
+            results.mean[w] = {"none": mean_loss(model, mean, data.evaluation, loss)}
+            if "batchnorm" in corrections:
+                corrected = reestimate_batchnorm(model, mean, data.statistics)
+                results.mean[w]["batchnorm"] = mean_loss(model, corrected, data.evaluation, loss)
         results.write()
     measured = [results.pairs[f"{i}-{j}"] for i, j in pairs]
     single = {
-        k: p["before"][mendings[0]]["losses"][end]
+        k: p["before"][corrections[0]]["losses"][end]
         for pair, p in zip(pairs, measured, strict=True)
         for k, end in zip(pair, (0, -1), strict=True)
     }
@@ -380,7 +380,7 @@ def _measure(
         points=options.points,
         networks=len(alignment.files),
         pairs=pairs,
-        barriers={w: {m: [p[w][m] for p in measured] for m in mendings} for w in WHEN},
+        barriers={w: {m: [p[w][m] for p in measured] for m in corrections} for w in WHEN},
         mean_losses=results.mean,
         single_loss=fmean(single.values()),
     )
@@ -425,23 +425,23 @@ class _Results:
 
 
 def _measured(
-    model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, mending: str, points: int
+    model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
 ) -> dict[str, Any]:
     """Barrier and losses along the path between two networks."""
     statistics = (
-        data.statistics if mending == "batchnorm" or (mending == "tempered" and _has_batchnorm(model)) else None
+        data.statistics if correction == "batchnorm" or (correction == "tempered" and _has_batchnorm(model)) else None
     )
     found: LossBarrier
-    if mending == "tempered":
+    if correction == "tempered":
         found = tempered_loss_barrier(model, a, b, data.evaluation, points=points, recalibrate=statistics)
     else:
 
-        def mended(state: State, ratio: float) -> State:
+        def corrected(state: State, ratio: float) -> State:
             return repair(model, [a, b], [1 - ratio, ratio], state, data.statistics)
 
-        merge = mended if mending == "repair" else None
+        merge = corrected if correction == "repair" else None
         found = loss_barrier(model, a, b, data.evaluation, loss, points=points, recalibrate=statistics, merge=merge)
-    tuned = {"temperatures": found.temperatures} if mending == "tempered" else {}
+    tuned = {"temperatures": found.temperatures} if correction == "tempered" else {}
     return {"barrier": found.barrier, "losses": found.losses, **tuned}
 
 
@@ -460,8 +460,8 @@ def _mean(states: Iterable[State], update: Callable[[int], None]) -> State:
 
 
 def _json(report: BarrierReport) -> dict[str, Any]:
-    def matrix(when: str, mending: str) -> list[list[float | None]]:
-        return [[None if math.isnan(v) else v for v in row] for row in report.matrix(when, mending)[1]]
+    def matrix(when: str, correction: str) -> list[list[float | None]]:
+        return [[None if math.isnan(v) else v for v in row] for row in report.matrix(when, correction)[1]]
 
     return {
         "data": report.data,
@@ -478,19 +478,19 @@ def _json(report: BarrierReport) -> dict[str, Any]:
 
 
 def draw_matrices(path: Path, report: BarrierReport) -> None:
-    """Barriers between pairs as colors, before and after, two panels for each mending with one scale."""
+    """Barriers between pairs as colors, before and after, two panels for each correction with one scale."""
     from tu_symmetry.tables import plots
 
     panels = [(m, w) for m in report.barriers["before"] for w in WHEN]
     with plots.figure(path, len(panels), width=3.4, height=3.0) as axes:
-        for ax, (mending, when) in zip(axes, panels, strict=True):
-            shown, matrix = report.matrix(when, mending)
-            largest = max(p["barrier"] for w in WHEN for p in report.barriers[w][mending])
+        for ax, (correction, when) in zip(axes, panels, strict=True):
+            shown, matrix = report.matrix(when, correction)
+            largest = max(p["barrier"] for w in WHEN for p in report.barriers[w][correction])
             image = ax.imshow(matrix, vmin=0, vmax=largest or 1.0, cmap="viridis")
             ax.set_facecolor("#dddddd")
             ticks = range(0, len(shown), math.ceil(len(shown) / 10))
             for axis in (ax.xaxis, ax.yaxis):
                 axis.set_ticks(list(ticks), [str(shown[k]) for k in ticks])
-            ax.set(title=f"{when}, {MENDINGS[mending]}", xlabel="network", ylabel="network")
+            ax.set(title=f"{when}, {CORRECTIONS[correction]}", xlabel="network", ylabel="network")
             ax.grid(visible=False)
             ax.figure.colorbar(image, ax=ax, shrink=0.8, label=f"barrier{report.unit}")

@@ -1,4 +1,4 @@
-"""Loss barriers between independently trained networks, before and after each method of matching and of mending.
+"""Loss barriers between independently trained networks, before and after each method of matching and of correction.
 
 Every network is matched to the first one (or all of them to a universe); then all pairs are measured, so that pairs
 that were never matched to each other count too, and the mean of all networks. Each merged network is measured as it is,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 State = dict[str, Tensor]
 MEMBERS = "members.safetensors"
 MATCHINGS = ("weight", "activation", "straight_through", "universe")
-MENDINGS = ("plain", "batchnorm", "repair")
+CORRECTIONS = ("none", "batchnorm", "repair")
 
 
 @dataclass(frozen=True)
@@ -307,9 +307,9 @@ def read_permutations(path: Path) -> list[Permutation]:
     return [found[k] for k in sorted(found)]
 
 
-@stage(inputs=("members", "matching"))
+@stage(inputs=("members", "matching"), version=2)
 def measure_barriers(context: StageContext, options: BarriersOptions) -> Results:
-    """Barriers of all pairs, and the mean network, for each matching and each mending."""
+    """Barriers of all pairs, and the mean network, for each matching and each correction."""
     from tu_symmetry.symmetry.action import apply_permutation
 
     if options.points < 3 or options.points % 2 == 0:
@@ -344,20 +344,20 @@ def measure_barriers(context: StageContext, options: BarriersOptions) -> Results
             inner = [once(f"{method} {i}-{j}", judge.between, aligned[i], aligned[j]) for i, j in pairs]
             methods[method] = {
                 "paths": {
-                    mending: [
-                        _path(ends[i], [point[mending] for point in points], ends[j])
+                    correction: [
+                        _path(ends[i], [point[correction] for point in points], ends[j])
                         for (i, j), points in zip(pairs, inner, strict=True)
                     ]
-                    for mending in MENDINGS
+                    for correction in CORRECTIONS
                 },
                 "mean": once(f"{method} mean", judge.mean, aligned),
             }
 
-    def barrier(method: str, mending: str) -> float:
-        found = methods[method]["paths"][mending]
+    def barrier(method: str, correction: str) -> float:
+        found = methods[method]["paths"][correction]
         return sum(p["barrier"] for p in found) / len(found)
 
-    shown = ", ".join(f"{name} {barrier(name, 'plain'):.2f} → {barrier(name, 'batchnorm'):.2f}" for name in methods)
+    shown = ", ".join(f"{name} {barrier(name, 'none'):.2f} → {barrier(name, 'batchnorm'):.2f}" for name in methods)
     members = context.inputs["members"].results
     return {
         "title": members["title"],
@@ -366,12 +366,12 @@ def measure_barriers(context: StageContext, options: BarriersOptions) -> Results
         "ratios": judge.ratios,
         "methods": methods,
         "matching": matching.results,
-        "headline": f"barrier, plain → statistics re-estimated: {shown}",
+        "headline": f"barrier, no correction → statistics re-estimated: {shown}",
     }
 
 
 class _Judge:
-    """Scores networks on the test images, merged ones mended in each way on training images."""
+    """Scores networks on the test images, merged ones corrected in each way on training images."""
 
     def __init__(self, model: nn.Module, context: StageContext, options: BarriersOptions) -> None:
         self.model, self.test = model, context.data.test
@@ -406,21 +406,21 @@ class _Judge:
         return self._merged(states, [1 / len(states)] * len(states), mean_state(states))
 
     def _merged(self, ends: Sequence[State], ratios: Sequence[float], state: State) -> dict[str, dict[str, float]]:
-        """Scores of a merged network after each mending.
+        """Scores of a merged network after each correction.
 
         Where every hidden layer feeds a BatchNorm layer, REPAIR has nothing to do but to re-estimate statistics, and
         the network is scored once for both.
         """
         from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 
-        mended: dict[str, Mapping[str, Tensor]] = {
-            "plain": state,
+        corrected: dict[str, Mapping[str, Tensor]] = {
+            "none": state,
             "batchnorm": reestimate_batchnorm(self.model, state, self.statistics),
             "repair": repair(self.model, ends, ratios, state, self.statistics),
         }
-        found = {mending: self.scores(mended[mending]) for mending in ("plain", "batchnorm")}
-        same = all(torch.equal(mended["repair"][name], t) for name, t in mended["batchnorm"].items())
-        return found | {"repair": found["batchnorm"] if same else self.scores(mended["repair"])}
+        found = {correction: self.scores(corrected[correction]) for correction in ("none", "batchnorm")}
+        same = all(torch.equal(corrected["repair"][name], t) for name, t in corrected["batchnorm"].items())
+        return found | {"repair": found["batchnorm"] if same else self.scores(corrected["repair"])}
 
 
 def _path(first: dict[str, float], inner: Sequence[dict[str, float]], last: dict[str, float]) -> dict[str, Any]:

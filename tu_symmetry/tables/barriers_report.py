@@ -19,10 +19,10 @@ METHODS = {
     "straight_through": "straight-through",
     "universe": "universe",
 }
-MENDINGS = {"plain": "plain", "batchnorm": "BN", "repair": "REPAIR"}
-LEGEND = {"plain": "plain", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
+CORRECTIONS = {"none": "none", "batchnorm": "BN", "repair": "REPAIR"}
+LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
 COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
-SHADES = dict(zip(MENDINGS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
+SHADES = dict(zip(CORRECTIONS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class ReportOptions:
 def barrier_table(found: Mapping[str, Any]) -> Grid:
     """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
 
-    def cell(method: str, mending: str, key: str) -> str:
-        values = [path[key] for path in found["methods"][method]["paths"][mending]]
+    def cell(method: str, correction: str, key: str) -> str:
+        values = [path[key] for path in found["methods"][method]["paths"][correction]]
         return f"{fmean(values):.2f}\n±{stdev(values):.2f}" if len(values) > 1 else f"{values[0]:.2f}"
 
     rows = [
@@ -42,12 +42,12 @@ def barrier_table(found: Mapping[str, Any]) -> Grid:
             METHODS[method],
             f"{fmean(found['matching']['methods'][method]['transpositions'][1:]):.0f}",
             f"{fmean(found['matching']['methods'][method]['distances']):.1f}",
-            *(cell(method, mending, key) for key in ("barrier", "tuned_barrier") for mending in MENDINGS),
+            *(cell(method, correction, key) for key in ("barrier", "tuned_barrier") for correction in CORRECTIONS),
         ]
         for method in found["methods"]
     ]
     header = ["", "NoT", "L2"]
-    header += [f"{prefix}\n{name}" for prefix in ("T = 1", "tuned") for name in MENDINGS.values()]
+    header += [f"{prefix}\n{name}" for prefix in ("T = 1", "tuned") for name in CORRECTIONS.values()]
     largest = found["matching"]["largest_transpositions"]
     caption = (
         f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
@@ -64,8 +64,10 @@ def accuracy_table(found: Mapping[str, Any]) -> Grid:
     loss = fmean(member["loss"] for member in found["members"])
     rows = []
     for method, measured in found["methods"].items():
-        middle = [fmean(path["middle_accuracy"] for path in measured["paths"][mending]) for mending in MENDINGS]
-        mean = [measured["mean"][mending] for mending in MENDINGS]
+        middle = [
+            fmean(path["middle_accuracy"] for path in measured["paths"][correction]) for correction in CORRECTIONS
+        ]
+        mean = [measured["mean"][correction] for correction in CORRECTIONS]
         rows.append(
             [
                 METHODS[method],
@@ -73,7 +75,7 @@ def accuracy_table(found: Mapping[str, Any]) -> Grid:
                 *(f"{100 * scores['accuracy']:.1f}\n{scores['loss']:.3f}" for scores in mean),
             ]
         )
-    header = ["", *(f"{prefix}\n{name}" for prefix in ("middle", "mean") for name in MENDINGS.values())]
+    header = ["", *(f"{prefix}\n{name}" for prefix in ("middle", "mean") for name in CORRECTIONS.values())]
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
         f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"
@@ -82,19 +84,21 @@ def accuracy_table(found: Mapping[str, Any]) -> Grid:
 
 
 def draw_barriers(path: Path, networks: Sequence[Mapping[str, Any]]) -> None:
-    """Barriers as bars, for each method and mending.
+    """Barriers as bars, for each method and correction.
 
     Dots are pairs: full ones with the first network, hollow ones of two others, which most methods match to the first
     network only. Black lines are means with tuned temperatures.
     """
     with plots.figure(path, len(networks), width=4.2, height=3.2) as axes:
         for ax, found in zip(axes, networks, strict=True):
-            for m, mending in enumerate(MENDINGS):
+            for m, correction in enumerate(CORRECTIONS):
                 for k, method in enumerate(found["methods"]):
-                    paths = found["methods"][method]["paths"][mending]
+                    paths = found["methods"][method]["paths"][correction]
                     values, x = [p["barrier"] for p in paths], k + 0.26 * (m - 1)
-                    label = LEGEND[mending] if k == 0 else "_"  # the legend leaves out what begins with an underscore
-                    ax.bar(x, fmean(values), 0.24, color=SHADES[mending], alpha=0.75, label=label)
+                    label = (
+                        LEGEND[correction] if k == 0 else "_"
+                    )  # the legend leaves out what begins with an underscore
+                    ax.bar(x, fmean(values), 0.24, color=SHADES[correction], alpha=0.75, label=label)
                     for (i, _), value in zip(found["pairs"], values, strict=True):
                         ax.plot(x, value, "o", color="black", markersize=2.5, fillstyle="none" if i else "full")
                     label = "mean, tuned temperature" if k == m == 0 else "_"
@@ -110,11 +114,11 @@ def draw_barriers(path: Path, networks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_paths(path: Path, found: Mapping[str, Any]) -> None:
-    """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each mending."""
-    with plots.figure(path, len(MENDINGS), width=3.4) as axes:
-        for ax, (mending, name) in zip(axes, LEGEND.items(), strict=True):
+    """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each correction."""
+    with plots.figure(path, len(CORRECTIONS), width=3.4) as axes:
+        for ax, (correction, name) in zip(axes, LEGEND.items(), strict=True):
             for method, measured in found["methods"].items():
-                losses = [p["loss"] for p in measured["paths"][mending]]
+                losses = [p["loss"] for p in measured["paths"][correction]]
                 plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
             ax.set(title=name, xlabel=r"interpolation $\lambda$", ylabel="test loss (nats)", xlim=(0, 1))
             ax.sharey(axes[0])

@@ -35,7 +35,7 @@ from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.tables.stage import Tracker
 
 FORMAT = "tu_symmetry.aligned"
-VERSION = 3
+VERSION = 4
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
 STATE = "state"
