@@ -59,7 +59,7 @@ def run(settings: Settings) -> Section:
     for (family, count), alignment in found.items():
         cpu, seconds = (sorted(t)[repeats // 2] for t in zip(*spent[family, count], strict=True))
         record: dict[str, Any] = {"networks": family, "count": count, "seconds": seconds, "cpu": cpu}
-        record["rounds"] = alignment.rounds
+        record["rounds"] = alignment.iterations
         record |= {"triples": math.comb(count, 3), "universe": _consistent(_pairs_of(alignment.permutations))}
         if 3 <= count <= _TRIPLES_UP_TO:
             record["pairwise"] = _consistent(_pairwise(graph, families[family][:count]))
@@ -76,13 +76,13 @@ def run(settings: Settings) -> Section:
     slopes = {f: _slope([(d["count"], d["cpu"]) for d in data if d["networks"] == f]) for f in families}
     steady = {f: _slope([(d["count"], d["cpu"] / d["rounds"]) for d in data if d["networks"] == f]) for f in families}
     text = (
-        f"`align(..., reference='universe')` on a one-stage ResNet ({blocks} blocks of width {width}, BatchNorm, "
-        f"float32): noisy permuted copies of one network (noise {_NOISE:g} of the weights' standard deviation), and "
-        "independent networks. Rounds are Frank-Wolfe iterations and descents over all networks together; their number "
-        "depends on the problem. A triple is consistent if the permutation from a to c is the one from b to c after "
-        "the one from a to b, for all groups; on the right, for permutations that come from matching each pair on its "
-        "own. Distances are to the mean of the aligned networks. Fitted exponents of N (least squares in logarithms, 1 "
-        "is linear): "
+        "`align(..., reference='universe', solver='synchronized')` on a one-stage ResNet "
+        f"({blocks} blocks of width {width}, BatchNorm, float32): noisy permuted copies of one network "
+        f"(noise {_NOISE:g} of the weights' standard deviation), and independent networks. Rounds are Frank-Wolfe "
+        "iterations and descents over all networks together; their number depends on the problem. A triple is "
+        "consistent if the permutation from a to c is the one from b to c after the one from a to b, for all groups; "
+        "on the right, for permutations that come from matching each pair on its own. Distances are to the mean of "
+        "the aligned networks. Fitted exponents of N (least squares in logarithms, 1 is linear): "
         + "; ".join(f"{f}: time {figure(slopes[f])}, time for each round {figure(steady[f])}" for f in families)
         + "."
     )
@@ -91,7 +91,7 @@ def run(settings: Settings) -> Section:
 
 def align(graph: tus.SymmetryGraph, states: list[State]) -> tus.Alignment[Any]:
     """All networks to one universe, on one thread."""
-    return tus.align(graph, states, reference="universe")
+    return tus.align(graph, states, reference="universe", solver="synchronized")
 
 
 def _draws(model: nn.Module, count: int) -> list[State]:
@@ -124,7 +124,7 @@ Pairs = Mapping[tuple[int, int], Permutation]
 
 
 def _pairs_of(permutations: list[Permutation]) -> Pairs:
-    """For each pair the element that brings the second network to the first, through the universe."""
+    """For each pair the permutation that brings the second network to the first, through the universe."""
     numbers = range(len(permutations))
     return {
         (a, b): tus.compose(tus.invert(permutations[a]), permutations[b]) for a, b in itertools.combinations(numbers, 2)
@@ -139,12 +139,12 @@ def _pairwise(graph: tus.SymmetryGraph, states: list[State]) -> Pairs:
 
 
 def _consistent(pairs: Pairs) -> int:
-    """Triples a < b < c in which the way over b is the direct one."""
+    """Triples a < b < c in which the path over b is the direct one."""
     count = 1 + max(b for _, b in pairs)
     hits = 0
     for a, b, c in itertools.combinations(range(count), 3):
-        way = tus.compose(pairs[a, b], pairs[b, c])
-        hits += all(torch.equal(way[g], p) for g, p in pairs[a, c].items())
+        path = tus.compose(pairs[a, b], pairs[b, c])
+        hits += all(torch.equal(path[g], p) for g, p in pairs[a, c].items())
     return hits
 
 

@@ -129,9 +129,9 @@ def measure(name: str, kind: str, repeats: int) -> list[dict[str, Any]]:
     graph.require_verified()
     pair = _pair(graph, model, kind)
 
-    def match(method: Literal["frank_wolfe", "descent"]) -> tuple[State, float]:
+    def match(solver: Literal["frank_wolfe", "descent"]) -> tuple[State, float]:
         with _product_clock() as clock:
-            found = tus.weight_matching(graph, pair.reference, pair.state, method=method)
+            found = tus.weight_matching(graph, pair.reference, pair.state, solver=solver)
         return tus.apply_permutation(graph, found.permutation, pair.state), sum(clock)
 
     candidates: dict[str, Callable[[], Callable[[], Any]]] = {

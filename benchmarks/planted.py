@@ -15,8 +15,8 @@ from tu_symmetry.tables.grid import Grid
 NOISES = (0.0, 0.5)
 METHODS: dict[str, dict[str, Any]] = {
     "Frank-Wolfe, then descent (default)": {},
-    "descent from the identity": {"method": "descent"},
-    "descent, best of 10 starts": {"method": "descent", "restarts": 10},
+    "descent from the identity": {"solver": "descent"},
+    "descent, best of 10 starts": {"solver": "descent", "restarts": 10},
 }
 
 

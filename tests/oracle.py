@@ -67,13 +67,13 @@ def judge(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *
     """
     verdict = Verdict()
     generator = torch.Generator().manual_seed(seed)
-    twin = _Twin(model, inputs)
+    copied = _Copy(model, inputs)
     states = [random_weights(model, generator) for _ in range(2)]
     if any(_discrete(t) for t in states[0].values()):
         states.append({k: _other(t, generator) for k, t in states[0].items()})
     for number, state in enumerate(states):
         try:
-            reference = _Reference(twin, state, generator)
+            reference = _Reference(copied, state, generator)
         except Exception:
             if number < 2:
                 raise
@@ -96,7 +96,7 @@ def judge(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
         rounds = [(exact, reference)]
         if loose:
-            rounds.append(([*exact, *loose], _Reference(_Twin(model, inputs, epsilons=False), state, generator)))
+            rounds.append(([*exact, *loose], _Reference(_Copy(model, inputs, epsilons=False), state, generator)))
         for groups, judged in rounds:
             for label, factors in _scales(groups, generator):
                 try:
@@ -201,7 +201,7 @@ def _other(tensor: Tensor, generator: torch.Generator) -> Tensor:
 # -- running a network ------------------------------------------------------------------------------------------------
 
 
-class _Twin:
+class _Copy:
     """A float64 copy of a module that can be run with any weights, and forgets what earlier runs left in it."""
 
     def __init__(self, model: nn.Module, inputs: tuple[Any, ...], *, epsilons: bool = True) -> None:
@@ -324,9 +324,9 @@ def _without_epsilons(module: nn.Module) -> None:
         return constant
 
     code = forward.__code__.replace(co_consts=tuple(map(without, forward.__code__.co_consts)))
-    twin = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-    twin.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = types.MethodType(twin, module)  # type: ignore[method-assign]
+    copied = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = types.MethodType(copied, module)  # type: ignore[method-assign]
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------
@@ -335,19 +335,19 @@ def _without_epsilons(module: nn.Module) -> None:
 class _Reference:
     """The outputs for some weights, with the scale and the tolerance of every entry."""
 
-    def __init__(self, twin: _Twin, state: State, generator: torch.Generator) -> None:
-        self.twin = twin
-        self.outputs = twin.run(state)
+    def __init__(self, copied: _Copy, state: State, generator: torch.Generator) -> None:
+        self.copied = copied
+        self.outputs = copied.run(state)
         self.tolerance: list[Tensor] = [torch.zeros(())] * len(self.outputs)
         scale = [_magnitude(t) for t in self.outputs]
         noise = [torch.zeros_like(s) for s in scale]
         # an index among rounding errors (of sums that are zero) flips in most draws, but not in all
         for _ in range(12 if any(map(_discrete, self.outputs)) else 2):
-            for k, (a, b) in enumerate(zip(self.outputs, twin.run(_nudged(state, 1e-13, generator)), strict=True)):
+            for k, (a, b) in enumerate(zip(self.outputs, copied.run(_nudged(state, 1e-13, generator)), strict=True)):
                 noise[k] = torch.maximum(noise[k], _difference(a, b))
-        other = random_weights(twin.model, generator)
+        other = random_weights(copied.model, generator)
         with_masks = {k: state[k] if _discrete(t) else t for k, t in other.items()}
-        for k, t in enumerate(twin.run(with_masks)):
+        for k, t in enumerate(copied.run(with_masks)):
             scale[k] = torch.maximum(scale[k], _magnitude(t)) if t.shape == scale[k].shape else scale[k]
         for k, t in enumerate(self.outputs):
             if _discrete(t):
@@ -357,7 +357,7 @@ class _Reference:
 
     def differs(self, state: Mapping[str, Tensor]) -> str:
         """What is different with other weights, in words; empty if nothing is."""
-        for k, (a, b) in enumerate(zip(self.outputs, self.twin.run(state), strict=True)):
+        for k, (a, b) in enumerate(zip(self.outputs, self.copied.run(state), strict=True)):
             if a.shape != b.shape:
                 return f"output {k} has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
             difference = _difference(a, b)

@@ -155,7 +155,7 @@ def test_copies_of_one_network_have_no_barrier_once_aligned(graph: SymmetryGraph
     assert max(before) > 0.05 and max(after) < 1e-6
     assert report.mean_losses["after"]["none"] == pytest.approx(report.single_loss, rel=1e-5)
     content = json.loads((tmp_path / "out" / "report.json").read_text())["barriers"]
-    assert content["matrix"]["before"]["none"][0][1] == before[0] and content["samples"] == 32
+    assert content["matrix"]["before"]["none"][0][1] == before[0] and content["num_samples"] == 32
     assert set(content["matrix"]["after"]) == {"none", "batchnorm"}
     text = (tmp_path / "out" / "report.md").read_text()
     assert "![barrier matrices](barriers.png)" in text and "all 3 pairs" in text and "BatchNorm re-estimated" in text
@@ -279,7 +279,7 @@ def test_a_data_module_gives_test_data_and_training_inputs() -> None:
     data = load_data(f"{__name__}.Module", ["count=40"], 24, torch.float64)
     x, y = next(iter(loader()))
     assert torch.equal(data.evaluation[0][0], x.double()) and torch.equal(data.evaluation[0][1], y)
-    assert data.samples == 24 and [len(s) for s in data.statistics] == [16, 8]
+    assert data.num_samples == 24 and [len(s) for s in data.statistics] == [16, 8]
     known = {tuple(row) for row in loader(40, seed=1).dataset.tensors[0].double().tolist()}  # type: ignore[attr-defined]
     assert all(tuple(row) in known for row in torch.cat(data.statistics).tolist())
     state = torch.random.get_rng_state()

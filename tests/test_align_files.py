@@ -89,7 +89,7 @@ def test_every_kind_of_file_is_aligned(graph: SymmetryGraph, tmp_path: Path) -> 
             assert found.keys() == expected.keys() and all(torch.equal(found[k], expected[k]) for k in found)
     report = json.loads((out / "report.json").read_text())
     assert [f["transpositions"] for f in report["files"]] == [f.transpositions for f in result.files]
-    assert report["options"] == {"method": "frank_wolfe", "prefix": "model."}
+    assert report["options"] == {"solver": "frank_wolfe", "prefix": "model."}
     markdown = (out / "report.md").read_text()
     assert all(f"| {p.name} |" in markdown for p in files)
 
@@ -115,8 +115,8 @@ def test_what_is_done_is_skipped_and_anything_else_redone(graph: SymmetryGraph, 
     assert align_files(graph, files, out).skipped == 2
     assert torch.equal(load_file(out / "net2.safetensors")["0.weight"], 2 * states[0]["0.weight"])
     assert content(out)["net1.permutation.safetensors"] == before["net1.permutation.safetensors"]
-    assert align_files(graph, files, out, method="descent").skipped == 0
-    assert align_files(graph, files, out, method="descent", reference=files[1]).skipped == 0
+    assert align_files(graph, files, out, solver="descent").skipped == 0
+    assert align_files(graph, files, out, solver="descent", reference=files[1]).skipped == 0
     assert torch.equal(load_file(out / "net0.safetensors")["0.weight"], states[1]["0.weight"])
 
 
@@ -237,27 +237,83 @@ def test_the_running_mean_is_the_mean_of_those_before(graph: SymmetryGraph, tmp_
     assert sum(f.distance_after**2 for f in result.files) == pytest.approx(squares, rel=1e-5)
 
 
-def test_the_universe_climbs_the_sum_of_all_pairs(graph: SymmetryGraph, tmp_path: Path) -> None:
-    """To about where the one with all networks in memory stops (both are local optima), and no network can improve."""
+@pytest.mark.parametrize("solver", ["frank_wolfe", "descent", "synchronized"])
+def test_the_universe_climbs_the_sum_of_all_pairs(solver: Any, graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Beyond the running mean, and no network can improve."""
     generator = torch.Generator().manual_seed(2)
     states = [{n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items()} for _ in range(8)]
     files = write(tmp_path, states)
     values = {}
     for mode in ("mean", "universe"):
-        result = align_files(graph, files, tmp_path / mode, reference=mode)
+        result = align_files(graph, files, tmp_path / mode, reference=mode, solver=solver)
         values[mode] = [load_file(tmp_path / mode / f.aligned) for f in result.files]
     assert result.search["converged"] and result.search["sweeps"] > 1 and result.files[0].transpositions == 0
     universe = values["universe"]
     assert pairwise(graph, universe) > 1.01 * pairwise(graph, values["mean"])
-    assert pairwise(graph, universe) > 0.96 * pairwise(graph, align(graph, states, reference="universe").states)
     for k, own in enumerate(universe):
         others = {
             n: torch.stack([u[n].double() for j, u in enumerate(universe) if j != k]).mean(0).float() for n in own
         }
-        assert transposition_count(weight_matching(graph, others, own, method="descent").permutation) == 0
+        assert transposition_count(weight_matching(graph, others, own, solver="descent").permutation) == 0
 
 
-def test_a_universe_that_was_cut_short_says_so_and_goes_on(
+class Residual(nn.Module):
+    """Two blocks on one stream: the groups of all layers depend on one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.first = nn.ModuleList(nn.Linear(6, 7) for _ in range(2))
+        self.second = nn.ModuleList(nn.Linear(7, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for first, second in zip(self.first, self.second, strict=True):
+            x = x + second(torch.relu(first(x)))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("network", [Net, Residual])
+@pytest.mark.parametrize(
+    ("reference", "solver"),
+    [*itertools.product([*MODES, "given"], ["frank_wolfe", "descent"]), ("universe", "synchronized")],
+)
+def test_files_and_states_are_aligned_alike(
+    reference: Any, solver: Any, network: type[nn.Module], tmp_path: Path
+) -> None:
+    """Every word has one meaning: the command and the function give the same permutations, bit by bit."""
+    generator = torch.Generator().manual_seed(3)
+    states = [
+        {n: torch.randn(t.shape, generator=generator) for n, t in network().state_dict().items()} for _ in "12345"
+    ]
+    architecture = discover_symmetries(network(), torch.zeros(1, 4))
+    files = write(tmp_path, states)
+    candidates = {"candidates": 3} if reference == "medoid" else {}
+    found = align(
+        architecture,
+        states[1:] if reference == "given" else states,
+        reference=states[0] if reference == "given" else reference,
+        solver=solver,
+        **candidates,  # type: ignore[arg-type]
+    )
+    words = ["align", *map(str, files[1:] if reference == "given" else files), "--out", str(tmp_path / "out")]
+    words += ["--reference", str(files[0]) if reference == "given" else reference, "--solver", solver]
+    words += [word for name, value in candidates.items() for word in (f"--{name}", str(value))]
+    assert cli.main([*words, "--model", f"{__name__}.{network.__name__}", "--input", "1,4"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert len(report["files"]) == len(found.permutations)
+    for entry, expected, state in zip(report["files"], found.permutations, found.states, strict=True):
+        permutation = load_file(tmp_path / "out" / entry["permutation"])
+        assert permutation.keys() == expected.keys() and all(torch.equal(permutation[g], expected[g]) for g in expected)
+        weights = load_file(tmp_path / "out" / entry["aligned"])
+        assert all(torch.equal(weights[n], state[n]) for n in state)
+    distances = [entry["distance_after"] for entry in report["files"]]
+    assert distances == pytest.approx(found.distances_after, rel=1e-5, abs=1e-5)
+    if reference == "medoid":
+        assert Path(report["reference"]).name == files[found.reference or 0].name
+
+
+def test_a_universe_that_was_cut_short_says_so_and_resumes(
     graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -265,8 +321,8 @@ def test_a_universe_that_was_cut_short_says_so_and_goes_on(
     files = write(tmp_path, states)
     words = ["align", *map(str, files), "--model", f"{__name__}.Net", "--input", "1,4", "--reference", "universe"]
     words, whole = [*words, "--out", str(tmp_path / "out")], [*words, "--out", str(tmp_path / "whole")]
-    assert cli.main([*words, "--max-sweeps", "1"]) == 0
-    assert "sweeps after the running mean: 1; the last one still moved" in " ".join(capsys.readouterr().out.split())
+    assert cli.main([*words, "--max-iterations", "1"]) == 0
+    assert "sweeps: 1; the last one still moved" in " ".join(capsys.readouterr().out.split())
     assert cli.main(words) == 0
     assert "moved nothing" in " ".join(capsys.readouterr().out.split())
     assert cli.main(whole) == 0  # the example input, too, is that of the command
@@ -304,7 +360,7 @@ def test_an_interruption_at_any_write_changes_no_byte(
         assert tree(out) == whole, write_number
 
 
-def test_more_files_go_on_from_the_running_mean(
+def test_more_files_resume_from_the_running_mean(
     graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tu_symmetry.tables.align_references as module
@@ -312,16 +368,43 @@ def test_more_files_go_on_from_the_running_mean(
     files = write(tmp_path, noisy(graph, 6))
     align_files(graph, files, tmp_path / "whole", reference="universe")
     calls: list[str] = []
-    matching = module.weight_matching
-    monkeypatch.setattr(module, "weight_matching", lambda *a, **k: (calls.append(k["method"]), matching(*a, **k))[1])
+    matching = module.weight_matching  # of the first pass; sweeps are the alignment's own
+    monkeypatch.setattr(module, "weight_matching", lambda *a, **k: (calls.append(k["solver"]), matching(*a, **k))[1])
     align_files(graph, files[:4], tmp_path / "grown", reference="mean")
     assert len(calls) == 3
     align_files(graph, files, tmp_path / "grown", reference="mean")
     assert len(calls) == 5
     align_files(graph, files, tmp_path / "grown", reference="universe")
-    assert calls.count("frank_wolfe") == 5 and tree(tmp_path / "grown") == tree(tmp_path / "whole")
+    assert len(calls) == 5 and tree(tmp_path / "grown") == tree(tmp_path / "whole")
     align_files(graph, files[::-1], tmp_path / "grown", reference="mean")
-    assert calls.count("frank_wolfe") == 10
+    assert len(calls) == 10
+
+
+def test_a_synchronized_universe_resumes_and_starts_over_with_more_files(
+    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its relaxation takes all networks together, so nothing of a smaller one is used."""
+    files, options = write(tmp_path, noisy(graph, 5)), {"reference": "universe", "solver": "synchronized"}
+    align_files(graph, files, tmp_path / "whole", **options)  # type: ignore[arg-type]
+    align_files(graph, files[:3], tmp_path / "grown", **options)  # type: ignore[arg-type]
+    align_files(graph, files, tmp_path / "grown", **options)  # type: ignore[arg-type]
+    replace, left = os.replace, 7
+
+    def limited(source: str, target: str) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", limited)
+        with pytest.raises(KeyboardInterrupt):
+            align_files(graph, files, tmp_path / "cut", **options)  # type: ignore[arg-type]
+    align_files(graph, files, tmp_path / "cut", **options)  # type: ignore[arg-type]
+    assert tree(tmp_path / "whole") == tree(tmp_path / "cut") == tree(tmp_path / "grown")
+    with pytest.raises(AlignFilesError, match="for the universe only"):
+        align_files(graph, files, tmp_path / "no", solver="synchronized")
 
 
 @pytest.mark.parametrize(
@@ -570,7 +653,7 @@ def test_a_run_killed_within_a_write_leaves_nothing_behind(
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "nan"])
 def test_a_result_that_was_changed_is_refused(damage: str, graph: SymmetryGraph, tmp_path: Path) -> None:
-    """Each of the files that a run goes on from, whatever is wrong with it; a deleted one is made again."""
+    """Each of the files that a run resumes from, whatever is wrong with it; a deleted one is made again."""
     files, out = write(tmp_path, noisy(graph, 3)), tmp_path / "out"
     align_files(graph, files, out, reference="universe")
     whole = tree(out)

@@ -47,12 +47,12 @@ def test_planted_permutations_are_found_in_every_architecture(case: Case) -> Non
 def test_descent_never_loses(case: Case) -> None:
     """From the identity, and from the planted solution, where it has to stay."""
     graph, reference, state = planted(case, 12, noise=0.3)
-    found = tus.weight_matching(graph, reference, state, method="descent")
+    found = tus.weight_matching(graph, reference, state, solver="descent")
     assert found.converged
     assert found.objective >= inner_product(graph, reference, state) - 1e-9
     copy = planted(case, 12)[2]
     solution = tus.weight_matching(graph, reference, copy)
-    again = tus.weight_matching(graph, reference, copy, method="descent", init=solution.permutation)
+    again = tus.weight_matching(graph, reference, copy, solver="descent", init=solution.permutation)
     assert again.permutation.keys() == solution.permutation.keys()
     assert all(torch.equal(again.permutation[n], p) for n, p in solution.permutation.items())
 
@@ -88,7 +88,7 @@ def tied_resnet(width: int, blocks: int) -> nn.Module:
     )  # fmt: skip
 
 
-def recovered(plants: int, noise: float, method: str) -> int:
+def recovered(plants: int, noise: float, solver: str) -> int:
     model = tied_resnet(16, 3).double()
     graph = tus.discover_symmetries(model, torch.randn(1, 3, 8, 8, dtype=torch.float64))
     hits = 0
@@ -97,7 +97,7 @@ def recovered(plants: int, noise: float, method: str) -> int:
         reference = {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in model.state_dict().items()}
         p = tus.random_permutation(graph, generator=generator)
         noisy = {n: t + noise * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in reference.items()}
-        found = tus.weight_matching(graph, reference, tus.apply_permutation(graph, p, noisy), method=method)  # type: ignore[arg-type]
+        found = tus.weight_matching(graph, reference, tus.apply_permutation(graph, p, noisy), solver=solver)  # type: ignore[arg-type]
         hits += all(torch.equal(found.permutation[n], q) for n, q in tus.invert(p).items())
     return hits
 
@@ -189,9 +189,11 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="gave no batch"):
         tus.activation_matching(graph, model, state, state, [])
     with pytest.raises(ValueError, match="needs model= and dataloader="):
-        tus.align(graph, [state, state], method="activation")
+        tus.align(graph, [state, state], match_on="activations")
     with pytest.raises(ValueError, match="averages weights"):
-        tus.align(graph, [state, state], "mean", "activation", model=model, dataloader=[torch.zeros(1, 5)])
+        tus.align(
+            graph, [state, state], reference="mean", match_on="activations", model=model, dataloader=[torch.zeros(1, 5)]
+        )
     with pytest.raises(tus.SymmetryError, match=r"states\[1\]"):
         tus.align(graph, [state, {**state, "0.bias": torch.full((8,), float("nan"), dtype=torch.float64)}])
     with pytest.raises(ValueError, match="no batch"):

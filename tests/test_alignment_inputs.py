@@ -48,16 +48,16 @@ def batches(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(DTYPES, DTYPES)))
-@pytest.mark.parametrize("method", ["frank_wolfe", "descent"])
+@pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
 def test_networks_of_different_dtypes_are_matched(
-    graph: tus.SymmetryGraph, method: Any, first: torch.dtype, second: torch.dtype
+    graph: tus.SymmetryGraph, solver: Any, first: torch.dtype, second: torch.dtype
 ) -> None:
     """A planted permutation is found whatever the two dtypes are, and nothing is rounded further than they are."""
     (state,) = states(1)
     element = tus.random_permutation(graph, generator=torch.Generator().manual_seed(1))
     moved = tus.apply_permutation(graph, element, state)
-    found = tus.weight_matching(graph, cast(state, first), cast(moved, second), method=method)
-    if method == "frank_wolfe":
+    found = tus.weight_matching(graph, cast(state, first), cast(moved, second), solver=solver)
+    if solver == "frank_wolfe":
         assert all(torch.equal(found.permutation[n], p) for n, p in tus.invert(element).items())
         norm = math.sqrt(sum(float(t.square().sum()) for t in state.values() if t.is_floating_point()))
         coarsest = max(torch.finfo(first).eps, torch.finfo(second).eps)
@@ -124,8 +124,8 @@ def _wrong(name: str, graph: tus.SymmetryGraph, members: list[State]) -> Callabl
     return {
         "models": lambda: tus.align(graph, [model, network()]),
         "a model": lambda: tus.weight_matching(graph, a, model),
-        "method": lambda: tus.align(graph, members, method="straight_through"),
-        "option": lambda: tus.align(graph, members, "universe", restarts=3),
+        "match_on": lambda: tus.align(graph, members, match_on="straight_through"),
+        "option": lambda: tus.align(graph, members, reference="universe", solver="descent", restarts=3),
         "no mean": lambda: mean_state([]),
         "each sample": lambda: mean_loss(model, a, batches(), lambda o, t: F.cross_entropy(o, t, reduction="none")),
         "shapes": lambda: interpolate(a, {**b, "5.bias": torch.zeros(4)}, 0.5),
@@ -137,8 +137,8 @@ def _wrong(name: str, graph: tus.SymmetryGraph, members: list[State]) -> Callabl
     [
         ("models", TypeError, r"states\[0\] is a Sequential, not a state dict; .* module.state_dict\(\)"),
         ("a model", TypeError, r"state is a Sequential, not a state dict"),
-        ("method", ValueError, "unknown method 'straight_through'"),
-        ("option", ValueError, r"takes no \['restarts'\]"),
+        ("match_on", ValueError, "unknown match_on 'straight_through'"),
+        ("option", ValueError, "restarts= counts the starts of solver=.descent."),
         ("no mean", ValueError, "no network to take a mean of"),
         ("each sample", ValueError, r"has shape \(8,\), but it has to be the mean over the batch"),
         ("shapes", ValueError, r"'5.bias', \(3,\), \(4,\)"),

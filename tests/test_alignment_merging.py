@@ -288,11 +288,11 @@ def test_bad_input_is_refused() -> None:
         interpolate(a, {}, 0.5)
     graph = tus.discover_symmetries(model, x)
     with pytest.raises(ValueError, match="straight_through_matching"):
-        tus.weight_matching(graph, a, b, method="straight_through")  # type: ignore[arg-type]
+        tus.weight_matching(graph, a, b, solver="straight_through")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="barycenter"):
         tus.weight_matching(graph, a, b, restarts=3)
     with pytest.raises(tus.SymmetryError, match="missing or repeated"):
-        tus.weight_matching(graph, a, b, method="descent", init={"a": torch.zeros(4, dtype=torch.long)})
+        tus.weight_matching(graph, a, b, solver="descent", init={"a": torch.zeros(4, dtype=torch.long)})
     infinite = {n: t * 1e300 for n, t in a.items()}
     with pytest.raises(ValueError, match="activations at"):
         tus.activation_matching(graph, model, infinite, infinite, [x])

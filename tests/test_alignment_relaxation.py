@@ -365,7 +365,7 @@ def test_threads_and_stacks_change_nothing(reference: str) -> None:
     states = [random_state(model, generator) for _ in range(3)]
     stack = {n: torch.stack([s[n] for s in states]) for n in states[0]}
     one, two = (
-        tus.align(graph, given, reference, threads=threads, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+        tus.align(graph, given, reference=reference, threads=threads, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
         for given, threads in ((states, 1), (stack, 3))
     )
     assert one.transpositions == two.transpositions

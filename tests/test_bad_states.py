@@ -90,12 +90,12 @@ ONE: dict[str, Callable[[State], Any]] = {
         graph(), MODEL, state(1), s, loader(), F.cross_entropy, epochs=1
     ),
     "align": lambda s: tus.align(graph(), [state(1), s]),
-    "align medoid": lambda s: tus.align(graph(), [state(1), s], "medoid"),
-    "align mean": lambda s: tus.align(graph(), [state(1), s], "mean"),
-    "align universe": lambda s: tus.align(graph(), [state(1), s], "universe"),
-    "align reference": lambda s: tus.align(graph(), [state(1)], s),
+    "align medoid": lambda s: tus.align(graph(), [state(1), s], reference="medoid"),
+    "align mean": lambda s: tus.align(graph(), [state(1), s], reference="mean"),
+    "align universe": lambda s: tus.align(graph(), [state(1), s], reference="universe"),
+    "align reference": lambda s: tus.align(graph(), [state(1)], reference=s),
     "align activation": lambda s: tus.align(
-        graph(), [state(1), s], method="activation", model=MODEL, dataloader=loader()
+        graph(), [state(1), s], match_on="activations", model=MODEL, dataloader=loader()
     ),
     "canonicalize": lambda s: tus.canonicalize(graph(), s),
     "canonicalize unit_norm": lambda s: tus.canonicalize(graph(), s, "unit_norm"),
@@ -214,7 +214,7 @@ def test_elements_that_are_no_tensors_are_named(bad: Any) -> None:
         lambda: tus.invert(wrong_p),
         lambda: tus.transposition_count(wrong_p),
         lambda: tus.TranspositionCount().update(wrong_p),
-        lambda: tus.weight_matching(graph(), state(), state(1), method="descent", init=wrong_p),
+        lambda: tus.weight_matching(graph(), state(), state(1), solver="descent", init=wrong_p),
     ]
     for call in calls:
         with pytest.raises(tus.SymmetryError, match=r"(permutation|log_scale)\[.* pass a tensor"):
@@ -261,7 +261,7 @@ def test_right_states_are_taken_and_no_public_function_advances_the_global_rando
         "identity_permutation": lambda: tus.identity_permutation(graph()),
         "compose": lambda: tus.compose(tus.random_permutation(graph()), tus.random_permutation(graph())),
         "invert": lambda: tus.invert(tus.random_permutation(graph())),
-        "restarts": lambda: tus.weight_matching(graph(), good, state(1), method="descent", restarts=3),
+        "restarts": lambda: tus.weight_matching(graph(), good, state(1), solver="descent", restarts=3),
         "sample": lambda: posterior.sample(2),
         "low rank": lambda: tus.CompactPosterior.from_states(many, graph(), rank=1).sample(2),
         "as_module": lambda: posterior.as_module(MODEL, 2)(torch.zeros(2, 4)),

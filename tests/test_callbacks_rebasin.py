@@ -242,7 +242,7 @@ class RandomStreams(Callback):
 def test_random_streams_modes_and_gradients_are_untouched() -> None:
     module, watch = routine(dropout=0.1), RandomStreams()
     rebasin = Rebasin(
-        in_place=True, every_n_epochs=1, barrier_loader=loader(n=16), method="activation", dataloader="val"
+        in_place=True, every_n_epochs=1, barrier_loader=loader(n=16), match_on="activations", dataloader="val"
     )
     seen = []
 
@@ -473,8 +473,8 @@ def test_low_precision_weights() -> None:
         ({"every_n_steps": 0}, "at least 1"),
         ({"at_end": False}, "never act"),
         ({"reference": "last"}, "'first' or 'previous'"),
-        ({"method": "weights"}, "'weight' or 'activation'"),
-        ({"method": "activation"}, "needs data"),
+        ({"match_on": "weight"}, "'weights' or 'activations'"),
+        ({"match_on": "activations"}, "needs data"),
         ({"barrier_loader": "train"}, "'val'"),
     ],
 )
@@ -508,7 +508,7 @@ def test_missing_inputs_and_losses() -> None:
     with pytest.warns(UserWarning, match="limit_val_batches is 0"):
         fit(routine(), Rebasin(barrier_loader="val"), limit_val_batches=0)
     with pytest.raises(ValueError, match="needs a validation loader"):
-        fit(routine(), Rebasin(method="activation", dataloader="val"), limit_val_batches=0)
+        fit(routine(), Rebasin(match_on="activations", dataloader="val"), limit_val_batches=0)
     with pytest.raises(TypeError, match="cannot tell the input"):
         Rebasin().on_train_batch_start(None, routine(), {"x": torch.ones(2, 5)}, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no example input"):

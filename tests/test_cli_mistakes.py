@@ -52,12 +52,12 @@ VALUES: list[tuple[list[str], str, list[str]]] = [
     (INSPECT, "--no-verfy", [""]),
     (ALIGN, "--out", ["", "IN/a.pt", "IN/a.pt/x", "/proc/x", "/dev/null", "x" * 300]),
     (ALIGN, "--reference", ["", "nothing", "IN", "IN/text.pt"]),
-    (ALIGN, "--method", ["", "foo"]),
+    (ALIGN, "--solver", ["", "foo"]),
     (ALIGN, "--candidates", ["0", "1", "x", "1.5"]),
-    (ALIGN, "--max-sweeps", ["0", "-1"]),
+    (ALIGN, "--max-iterations", ["0", "-1"]),
     (ALIGN, "--threads", ["0", "-1", "1e3"]),
     (BARRIERS, "--data", ["", "nothing", f"{HERE}.net", f"{HERE}.raises", "os.getcwd", "torch.nn.Linear"]),
-    (BARRIERS, "--samples", ["0", "-1"]),
+    (BARRIERS, "--num-samples", ["0", "-1"]),
     (BARRIERS, "--points", ["2", "x"]),
     (BARRIERS, "--barriers", ["0", "-1", "x", "", "ALL"]),
     (BARRIERS, "--loss", ["", "nothing", "os.getcwd", "torch.nn.functional.relu"]),
@@ -204,8 +204,8 @@ def process(words: list[str]) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("number", "after", "code", "message"),
     [
-        (signal.SIGINT, 0.05, 130, "interrupted; the same command goes on"),
-        (signal.SIGTERM, 0.3, 143, "terminated; the same command goes on"),
+        (signal.SIGINT, 0.05, 130, "interrupted; the same command resumes"),
+        (signal.SIGTERM, 0.3, 143, "terminated; the same command resumes"),
         pytest.param(signal.SIGINT, 0.3, 130, "interrupted", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 1.0, 130, "interrupted", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 1.7, 130, "interrupted", marks=pytest.mark.slow),
@@ -232,7 +232,7 @@ def test_signals_also_during_imports(
 def test_a_full_disk_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file may be larger than 300 bytes for a while; afterwards the same command goes on."""
+    """No file may be larger than 300 bytes for a while; afterwards the same command resumes."""
     import resource
 
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
@@ -245,7 +245,7 @@ def test_a_full_disk_is_one_line(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("✓")]
     assert code == 2 and len(errors) == 1, errors
-    assert "no more room to write" in errors[0] and "goes on where this one stopped" in errors[0]
+    assert "no more room to write" in errors[0] and "the same command resumes" in errors[0]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {".lock"}
     assert cli.main(words) == 0
 

@@ -203,9 +203,9 @@ def test_a_planted_permutation_is_found_whatever_the_size_of_the_weights(sizes: 
     element = tus.random_permutation(graph, generator=torch.Generator().manual_seed(2))
     moved = tus.apply_permutation(graph, tus.invert(element), state)
     first, second = ({n: (t * c).float() for n, t in s.items()} for s, c in zip((state, moved), sizes, strict=True))
-    for method in ("frank_wolfe", "descent"):
-        found = tus.weight_matching(graph, first, second, method=method)  # type: ignore[arg-type]
-        ordinary = tus.weight_matching(graph, state, moved, method=method)  # type: ignore[arg-type]
+    for solver in ("frank_wolfe", "descent"):
+        found = tus.weight_matching(graph, first, second, solver=solver)  # type: ignore[arg-type]
+        ordinary = tus.weight_matching(graph, state, moved, solver=solver)  # type: ignore[arg-type]
         assert all(torch.equal(p, ordinary.permutation[n]) for n, p in found.permutation.items())
         assert found.objective / sizes[0] == pytest.approx(ordinary.objective * sizes[1], rel=1e-4)
         if sizes[0] == sizes[1]:
@@ -224,8 +224,8 @@ def test_ensembles_of_extreme_weights_are_aligned_as_ordinary_ones(reference: An
         tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator), state) for _ in range(3)
     ]
     far = [{n: (t * size).float() for n, t in m.items()} for m in members]
-    result = tus.align(graph, far, reference)
-    wanted = tus.align(graph, members, reference)
+    result = tus.align(graph, far, reference=reference)
+    wanted = tus.align(graph, members, reference=reference)
     assert [d / size for d in result.distances_before] == pytest.approx(wanted.distances_before, rel=1e-3, abs=1e-5)
     assert max(result.distances_after) < 1e-3 * max(result.distances_before)
     assert all(bool(torch.isfinite(t).all()) for s in result.states for t in s.values())

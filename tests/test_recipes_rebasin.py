@@ -133,7 +133,7 @@ def test_permuted_copies_have_barriers_and_matching_removes_them(planted: dict[s
     for path in found["methods"]["none"]["paths"]["none"]:
         assert path["barrier"] > 0.1 and path["middle_accuracy"] < single["accuracy"]
     assert found["methods"]["none"]["mean"]["none"]["loss"] > single["loss"] + 0.1
-    for method in ("weight", "activation", "straight_through", "universe"):
+    for method in ("weights", "activations", "straight_through", "universe"):
         measured = found["methods"][method]
         for path in measured["paths"]["none"]:
             assert path["barrier"] == pytest.approx(0, abs=1e-5)
@@ -141,7 +141,7 @@ def test_permuted_copies_have_barriers_and_matching_removes_them(planted: dict[s
             assert path["middle_accuracy"] == single["accuracy"]
         assert measured["mean"]["none"] == pytest.approx(single, rel=1e-4)
         matching = planted[f"{name}_matching"]["methods"]
-        if method != "activation":  # units that are never active look alike, and compute nothing
+        if method != "activations":  # units that are never active look alike, and compute nothing
             assert matching[method]["distances"] == pytest.approx([0, 0, 0], abs=1e-4)
         assert min(matching["none"]["distances"]) > 1
 
@@ -183,7 +183,7 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
         "repair": {"merge": lambda state, ratio: repair(model, [a, b], [1 - ratio, ratio], state, statistics)},
     }
     for correction, options in corrections.items():
-        ours = found["methods"]["activation"]["paths"][correction][2]
+        ours = found["methods"]["activations"]["paths"][correction][2]
         theirs = loss_barrier(model, a, b, measure, cross_entropy, points=3, **options)
         tuned = tempered_loss_barrier(model, a, b, measure, calibration=held_out, points=3, **options)
         assert ours["loss"] == pytest.approx(theirs.losses, rel=1e-5)
@@ -191,7 +191,7 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
         assert ours["tuned_barrier"] == pytest.approx(tuned.barrier, rel=1e-4, abs=1e-6)
         assert ours["temperature"] == pytest.approx(tuned.temperatures, rel=1e-4)
     mean = mean_model_loss(model, aligned, measure, cross_entropy, recalibrate=statistics)
-    assert found["methods"]["activation"]["mean"]["batchnorm"]["loss"] == pytest.approx(mean, rel=1e-5)
+    assert found["methods"]["activations"]["mean"]["batchnorm"]["loss"] == pytest.approx(mean, rel=1e-5)
     accuracy = (logits(model, states[0], measure).argmax(-1) == measure.y).double().mean().item()
     assert found["members"][0]["accuracy"] == pytest.approx(accuracy)
 

@@ -266,9 +266,9 @@ def test_graphs_are_copied_and_pickled_without_the_model() -> None:
     model, x = plain()
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x)
-    for twin in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
-        assert twin.verified and str(twin) == str(graph)
-        tus.apply_permutation(twin, tus.random_permutation(twin), model.state_dict())
+    for copied in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
+        assert copied.verified and str(copied) == str(graph)
+        tus.apply_permutation(copied, tus.random_permutation(copied), model.state_dict())
 
 
 @torch.library.custom_op("tu_symmetry_tests::only_single", mutates_args=())

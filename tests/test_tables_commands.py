@@ -133,7 +133,7 @@ def test_a_cut_training_resumes_from_its_checkpoint(recipe: Path) -> None:
 def test_time_that_is_over_cuts_and_goes_on(recipe: Path) -> None:
     whole, _, _ = run(recipe, out=recipe.parent / "whole")
     (recipe / "line.yaml").write_text(LINE.replace("max_epochs: 3", "max_epochs: 100000"))
-    with pytest.raises(TableInterrupted, match="goes on with line"):
+    with pytest.raises(TableInterrupted, match="resumes with line"):
         run(recipe, max_time=timedelta(seconds=2))
     (recipe / "line.yaml").write_text(LINE)
     results, _, _ = run(recipe)  # another configuration: from the start

@@ -27,6 +27,7 @@ from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
+Similarity = Literal["product", "covariance", "correlation"]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
@@ -52,7 +53,7 @@ def activation_matching(
     state: Mapping[str, Tensor],
     dataloader: Iterable[Any],
     *,
-    similarity: Literal["product", "covariance", "correlation"] = "product",
+    similarity: Similarity = "product",
     progress: Progress | None = None,
 ) -> Matching:
     """Find the permutation of ``state`` whose hidden units behave most like those of ``reference_state`` on data.

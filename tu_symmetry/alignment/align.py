@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.activations import activation_matching
+from tu_symmetry.alignment.activations import Similarity, activation_matching
 from tu_symmetry.alignment.barrier import mean_state
+from tu_symmetry.alignment.consensus import AlignSolver, Consensus, medoid_candidates, medoid_of, of_ordinary_size
 from tu_symmetry.alignment.evaluation import reusable
-from tu_symmetry.alignment.gram import WeightSimilarities, families, resized, size_exponent, working
-from tu_symmetry.alignment.matching import Matching, Progress, descend, weight_distance, weight_matching
-from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
+from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -24,7 +24,8 @@ from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.symmetry.randomness import leaves_randomness
 from tu_symmetry.symmetry.states import State, require_state, unstack
 
-_SWEEPS = 100
+Reference = Literal["first", "medoid", "mean", "universe"]
+MatchOn = Literal["weights", "activations"]
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
 
 
@@ -34,12 +35,12 @@ class Alignment(Generic[States]):
 
     Attributes:
         states: the permuted networks, in the form in which they were given (a list, or a stack).
-        permutations: one element for each network.
+        permutations: one for each network.
         transpositions: number of transpositions (NoT) of each.
         distances_before: L2 distance of each network's parameters to the reference, as given.
         distances_after: the same after the permutation.
         reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
-        rounds: passes over the networks.
+        iterations: passes over the networks, those of the relaxation of a universe included.
         certificates: of each network, by how much its outputs on the graph's example inputs changed, beside what
             rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
@@ -51,7 +52,7 @@ class Alignment(Generic[States]):
     distances_before: list[float]
     distances_after: list[float]
     reference: int | None
-    rounds: int
+    iterations: int
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
 
@@ -60,41 +61,50 @@ class Alignment(Generic[States]):
 def align(
     graph: SymmetryGraph,
     states: States,
-    reference: Literal["first", "medoid", "mean", "universe"] | Mapping[str, Tensor] = "first",
-    method: Literal["weight", "activation"] = "weight",
     *,
+    reference: Reference | Mapping[str, Tensor] = "first",
+    match_on: MatchOn = "weights",
+    solver: AlignSolver = "frank_wolfe",
+    restarts: int = 1,
+    similarity: Similarity = "product",
     model: nn.Module | None = None,
     dataloader: Iterable[Any] | None = None,
-    max_rounds: int = 20,
+    candidates: int = 16,
+    max_iterations: int = 20,
     threads: int = 1,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
     certify: bool = True,
-    **options: Any,
 ) -> Alignment[States]:
     """Permute networks so that they lie in one basin.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks.
-        reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
-            distances to the others after matching (quadratic in number). ``mean``: each network to the mean of those
-            aligned before it, then each to the mean of all until nothing moves. ``universe``: the sum of all pairs'
-            objectives at once, by Frank-Wolfe on all networks together, then each network against the sum of all
-            others until nothing moves (``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and consistent
-            along every cycle by construction). Or a state dict.
-        method: by weights, or by activations on ``dataloader`` with ``model`` (``first``, ``medoid``, a given state).
+        reference: what all are aligned to (see :mod:`~tu_symmetry.alignment.consensus`; ``tu-symmetry align`` gives the
+            same). ``first``: the first network. ``medoid``: the network with the least sum of distances to the others
+            after matching, among at most ``candidates`` of them. ``mean``: each network to the mean of those aligned
+            before it. ``universe``: the sum of all pairs' objectives: from the running mean, each network against the
+            mean of all others until nothing moves (``(||sum W||^2 - sum ||W||^2) / 2``; linear in their number, and
+            consistent along every cycle by construction). Or a state dict.
+        match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
+            ``medoid``, a given state).
+        solver: of weight matching: ``frank_wolfe``, or ``descent``, which is faster and misses more. For a universe
+            also ``synchronized``: it begins with the relaxation of all networks together, which often ends higher on
+            trained networks, and takes four copies of all in memory.
+        restarts: starts of each ``descent``, see :func:`weight_matching`.
+        similarity: of activations, see :func:`activation_matching`.
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
-        max_rounds: bound on the passes of ``mean`` and ``universe``.
+        candidates: bound on the networks that are compared for a medoid (a fixed sample of them if there are more).
+        max_iterations: bound on the sweeps of a universe.
         threads: networks that are matched at the same time (assignments release the GIL).
-        generator: for the order of groups in descents; a fixed order without one. The result does not depend on the
-            number of threads.
-        progress: called after each network with ``{"done", "total", "round"}``.
+        generator: for the order of groups in descents and for random starts; a fixed order without one. The result
+            does not depend on the number of threads.
+        progress: called after each network with ``{"done", "total", "iteration"}``.
         certify: measure on the example inputs that the graph was discovered with that the outputs of each permuted
             network stay the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no
             network to run (it was unpickled), the result says so.
-        options: passed on to :func:`weight_matching` or :func:`activation_matching` (a universe takes none).
 
     Returns:
         The alignment. The aligned states compute the same functions as the given ones.
@@ -103,7 +113,8 @@ def align(
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs of a permuted network that
             changed by more than rounding explains.
         TypeError: members that are not state dicts.
-        ValueError: fewer than two networks, a method without what it needs, or options that nothing reads.
+        ValueError: fewer than two networks, an unknown word, matching by activations without a model and data, or
+            options that nothing reads.
     """
     members = unstack(states)
     given = not isinstance(reference, str)
@@ -114,38 +125,31 @@ def align(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
             "other as reference=state"
         )
-    if method not in ("weight", "activation"):
-        raise ValueError(
-            f"unknown method {method!r}: 'weight' or 'activation' (straight_through_matching aligns one network)"
-        )
-    if options and reference == "universe":
-        raise ValueError(f"reference='universe' matches all networks together and takes no {sorted(options)}")
+    _check_words(reference, match_on, solver, restarts, similarity, candidates, max_iterations)
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
-    if method == "activation":
+    if match_on == "activations":
         if model is None or dataloader is None:
-            raise ValueError("method='activation' needs model= and dataloader=: units are matched by what they compute")
-        if reference in ("mean", "universe"):
             raise ValueError(
-                f"reference={reference!r} averages weights and has no activations of its own; use method='weight', or "
-                "reference='first' or 'medoid'"
+                "match_on='activations' needs model= and dataloader=: units are matched by what they compute"
             )
         dataloader = reusable(dataloader)
 
     seed = None if generator is None else int(torch.randint(2**62, (), generator=generator))
 
     def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
-        if method == "activation":
+        if match_on == "activations":
             assert model is not None and dataloader is not None
-            return activation_matching(graph, model, target, member, dataloader, **options)
+            return activation_matching(graph, model, target, member, dataloader, similarity=similarity)
         own = None if seed is None else torch.Generator().manual_seed(seed + job)
-        return weight_matching(graph, target, member, generator=own, **options)
+        assert solver != "synchronized"
+        return weight_matching(graph, target, member, solver=solver, restarts=restarts, generator=own)
 
-    runner = _Runner(1 if method == "activation" else threads, progress)
+    runner = _Runner(1 if match_on == "activations" else threads, progress)
     identity = identity_permutation(graph)
     index: int | None = None
-    rounds = 1
+    iterations = 1
     if given or reference == "first":
         target: Mapping[str, Tensor] = reference if isinstance(reference, Mapping) else members[0]
         if given:
@@ -155,21 +159,13 @@ def align(
         found = runner(lambda k: match(target, members[k], k).permutation, todo)
         permutations = [identity] * (len(members) - len(todo)) + found
     elif reference == "medoid":
-        index, permutations = _medoid(graph, members, match, runner)
+        index, permutations = _medoid(graph, members, match, runner, candidates)
         target = members[index]
-    elif reference in ("mean", "universe"):
-        rounds = 0
-        if reference == "universe":
-            start, rounds = synchronized_frank_wolfe(
-                graph, _parameters(graph, members), families(graph), threads=threads
-            )
-        else:
-            start = _running_mean(graph, members, match, _Runner(1, progress))
-        permutations, more = _synchronize(graph, members, start, runner, max_rounds, leave_out=reference == "universe")
-        rounds += more
-        target = mean_state([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
     else:
-        raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
+        permutations, iterations = _consensus(
+            graph, members, reference, solver, match, max_iterations=max_iterations, threads=threads, progress=progress
+        )
+        target = mean_state([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
 
     aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
     certificates, uncertified = _certificates(graph, members, aligned, permutations, certify)
@@ -183,10 +179,43 @@ def align(
         distances_before=[weight_distance(graph, target, m) for m in members],
         distances_after=[weight_distance(graph, target, a) for a in aligned],
         reference=index,
-        rounds=rounds,
+        iterations=iterations,
         certificates=certificates,
         uncertified=uncertified,
     )
+
+
+def _check_words(
+    reference: Any, match_on: Any, solver: Any, restarts: int, similarity: Any, candidates: int, max_iterations: int
+) -> None:
+    """Refuse unknown words, and options that nothing would read."""
+    if isinstance(reference, str) and reference not in get_args(Reference):
+        raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
+    if match_on not in get_args(MatchOn):
+        raise ValueError(
+            f"unknown match_on {match_on!r}: 'weights' or 'activations' (straight_through_matching aligns one network)"
+        )
+    if solver not in ("frank_wolfe", "descent", "synchronized"):
+        raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe', 'descent', or, for a universe, 'synchronized'")
+    if solver == "synchronized" and not (isinstance(reference, str) and reference == "universe"):
+        raise ValueError("solver='synchronized' relaxes all networks together, for reference='universe' only")
+    if candidates < 2 or max_iterations < 1 or restarts < 1:
+        raise ValueError(
+            "candidates must be at least 2, max_iterations and restarts at least 1; got "
+            f"{candidates}, {max_iterations} and {restarts}"
+        )
+    if match_on == "activations":
+        if reference in ("mean", "universe"):
+            raise ValueError(
+                f"reference={reference!r} averages weights and has no activations of its own; use match_on='weights', "
+                "or reference='first' or 'medoid'"
+            )
+        if solver != "frank_wolfe" or restarts != 1:
+            raise ValueError("solver= and restarts= are of weight matching; match_on='activations' reads neither")
+    elif similarity != "product":
+        raise ValueError("similarity= is of activation matching; match_on='weights' does not read it")
+    if restarts != 1 and solver != "descent":
+        raise ValueError(f"restarts= counts the starts of solver='descent'; {solver!r} does not read it")
 
 
 def _certificates(
@@ -219,13 +248,13 @@ class _Runner:
     def __init__(self, threads: int, progress: Progress | None) -> None:
         self.threads, self.progress = threads, progress
 
-    def __call__(self, function: Callable[[int], T], items: Sequence[int], round_: int = 1) -> list[T]:
+    def __call__(self, function: Callable[[int], T], items: Sequence[int]) -> list[T]:
         results: list[T] = []
 
         def done(result: T) -> None:
             results.append(result)
             if self.progress is not None:
-                self.progress({"done": len(results), "total": len(items), "round": round_})
+                self.progress({"done": len(results), "total": len(items), "iteration": 1})
 
         if self.threads <= 1:
             for item in items:
@@ -238,10 +267,11 @@ class _Runner:
 
 
 def _medoid(
-    graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner
+    graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner, candidates: int
 ) -> tuple[int, list[Permutation]]:
-    count = len(members)
-    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    """The medoid, and what aligns each network to it; each pair of candidates is matched once."""
+    chosen = medoid_candidates(len(members), candidates)
+    pairs = list(itertools.combinations(chosen, 2))
     found = dict(
         zip(
             pairs,
@@ -249,68 +279,37 @@ def _medoid(
             strict=True,
         )
     )
-    totals = [sum(found[i, j].distance_after for j in range(count) if j != i) for i in range(count)]
-    best = min(range(count), key=lambda i: totals[i])
-    identity = identity_permutation(graph)
-    return best, [identity if j == best else found[best, j].permutation for j in range(count)]
+    best, _ = medoid_of(chosen, {pair: matching.distance_after for pair, matching in found.items()})
+    todo = [k for k in range(len(members)) if k != best and (best, k) not in found]
+    matched = runner(lambda k: match(members[best], members[k], len(pairs) + k).permutation, todo)
+    permutations = {best: identity_permutation(graph), **dict(zip(todo, matched, strict=True))}
+    return best, [permutations[k] if k in permutations else found[best, k].permutation for k in range(len(members))]
 
 
-def _running_mean(
-    graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner
-) -> list[Permutation]:
-    """Match each network to the mean of those before it."""
-    parameters = _parameters(graph, members)
-    total = parameters[0]
-
-    def add(k: int) -> Permutation:
-        nonlocal total
-        if k == 0:
-            return identity_permutation(graph)
-        mean = {alias: total[n] / k for n in total for alias in graph.aliases[n]}
-        found = match({**members[k], **mean}, members[k], k).permutation
-        moved = permute_tensors(graph, found, parameters[k])
-        total = {n: t + moved[n] for n, t in total.items()}
-        return found
-
-    return runner(add, range(len(members)))
-
-
-def _parameters(graph: SymmetryGraph, members: Sequence[State]) -> list[State]:
-    """What enters sums of networks: parameters in one dtype, on one device, divided by one power of two."""
-    exponent = size_exponent(graph, *members)
-    if exponent:
-        members = [resized(graph, m, exponent) for m in members]
-    first = working(graph, members[0])
-    return [{n: t.to(first[n].device, first[n].dtype) for n, t in working(graph, m).items()} for m in members]
-
-
-def _synchronize(
+def _consensus(
     graph: SymmetryGraph,
     members: list[State],
-    start: list[Permutation],
-    runner: _Runner,
-    max_rounds: int,
+    reference: Any,
+    solver: AlignSolver,
+    match: Callable[..., Matching],
     *,
-    leave_out: bool,
+    max_iterations: int,
+    threads: int,
+    progress: Progress | None,
 ) -> tuple[list[Permutation], int]:
-    """Coordinate descent of each network against the others' sum (or against the mean of all), until nothing moves."""
-    permutations = list(start)
-    family_list = families(graph)
-    parameters = _parameters(graph, members)
-    aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, parameters, strict=True)]
-    total = {n: torch.stack([a[n] for a in aligned]).sum(0) for n in aligned[0]}
-    for round_ in range(1, max_rounds + 1):
-        moved = False
-        for k, own in enumerate(parameters):
-            target = {n: t - aligned[k][n] for n, t in total.items()} if leave_out else total
-            found, _, _ = descend(WeightSimilarities(graph, target, own), family_list, permutations[k], _SWEEPS)
-            if any(not torch.equal(found[g], permutations[k][g]) for g in found):
-                moved = True
-                candidate = permute_tensors(graph, found, own)
-                total = {n: t - aligned[k][n] + candidate[n] for n, t in total.items()}
-                permutations[k], aligned[k] = found, candidate
-            if runner.progress is not None:
-                runner.progress({"done": k + 1, "total": len(members), "round": round_ + 1})
-        if not moved:
-            return permutations, round_
-    return permutations, max_rounds
+    """What aligns each network to the mean or universe, and the number of passes over the networks."""
+    networks = of_ordinary_size(graph, members)
+    run = Consensus(
+        graph,
+        len(members),
+        reference,
+        solver,
+        lambda target, member, k: match(target, member, k).permutation,
+        max_iterations=max_iterations,
+        threads=threads,
+    )
+    while not run.finished:
+        k = run.step(networks.__getitem__)
+        if progress is not None:
+            progress({"done": k + 1, "total": len(members), "iteration": run.sweep + 1})
+    return [run.permutation(k) for k in range(len(members))], run.iterations + run.sweep + (not run.relaxed)

@@ -2,7 +2,7 @@
 
 The similarities of a family are one matrix for each of its groups, between all units of the one network and all units
 of the other, over the positions that no deeper group moves. For each pair of blocks the inner assignments' values are
-the outer cost; the outer assignment then chooses the blocks and the inner elements with them.
+the outer cost; the outer assignment then chooses the blocks and the inner permutations with them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _WARM = ((0.05, 4),)
 _LOWEST = -40.0  # exponents below are raised to it: no zeros, and no denormal numbers, which are slow
 
 
-def flat_source(group: PermutationGroup, element: Mapping[str, Tensor]) -> Tensor:
+def flat_source(group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
     """For each unit of a group, blocks flattened, the unit that it comes from: ``[blocks * size]``."""
     blocks = math.prod(group.blocks)
     numbers = torch.arange(blocks).reshape(group.blocks)
-    origin = numbers[block_origin(group.name, element)].reshape(blocks, 1)
-    return (origin * group.size + element[group.name].reshape(blocks, group.size)).reshape(-1)
+    origin = numbers[block_origin(group.name, permutation)].reshape(blocks, 1)
+    return (origin * group.size + permutation[group.name].reshape(blocks, group.size)).reshape(-1)
 
 
-def family_value(family: Family, grams: Mapping[str, Tensor], element: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Sum of the similarities that an element pairs, and the sum of their magnitudes (the scale of rounding)."""
+def family_value(family: Family, grams: Mapping[str, Tensor], permutation: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Sum of the similarities that a permutation pairs, and the sum of their magnitudes (the scale of rounding)."""
     value = scale = 0.0
     for group in family.groups:
-        source = flat_source(group, element)
+        source = flat_source(group, permutation)
         picked = grams[group.name][torch.arange(len(source)), source]
         value += float(picked.sum(dtype=torch.float64))
         scale += float(picked.abs().sum(dtype=torch.float64))
@@ -47,7 +47,7 @@ def family_value(family: Family, grams: Mapping[str, Tensor], element: Mapping[s
 
 
 def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str, Tensor] | None = None) -> Permutation:
-    """The element of a family that pairs units with the largest sum of similarities.
+    """The permutation of a family that pairs units with the largest sum of similarities.
 
     Args:
         family: a root group and all groups nested in it.
@@ -71,15 +71,15 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
             choices[group.name] = columns[None, None]
         else:
             values[group.name], choices[group.name] = _assign_pairs(pairs)
-    element: Permutation = {}
+    permutation: Permutation = {}
     for group in family.groups:  # parents first: they say which block comes from where
         blocks = math.prod(group.blocks)
         numbers = torch.arange(blocks).reshape(group.blocks)
         placeholder = torch.arange(group.size).expand(group.shape)
-        origin = numbers[block_origin(group.name, {**element, group.name: placeholder})].reshape(-1)
+        origin = numbers[block_origin(group.name, {**permutation, group.name: placeholder})].reshape(-1)
         picked = choices[group.name][np.arange(blocks), origin.numpy()]
-        element[group.name] = torch.from_numpy(picked).reshape(group.shape)
-    return element
+        permutation[group.name] = torch.from_numpy(picked).reshape(group.shape)
+    return permutation
 
 
 def _assign_pairs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

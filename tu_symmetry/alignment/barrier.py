@@ -34,7 +34,7 @@ class LossBarrier:
 
     Attributes:
         barrier: the largest excess of the loss over the chord between the ends (0 at least: the ends have none), in the
-            units of the loss; infinite where a network on the way has no finite loss.
+            units of the loss; infinite where a network on the path has no finite loss.
         ratios: positions along the path, 0 at ``state_a`` and 1 at ``state_b``.
         losses: mean loss at each of them.
         chord: the straight line between the losses of the ends, at each of them.
@@ -240,7 +240,7 @@ def _barrier(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
             f"the losses at the ends of the path are {losses[0]} and {losses[-1]}, so there is no barrier to speak of; "
             "look for NaN or infinite weights, inputs or running variances"
         )
-    losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the way
+    losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the path
     excess = [value - line for value, line in zip(losses, chord, strict=True)]
     return LossBarrier(max(0.0, *excess), ratios, losses, chord, temperatures)
 

@@ -36,7 +36,7 @@ class Family:
         tensors: parameters that the family moves.
         coupled: whether one tensor is moved by the family in two ways that do not commute with taking a Gram matrix
             (along two axes, or by two nested groups at the same positions): the objective is then quadratic in the
-            family's own element.
+            family's own permutation.
         neighbors: roots of other families that move a parameter of this one (whose change makes its Gram stale).
     """
 
@@ -327,8 +327,8 @@ class WeightSimilarities:
                     continue
                 shared.add(member.parameter)
                 for h in range(heads):  # the partners' inner order is the one that the block h is to receive
-                    element = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
-                    arranged = permute_tensors(self.graph, element, {member.parameter: tensor})[member.parameter]
+                    inner = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
+                    arranged = permute_tensors(self.graph, inner, {member.parameter: tensor})[member.parameter]
                     gram = member_gram(member, reference, arranged).to("cpu", torch.float64)
                     total[h] += gram.reshape(heads, size, heads, size)[h]
             counted |= shared

@@ -32,6 +32,7 @@ from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 from tu_symmetry.symmetry.states import require_state
 
 Progress = Callable[[dict[str, Any]], None]
+Solver = Literal["frank_wolfe", "descent"]
 _ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
 
 
@@ -127,9 +128,9 @@ def weight_matching(
     reference_state: Mapping[str, Tensor],
     state: Mapping[str, Tensor],
     *,
-    method: Literal["frank_wolfe", "descent"] = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     restarts: int = 1,
-    max_sweeps: int = 100,
+    max_iterations: int = 100,
     init: Permutation | None = None,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
@@ -140,9 +141,9 @@ def weight_matching(
         graph: the architecture's symmetry graph (verified on first use).
         reference_state: state dict that stays as it is.
         state: state dict to be permuted.
-        method: ``frank_wolfe`` (relaxation from the barycenter, assignment, descent), or ``descent`` from ``init``.
+        solver: ``frank_wolfe`` (relaxation from the barycenter, assignment, descent), or ``descent`` from ``init``.
         restarts: for ``descent``: number of starts, all but the first random; the best result is kept.
-        max_sweeps: of each descent.
+        max_iterations: bound on the sweeps of each descent.
         init: where a descent starts; the identity if left out.
         generator: for random starts and the order of groups (a fixed order without one).
         progress: called after each Frank-Wolfe iteration with ``{"iteration", "gap"}``, and after each sweep of a
@@ -152,17 +153,17 @@ def weight_matching(
         The matching. Running statistics move with their channels, but do not count in the objective.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights, or an ``init`` that is no element.
-        ValueError: an unknown method, ``init`` or ``restarts`` for a method that has no start to choose.
+        SymmetryError: a state of another architecture, NaN or infinite weights, or an ``init`` that is no permutation.
+        ValueError: an unknown solver, ``init`` or ``restarts`` for a solver that has no start to choose.
     """
-    if method not in ("frank_wolfe", "descent"):
+    if solver not in ("frank_wolfe", "descent"):
         raise ValueError(
-            f"unknown method {method!r}: 'frank_wolfe' or 'descent' (straight_through_matching needs data and is a "
+            f"unknown solver {solver!r}: 'frank_wolfe' or 'descent' (straight_through_matching needs data and is a "
             "function of its own)"
         )
-    if method == "frank_wolfe" and (init is not None or restarts != 1):
+    if solver == "frank_wolfe" and (init is not None or restarts != 1):
         raise ValueError(
-            "init= and restarts= choose starts of method='descent'; 'frank_wolfe' starts at the barycenter"
+            "init= and restarts= choose starts of solver='descent'; 'frank_wolfe' starts at the barycenter"
         )
     if restarts < 1:
         raise ValueError(f"restarts counts the starts of a descent, so it is at least 1, got {restarts}")
@@ -176,9 +177,9 @@ def weight_matching(
         found = weight_matching(
             graph,
             *pair,
-            method=method,
+            solver=solver,
             restarts=restarts,
-            max_sweeps=max_sweeps,
+            max_iterations=max_iterations,
             init=init,
             generator=generator,
             progress=progress,
@@ -191,16 +192,16 @@ def weight_matching(
     similarities = KeptSimilarities.of(graph, reference_state, state)
     family_list = similarities.plan.families
     best: Matching | None = None
-    for attempt in range(restarts if method == "descent" else 1):
+    for attempt in range(restarts if solver == "descent" else 1):
         iterations = 0
-        if method == "frank_wolfe":
+        if solver == "frank_wolfe":
             relaxed, iterations = frank_wolfe(similarities.products, progress=progress)
             start = {**identity_permutation(graph), **relaxed}
         elif attempt == 0:
             start = {**identity_permutation(graph), **(init or {})}
         else:
             start = random_permutation(graph, generator=generator)
-        permutation, sweeps, converged = descend(similarities, family_list, start, max_sweeps, generator, progress)
+        permutation, sweeps, converged = descend(similarities, family_list, start, max_iterations, generator, progress)
         moved = permute_tensors(graph, permutation, state)
         objective = inner_product(graph, reference_state, moved)
         if best is None or objective > best.objective:
@@ -214,7 +215,7 @@ def descend(
     similarities: Similarities,
     family_list: list[Family],
     start: Permutation,
-    max_sweeps: int,
+    max_iterations: int,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> tuple[Permutation, int, bool]:
@@ -225,7 +226,7 @@ def descend(
     """
     permutation = {k: v.clone() for k, v in start.items()}
     stale = {f.root.name for f in family_list}
-    for sweep in range(1, max_sweeps + 1):
+    for sweep in range(1, max_iterations + 1):
         order = list(range(len(family_list)))
         if generator is not None:
             order = torch.randperm(len(order), generator=generator).tolist()
@@ -244,7 +245,7 @@ def descend(
             progress({"sweep": sweep, "stale": len(stale)})
         if not changed:
             return permutation, sweep, True
-    return permutation, max_sweeps, False
+    return permutation, max_iterations, False
 
 
 def solve_family(similarities: Similarities, family: Family, permutation: Permutation) -> bool:

@@ -98,7 +98,7 @@ class _RelaxedNetwork:
         return tensor
 
     def bernstein(self, name: str, orders: Mapping[int, Tensor], subset: Axes) -> list[Tensor]:
-        """Bernstein coefficients, in the step, of a tensor moved along ``subset`` on the way to a vertex."""
+        """Bernstein coefficients, in the step, of a tensor moved along ``subset`` on the path to a vertex."""
         degree = len(subset)
         coefficients = []
         for count in range(degree + 1):
@@ -113,7 +113,7 @@ class _RelaxedNetwork:
         return coefficients
 
     def step(self, sources: Mapping[str, Tensor], orders: Mapping[str, Mapping[int, Tensor]], ratio: float) -> None:
-        """Move by ``ratio`` of the way to a vertex."""
+        """Move by ``ratio`` of the path to a vertex."""
         for group, source in sources.items():
             matrix = self.matrices[group]
             matrix.mul_(1 - ratio)
@@ -132,17 +132,17 @@ class _RelaxedNetwork:
         sources: dict[str, Tensor] = {}
         gap = scale = 0.0
         for family in self.plan.families:
-            element = assign_family(family, gradients)
+            permutation = assign_family(family, gradients)
             for group in family.groups:
-                source = flat_source(group, element)
+                source = flat_source(group, permutation)
                 sources[group.name] = source
                 best = float(gradients[group.name][torch.arange(len(source)), source].sum())
                 gap += best - float((gradients[group.name] * self.matrices[group.name]).sum())
                 scale += abs(best)
         return sources, gap, scale
 
-    def element(self) -> Permutation:
-        """The group element that is closest to the doubly stochastic matrices."""
+    def permutation(self) -> Permutation:
+        """The group permutation that is closest to the doubly stochastic matrices."""
         found: Permutation = {}
         for family in self.plan.families:
             found.update(assign_family(family, self.matrices))
@@ -152,7 +152,7 @@ class _RelaxedNetwork:
 class _RelaxedPair:
     """A pair of networks with a doubly stochastic matrix on each group, in the space of units alone.
 
-    Every tensor is moved along at most two axes, so Gram matrices are affine in the matrices: on the way to a vertex
+    Every tensor is moved along at most two axes, so Gram matrices are affine in the matrices: on the path to a vertex
     they are mixtures of what they are at both ends, and only those of the vertex (a permutation) have to be computed.
 
     Attributes:
@@ -170,27 +170,27 @@ class _RelaxedPair:
         self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}
 
     def vertex(self) -> tuple[Permutation, dict[str, Tensor], float, float]:
-        """The best vertex for the gradient: as an element, as sources of units, the gain, and its scale."""
+        """The best vertex for the gradient: as a permutation, as sources of units, the gain, and its scale."""
         gradients = {g: (s[0] + s[1]).add_(s[2]) for g, s in self.similarities.items()}
         inside = sum(float(torch.dot(g.reshape(-1), self.matrices[n].reshape(-1))) for n, g in gradients.items())
         on_host = {n: g.cpu() for n, g in gradients.items()}
-        element: Permutation = {}
+        permutation: Permutation = {}
         sources: dict[str, Tensor] = {}
         gap, scale = -inside, 0.0
         for family in self.plan.families:
-            element.update(assign_family(family, on_host))
+            permutation.update(assign_family(family, on_host))
             for group in family.groups:
-                source = flat_source(group, element)
+                source = flat_source(group, permutation)
                 sources[group.name] = source
                 best = float(on_host[group.name][torch.arange(len(source)), source].sum(dtype=torch.float64))
                 gap += best
                 scale += abs(best)
-        return element, sources, gap, scale
+        return permutation, sources, gap, scale
 
     def advance(self, sources: Mapping[str, Tensor], gap: float) -> float:
-        """Move to the best point on the way to a vertex; returns the step's length in [0, 1].
+        """Move to the best point on the path to a vertex; returns the step's length in [0, 1].
 
-        Along the way a tensor's part of the objective is bilinear in its two axes. The curvature is the difference of
+        Along the path a tensor's part of the objective is bilinear in its two axes. The curvature is the difference of
         one axis' similarities between the ends, taken along the difference of that axis' matrices.
         """
         orders = self.products.orders(sources)
@@ -209,8 +209,8 @@ class _RelaxedPair:
                 mixed.lerp_(end, ratio)
         return ratio
 
-    def element(self) -> Permutation:
-        """The group element that is closest to the doubly stochastic matrices."""
+    def permutation(self) -> Permutation:
+        """The group permutation that is closest to the doubly stochastic matrices."""
         on_host = {g: m.to("cpu", torch.float64) for g, m in self.matrices.items()}
         return {n: p for family in self.plan.families for n, p in assign_family(family, on_host).items()}
 
@@ -247,7 +247,7 @@ def frank_wolfe(
         landings += pair.advance(sources, gap) == 1
         if landings == _LANDINGS:
             return vertex, iteration
-    return pair.element(), iteration
+    return pair.permutation(), iteration
 
 
 def _frank_wolfe_on_tensors(
@@ -278,7 +278,7 @@ def _frank_wolfe_on_tensors(
         landings += ratio == 1
         if landings == _LANDINGS:
             break
-    return network.element(), iteration
+    return network.permutation(), iteration
 
 
 def synchronized_frank_wolfe(
@@ -332,7 +332,7 @@ def synchronized_frank_wolfe(
             if landings == _LANDINGS:
                 break
     identity = identity_permutation(graph)
-    return [identity, *({**identity, **network.element()} for network in free)], iteration
+    return [identity, *({**identity, **network.permutation()} for network in free)], iteration
 
 
 def _synchronized_step(

@@ -49,7 +49,7 @@ def straight_through_matching(
     *,
     epochs: int = 5,
     learning_rate: float = 1e-3,
-    max_sweeps: int = 100,
+    max_iterations: int = 100,
     progress: Progress | None = None,
 ) -> Matching:
     """Find the permutation of ``state`` that makes the network halfway to ``reference_state`` a good one.
@@ -64,7 +64,7 @@ def straight_through_matching(
         loss: mean loss over a batch, differentiable.
         epochs: passes of training over the loader.
         learning_rate: of Adam on the free copy.
-        max_sweeps: of each projection.
+        max_iterations: of each projection.
         progress: called after each epoch with ``{"epoch", "loss", "best"}``: losses of the midpoint.
 
     Returns:
@@ -76,7 +76,7 @@ def straight_through_matching(
         ValueError: an empty loader, or a loss that is not finite.
     """
     batches = reusable(dataloader)
-    matched = weight_matching(graph, reference_state, state, max_sweeps=max_sweeps)
+    matched = weight_matching(graph, reference_state, state, max_iterations=max_iterations)
     if not graph.permutations:
         return matched
     anchor, device = on_device(reference_state)
@@ -102,7 +102,7 @@ def straight_through_matching(
                 module.training = True
             for inputs, targets in labeled_batches(batches, device):
                 current, more, converged = descend(
-                    WeightSimilarities(graph, free, own), family_list, current, max_sweeps
+                    WeightSimilarities(graph, free, own), family_list, current, max_iterations
                 )
                 sweeps += more
                 middle = interpolate(anchor, permute_tensors(graph, current, other), 0.5)

@@ -16,11 +16,11 @@ from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     check_same_architecture,
+    copy_of,
     detached_state,
     example_from,
     find_members,
     require_whole_weights,
-    twin_of,
 )
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.posterior.compact import CompactPosterior
@@ -121,9 +121,9 @@ class FitCompactPosterior(Callback):
         networks = trained_networks(pl_module, self.members)
         states = self._states(networks, pl_module.device)
         loader = plain_training_loader(trainer, pl_module, self.train_data, batch_size=self.batch_size)
-        twin = twin_of(networks[0])
-        example = tuple(x.to(next(twin.parameters()).dtype) if x.is_floating_point() else x for x in _first(loader))
-        graph = discover_symmetries(twin.cpu(), example)
+        copied = copy_of(networks[0])
+        example = tuple(x.to(next(copied.parameters()).dtype) if x.is_floating_point() else x for x in _first(loader))
+        graph = discover_symmetries(copied.cpu(), example)
         found: dict[str, float] = {}
         if self.q_d is not None:
             self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False, rank=self.rank)
@@ -133,8 +133,8 @@ class FitCompactPosterior(Callback):
                 graph,
                 states,
                 reference=self.reference,
-                method="activation" if self.match_on == "activations" else "weight",
-                model=twin.to(pl_module.device) if self.match_on == "activations" else None,
+                match_on=self.match_on,
+                model=copied.to(pl_module.device) if self.match_on == "activations" else None,
                 dataloader=_on(loader, pl_module.device, states[0]) if self.match_on == "activations" else None,
             )
             q = CompactPosterior.from_states(self.alignment.states, graph, align=False, rank=self.rank)

@@ -196,7 +196,7 @@ def as_input(value: Any, dtype: torch.dtype) -> Any:
     return value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None)
 
 
-def twin_of(member: nn.Module) -> nn.Module:
+def copy_of(member: nn.Module) -> nn.Module:
     """A copy for evaluation, which nothing trains."""
     return copy.deepcopy(member).eval().requires_grad_(False)
 

@@ -20,6 +20,7 @@ from tu_symmetry.callbacks.members import (
     ModuleSource,
     as_input,
     check_same_architecture,
+    copy_of,
     detached_state,
     example_from,
     find_members,
@@ -27,7 +28,6 @@ from tu_symmetry.callbacks.members import (
     require_whole_weights,
     resolve_modules,
     swag_statistics,
-    twin_of,
 )
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.symmetry.action import apply_permutation
@@ -83,7 +83,7 @@ class Rebasin(ScheduledCallback):
         every_n_steps: align after every n-th optimizer step.
         at_end: align when training ends.
         in_place: permute the members themselves, with everything that belongs to their weights.
-        method: ``"weight"`` or ``"activation"`` matching.
+        match_on: match units by ``"weights"``, or by ``"activations"`` on ``dataloader``.
         dataloader: batches for activation matching: a loader, or ``"val"`` for the trainer's validation loader.
         barrier_loader: batches on which loss barriers are computed: a loader, or ``"val"``; None for no barriers.
         loss: loss of (outputs, targets) for the barriers. Default: the ``loss`` of the LightningModule.
@@ -112,7 +112,7 @@ class Rebasin(ScheduledCallback):
         every_n_steps: int | None = None,
         at_end: bool = True,
         in_place: bool = False,
-        method: Literal["weight", "activation"] = "weight",
+        match_on: Literal["weights", "activations"] = "weights",
         dataloader: Loader | None = None,
         barrier_loader: Loader | None = None,
         loss: Loss | None = None,
@@ -125,9 +125,9 @@ class Rebasin(ScheduledCallback):
         super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end)
         if isinstance(reference, str) and reference not in ("first", "previous"):
             raise ValueError(f"reference must be the index of a member, 'first' or 'previous', got {reference!r}")
-        if method not in ("weight", "activation"):
-            raise ValueError(f"method must be 'weight' or 'activation', got {method!r}")
-        if method == "activation" and dataloader is None:
+        if match_on not in ("weights", "activations"):
+            raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
+        if match_on == "activations" and dataloader is None:
             raise ValueError("activation matching needs data: give dataloader= a loader, or 'val'")
         for name, loader in (("dataloader", dataloader), ("barrier_loader", barrier_loader)):
             if isinstance(loader, str) and loader != "val":
@@ -135,7 +135,7 @@ class Rebasin(ScheduledCallback):
         self.members = members
         self.reference = reference
         self.in_place = in_place
-        self.method = method
+        self.match_on = match_on
         self.dataloader = dataloader
         self.barrier_loader = barrier_loader
         self.loss = loss
@@ -265,12 +265,12 @@ class Rebasin(ScheduledCallback):
                 "Rebasin(example_input=...), or set example_input_array in the LightningModule"
             )
         member = find_members(pl_module, self.members, single=self.follows_one_network)[0]
-        twin = twin_of(member).to(device="cpu")
-        if any(t.dtype in (torch.float16, torch.bfloat16) for t in twin.state_dict().values()):
-            twin = twin.to(torch.float32)
-        dtype = next((p.dtype for p in twin.parameters()), torch.float32)
+        copied = copy_of(member).to(device="cpu")
+        if any(t.dtype in (torch.float16, torch.bfloat16) for t in copied.state_dict().values()):
+            copied = copied.to(torch.float32)
+        dtype = next((p.dtype for p in copied.parameters()), torch.float32)
         with isolate_rng(include_cuda=False):
-            graph = discover_symmetries(twin, tuple(as_input(x, dtype) for x in example))
+            graph = discover_symmetries(copied, tuple(as_input(x, dtype) for x in example))
             graph.require_verified()
         if not graph.permutations:
             pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in graph.pinned[:3])
@@ -314,11 +314,11 @@ class Rebasin(ScheduledCallback):
         states: list[dict[str, Tensor]],
     ) -> _Found:
         model = loader = None
-        if self.method == "activation":
-            model, loader = twin_of(member), self._batches(trainer, self.dataloader, argument="dataloader")
+        if self.match_on == "activations":
+            model, loader = copy_of(member), self._batches(trainer, self.dataloader, argument="dataloader")
         moving = [_as_float(s) for s in states]
         alignment = align(
-            graph, moving, reference=_as_float(reference), method=self.method, model=model, dataloader=loader
+            graph, moving, reference=_as_float(reference), match_on=self.match_on, model=model, dataloader=loader
         )
         if alignment.uncertified and not self._warned:
             self._warned = True
@@ -337,11 +337,11 @@ class Rebasin(ScheduledCallback):
         batches = self._batches(trainer, self.barrier_loader, argument="barrier_loader")
         if batches is None:
             return {}
-        twin, loss = twin_of(member), self._loss(pl_module)
+        copied, loss = copy_of(member), self._loss(pl_module)
         curves = []
         for i, permutation in self.permutations.items():
             for state in (states[i], apply_permutation(graph, permutation, states[i])):
-                curves.append(loss_barrier(twin, reference, state, batches, loss).losses)
+                curves.append(loss_barrier(copied, reference, state, batches, loss).losses)
         losses = torch.tensor(curves, dtype=torch.float64)
         if trainer.world_size > 1:
             losses = trainer.strategy.reduce(losses.to(pl_module.device), reduce_op="mean").cpu()

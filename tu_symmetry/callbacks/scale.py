@@ -16,6 +16,7 @@ from tu_symmetry.callbacks.members import (
     ModuleSource,
     as_input,
     check_same_architecture,
+    copy_of,
     detached_state,
     example_from,
     find_members,
@@ -23,7 +24,6 @@ from tu_symmetry.callbacks.members import (
     require_whole_weights,
     resolve_modules,
     swag_statistics,
-    twin_of,
 )
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.scaling.canonical import Method, canonicalize
@@ -288,12 +288,12 @@ class ScaleCanonicalization(ScheduledCallback):
                 "ScaleCanonicalization(example_input=...), or set example_input_array in the LightningModule"
             )
         network = find_members(pl_module, self.members)[0]
-        twin = twin_of(network).to(device="cpu")
-        if any(t.dtype in (torch.float16, torch.bfloat16) for t in twin.state_dict().values()):
-            twin = twin.to(torch.float32)
-        dtype = next((p.dtype for p in twin.parameters()), torch.float32)
+        copied = copy_of(network).to(device="cpu")
+        if any(t.dtype in (torch.float16, torch.bfloat16) for t in copied.state_dict().values()):
+            copied = copied.to(torch.float32)
+        dtype = next((p.dtype for p in copied.parameters()), torch.float32)
         with isolate_rng(include_cuda=False):
-            graph = discover_symmetries(twin, tuple(as_input(x, dtype) for x in example))
+            graph = discover_symmetries(copied, tuple(as_input(x, dtype) for x in example))
             graph.require_verified()
         if not graph.scales:
             raise SymmetryError(

@@ -12,7 +12,7 @@ class ScheduledCallback(Callback):
     """A callback that acts at an interval and at the end of the fit, always between two optimizer steps.
 
     Steps are optimizer steps (``trainer.global_step``), so gradient accumulation does not change the schedule. The
-    place in the schedule is part of the checkpoint: a resumed run goes on with the same schedule.
+    place in the schedule is part of the checkpoint: a resumed run keeps the same schedule.
 
     Args:
         every_n_epochs: act at the end of every n-th training epoch.

@@ -65,7 +65,7 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         "--max-time",
         type=duration,
         metavar="DD:HH:MM:SS",
-        help="stop after this long; the same command goes on (for a recipe of commands)",
+        help="stop after this long; the same command resumes (for a recipe of commands)",
     )
     parser.add_argument(
         "--set",
@@ -210,8 +210,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry align CHECKPOINTS... --model NAME --input SHAPE --out DIR``."""
     parser.description = (
         "Permutes the hidden units of networks so that they lie close to a reference, without changing their "
-        "functions. Any number of files: a few networks are in memory. The same command goes on where an interruption "
-        "stopped it."
+        "functions. Any number of files: a few networks are in memory. After an interruption the same command resumes."
     )
     parser.epilog = (
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
@@ -230,11 +229,15 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         default="first",
         metavar="FILE|first|medoid|mean|universe",
         help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
-        "those before each; or all others, in sweeps until nothing moves (default: first)",
+        "those before each; or, from there, all others, in sweeps until nothing moves (default: first)",
     )
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
     parser.add_argument(
-        "--method", choices=["frank_wolfe", "descent"], default="frank_wolfe", help="of matching (default: frank_wolfe)"
+        "--solver",
+        choices=["frank_wolfe", "descent", "synchronized"],
+        default="frank_wolfe",
+        help="of matching (default: frank_wolfe); synchronized relaxes all networks together, for the universe only, "
+        "and holds all of them in memory",
     )
     parser.add_argument(
         "--candidates",
@@ -243,7 +246,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         help="files that are compared for the medoid, drawn at random if there are more (default: 16)",
     )
     parser.add_argument(
-        "--max-sweeps",
+        "--max-iterations",
         type=whole_number(1),
         default=20,
         help="bound on the sweeps over all networks for the universe (default: 20)",
@@ -274,9 +277,9 @@ def align(parser: argparse.ArgumentParser) -> Handler:
             Path(arguments.out),
             reference=reference,
             prefix=arguments.prefix,
-            method=arguments.method,
+            solver=arguments.solver,
             candidates=arguments.candidates,
-            max_sweeps=arguments.max_sweeps,
+            max_iterations=arguments.max_iterations,
             threads=arguments.threads,
             track=display.track,
         )
@@ -315,7 +318,7 @@ def _add_barriers(parser: argparse.ArgumentParser) -> None:
         help="arguments of what --data names",
     )
     group.add_argument(
-        "--samples", type=whole_number(1), default=2000, help="of each loader, the first (default: 2000)"
+        "--num-samples", type=whole_number(1), default=2000, help="of each loader, the first (default: 2000)"
     )
     group.add_argument(
         "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
@@ -358,7 +361,7 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
     dtype = parse_precision(arguments.dtype)
     with torch.random.fork_rng(devices=[]):
         module = build_module(arguments.model, arguments.init).to(dtype)
-    data = load_data(arguments.data, arguments.data_init, arguments.samples, dtype)
+    data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
     check_loss(module, data, options)
     return lambda alignment, display: measure_barriers(
         module, alignment, Path(arguments.out), data, options, track=display.track

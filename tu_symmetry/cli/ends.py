@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 TRACEBACK = "TU_SYMMETRY_TRACEBACK"
-RESUMES = ("table", "align")  # whose command goes on where it was cut off
+RESUMES = ("table", "align")  # whose command resumes what was cut off
 TRAINS = ("fit", "validate", "test", "predict")  # run a user's own code, whose errors are shown whole
 
 
@@ -128,7 +128,7 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
     command = next(iter(arguments), "")
     if signals.caught is not None or isinstance(error, KeyboardInterrupt):
         word, code = ("terminated", 143) if signals.caught == signal.SIGTERM else ("interrupted", 130)
-        return fail(word + ("; the same command goes on where this one stopped" if command in RESUMES else ""), code)
+        return fail(word + ("; the same command resumes" if command in RESUMES else ""), code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
     if isinstance(error, ValueError) and type(error).__module__.startswith("tu_symmetry."):
@@ -152,7 +152,7 @@ def _of_the_system(error: OSError, resumes: bool) -> str:
 
     where = f" ({error.filename2 or error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        again = "; the same command goes on where this one stopped" if resumes else ""
+        again = "; the same command resumes" if resumes else ""
         return f"there is no more room to write in: {error.strerror}{where}. Make some, or write elsewhere{again}"
     return f"{error.strerror}{where}"
 

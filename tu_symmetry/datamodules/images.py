@@ -46,7 +46,7 @@ class ImageDataModule(LightningDataModule):
     out-of-distribution set (labels there are those of that set and mean nothing).
 
     Batches are read by index from tensors in memory, so there are no workers. Their order in an epoch is a function of
-    ``seed`` and the epoch; a run resumed in the middle of an epoch goes on with the batches that were left.
+    ``seed`` and the epoch; a run resumed in the middle of an epoch continues with the batches that were left.
 
     Args:
         batch_size: of training batches; ``full`` or None for the whole training set in order.

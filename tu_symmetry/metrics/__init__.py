@@ -1,6 +1,6 @@
 """Metrics of posteriors and of weight-space symmetries, as torchmetrics classes.
 
-Their pure twins are in :mod:`tu_symmetry.metrics.functional`. Each class loads on first use.
+Their pure functions are in :mod:`tu_symmetry.metrics.functional`. Each class loads on first use.
 """
 
 from __future__ import annotations

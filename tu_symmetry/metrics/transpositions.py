@@ -13,13 +13,13 @@ from tu_symmetry.symmetry.elements import check_permutation, transposition_count
 
 
 class TranspositionCount(Metric):
-    """Number of transpositions (NoT) of permutation elements, for example those that align a posterior's samples.
+    """Number of transpositions (NoT) of permutations, for example those that align a posterior's samples.
 
     NoT is the least number of swaps of two units that makes up a permutation (arXiv 2401.00611, section 2); see
     :func:`~tu_symmetry.symmetry.elements.transposition_count`.
 
     Args:
-        reduction: ``"mean"`` over the elements, or their ``"sum"``.
+        reduction: ``"mean"`` over the permutations, or their ``"sum"``.
         kwargs: see :class:`torchmetrics.Metric`.
 
     Example:
@@ -35,7 +35,7 @@ class TranspositionCount(Metric):
     full_state_update = False
     plot_lower_bound = 0.0
     total: Tensor
-    elements: Tensor
+    permutations: Tensor
 
     def __init__(self, reduction: Literal["mean", "sum"] = "mean", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -43,14 +43,14 @@ class TranspositionCount(Metric):
             raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
         self.reduction = reduction
         self.add_state("total", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
-        self.add_state("elements", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        self.add_state("permutations", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, permutation: Mapping[str, Tensor] | Tensor) -> None:
-        """Add one element.
+        """Add one permutation.
 
         Args:
             permutation: group name to LongTensor, or one LongTensor ``[..., n]`` whose leading axes are independent
-                permutations that make up one element.
+                permutations that make up one.
 
         Raises:
             SymmetryError: if it is no permutation.
@@ -58,8 +58,8 @@ class TranspositionCount(Metric):
         element = {"permutation": permutation} if isinstance(permutation, Tensor) else permutation
         check_permutation(element)
         self.total = self.total + transposition_count({name: p.cpu() for name, p in element.items()})
-        self.elements = self.elements + 1
+        self.permutations = self.permutations + 1
 
     def compute(self) -> Tensor:
-        """NoT of all elements so far: their mean, or their sum."""
-        return self.total if self.reduction == "sum" else self.total.double() / self.elements
+        """NoT of all permutations so far: their mean, or their sum."""
+        return self.total if self.reduction == "sum" else self.total.double() / self.permutations

@@ -12,13 +12,16 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from tu_symmetry.alignment.activations import Similarity
+from tu_symmetry.alignment.align import MatchOn, Reference
 from tu_symmetry.alignment.align import align as align_states
+from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of
 from tu_symmetry.symmetry.action import largest_entry
@@ -99,18 +102,22 @@ class CompactPosterior:
         cls,
         states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | SampleStore,
         graph: SymmetryGraph | None = None,
-        align: bool = True,
         *,
+        align: bool = True,
         rank: int = 0,
-        reference: Literal["first", "medoid", "mean", "universe"] | Mapping[str, Tensor] = "first",
-        method: Literal["weight", "activation"] = "weight",
+        reference: Reference | Mapping[str, Tensor] = "first",
+        match_on: MatchOn = "weights",
+        solver: Solver = "frank_wolfe",
+        similarity: Similarity = "product",
         model: nn.Module | None = None,
         dataloader: Iterable[Any] | None = None,
         buffers: Collection[str] | None = None,
         correction: int = 1,
         progress: Callable[[dict[str, Any]], None] | None = None,
+        max_iterations: int = 20,
+        threads: int = 1,
+        generator: torch.Generator | None = None,
         certify: bool = True,
-        **options: Any,
     ) -> CompactPosterior:
         """Fit the posterior to networks.
 
@@ -121,16 +128,20 @@ class CompactPosterior:
             align: True for q_r, False for q_d.
             rank: rank of the low-rank part, at most ``M - 1``.
             reference: see :func:`tu_symmetry.align`.
-            method: see :func:`tu_symmetry.align`.
+            match_on: see :func:`tu_symmetry.align`.
+            solver: see :func:`tu_symmetry.align`.
+            similarity: see :func:`tu_symmetry.align`.
             model: for activation matching.
             dataloader: for activation matching.
             buffers: without a graph, the names of the entries that are no weights; integer entries never are.
             correction: ``M - correction`` divides the sum of squares. The default is the unbiased variance, which is
                 what ``D D^T / (M - 1)`` has on its diagonal; 0 is the maximum-likelihood one.
             progress: see :func:`tu_symmetry.align`.
+            max_iterations: see :func:`tu_symmetry.align`.
+            threads: see :func:`tu_symmetry.align`.
+            generator: see :func:`tu_symmetry.align`.
             certify: see :func:`tu_symmetry.align`; the metadata take the network whose outputs changed most, as
                 ``certificate``, or why nothing was measured, as ``uncertified``.
-            options: passed on to :func:`tu_symmetry.align`.
 
         Returns:
             The posterior. Moments are computed in float64 and rounded to the networks' precision (to float32 for
@@ -163,12 +174,16 @@ class CompactPosterior:
                 graph,
                 list(members),
                 reference=reference,
-                method=method,
+                match_on=match_on,
+                solver=solver,
+                similarity=similarity,
                 model=model,
                 dataloader=dataloader,
                 progress=progress,
+                max_iterations=max_iterations,
+                threads=threads,
+                generator=generator,
                 certify=certify,
-                **options,
             )
             members, transpositions = alignment.states, alignment.transpositions
             if alignment.certificates:
@@ -185,7 +200,7 @@ class CompactPosterior:
         metadata: dict[str, Any] = {"networks": count, "aligned": align, "correction": correction, "rank": rank}
         if transpositions is not None:
             metadata |= {
-                "method": method,
+                "match_on": match_on,
                 "reference": reference if isinstance(reference, str) else "given",
                 "transpositions": transpositions,
                 **certified,

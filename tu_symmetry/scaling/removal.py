@@ -127,7 +127,7 @@ def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:
 
 
 def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor], sort: Key) -> Permutation:
-    """The element that sorts one group, descending."""
+    """The permutation that sorts one group, descending."""
     incoming = incoming_member(graph, group)
     rows = unit_rows(graph, group, incoming, state)
     key = {

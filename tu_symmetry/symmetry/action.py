@@ -76,7 +76,7 @@ def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[
         if tuple(p.shape) != known[name].shape:
             raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
     check_permutation(permutation)
-    # Nested groups first: an element names the units of a block by the block's old content, then blocks move whole.
+    # Nested groups first: a permutation names the units of a block by the block's old content, then blocks move whole.
     for group in reversed(graph.permutations):
         if group.name not in permutation:
             continue
@@ -105,7 +105,7 @@ def _pieces(tensor: Tensor, axis: int | None) -> tuple[Tensor, ...]:
 
 
 def _by_old_block(p: Tensor, name: str, permutation: Mapping[str, Tensor]) -> Tensor:
-    """Re-index a nested element from the block where units arrive to the block they come from."""
+    """Re-index a nested permutation from the block where units arrive to the block they come from."""
     by_old = torch.empty_like(p)
     by_old[block_origin(name, permutation)] = p
     return by_old
@@ -331,7 +331,7 @@ def move_optimizer_state(
         graph: the symmetry graph.
         optimizer: its ``state`` is changed in place.
         names: ``id(parameter)`` to the parameter's name in the graph.
-        permutation: the element that was applied to the weights.
+        permutation: the one that was applied to the weights.
         log_scale: the log-factors that were applied to the weights (after the permutation).
 
     Raises:

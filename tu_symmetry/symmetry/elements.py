@@ -24,12 +24,12 @@ LogScale = dict[str, Tensor]
 
 
 def identity_permutation(graph: SymmetryGraph) -> Permutation:
-    """The identity element: name to ``arange(size)``, repeated for each block."""
+    """The identity permutation: name to ``arange(size)``, repeated for each block."""
     return {g.name: torch.arange(g.size).expand(g.shape).clone() for g in graph.permutations}
 
 
 def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
-    """A uniformly random element of every permutation group; name to LongTensor ``[*blocks, size]`` on the CPU.
+    """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU.
 
     Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
     """
@@ -116,7 +116,7 @@ def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
 
 
 def invert(p: Mapping[str, Tensor]) -> Permutation:
-    """The inverse element; composed with ``p``, in either order, it is the identity."""
+    """The inverse permutation; composed with ``p``, in either order, it is the identity."""
     check_permutation(p)
     outer_inverse: Permutation = {}
     for name in sorted(p, key=lambda n: n.count("/")):  # parents first
@@ -137,7 +137,7 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
     then. The count is invariant under inversion and conjugation; it is a metric on plain groups only.
 
     Args:
-        p: a permutation element, or one LongTensor ``[..., n]`` whose leading axes are independent permutations.
+        p: a permutation, or one LongTensor ``[..., n]`` whose leading axes are independent permutations.
     """
     check_permutation({"p": p} if isinstance(p, Tensor) else p)
     if isinstance(p, Tensor):

@@ -190,20 +190,20 @@ class Extraction:
         self._cached_key: list[int] = []
         self._cached_table: dict[int, tuple[Array, Array]] = {}
         self._places: Array = np.empty(0, dtype=np.int64)  # of each unit in its block
-        self.twins: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
+        self.duplicates: list[tuple[Array, Array]] = []  # blocks of different colors that hold the same units
         self.splits: list[tuple[Array, Array]] = []  # blocks of one color that hold the same units, told apart by a tag
         self.tags: list[tuple[Array, Array]] = []  # the same, of earlier rounds, by the ledger's units
         self._tag_of: Hash = np.zeros(max(ledger.units, 1), dtype=np.uint64)  # all tags of each of the ledger's units
         self._build()
-        while self.twins or self.splits or self._lost_blocks():
+        while self.duplicates or self.splits or self._lost_blocks():
             _, representative = np.unique(self.classes.of, return_index=True)
-            ledger.ties += [(representative[a], representative[b]) for a, b in self.twins]
+            ledger.ties += [(representative[a], representative[b]) for a, b in self.duplicates]
             for a, tag in self.splits:
                 self.tags.append((representative[a], tag))
                 of_class = np.zeros(self.classes.count, dtype=np.uint64)
                 of_class[a] = _combine(len(self.tags), tag)
                 self._tag_of = _combine(self._tag_of, of_class[self.classes.of])
-            self.twins, self.splits = [], []
+            self.duplicates, self.splits = [], []
             self._build()
 
     def _build(self) -> None:
@@ -463,7 +463,7 @@ class Extraction:
             for other in owners[1:]:
                 pairs = distinct_rows(np.stack([owners[0], other], axis=1))
                 if len(pairs) == len(distinct(owners[0])) == len(distinct(other)):
-                    self.twins.append((pairs[:, 0], pairs[:, 1]))
+                    self.duplicates.append((pairs[:, 0], pairs[:, 1]))
             self._pin_color(color, "nested in two groups at once")
             return None
         return _Node(color, units)

@@ -6,6 +6,7 @@ transforms weights with it, before anything is returned, written or changed in p
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import Tensor
 from tu_symmetry.symmetry.certificate import MOST_OF_EPSILON, Certificate, certify, require_certificate
 from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
 
+_ONE_AT_A_TIME = threading.Lock()  # a run puts its weights into the graph's one module, also in threads of an alignment
 _ASKED = "certify=False was passed"
 _NO_NETWORK = (
     "the symmetry graph holds no network to run (it was unpickled or built by hand); "
@@ -65,10 +67,11 @@ def measured(
     if graph.probe is None:
         return None, _NO_NETWORK
     try:
-        found = (None if rounded else _obvious(graph, before, after)) or certify(graph, before, after)
+        with _ONE_AT_A_TIME:
+            found = (None if rounded else _obvious(graph, before, after)) or certify(graph, before, after)
+            by_epsilon = None if found.holds else _epsilon_alone(graph, before, after, found)
     except SymmetryError as error:
         return None, f"the network could not be run with these weights: {error}"
-    by_epsilon = None if found.holds else _epsilon_alone(graph, before, after, found)
     if by_epsilon is None or by_epsilon.change > _MODERATE:
         return require_certificate(found, name), ""
     if not by_epsilon.holds:

@@ -66,7 +66,7 @@ class BarrierData:
     digest: str
 
     @property
-    def samples(self) -> int:
+    def num_samples(self) -> int:
         """Number of samples that losses are measured on."""
         return sum(len(x) for x, _ in self.evaluation)
 
@@ -96,7 +96,7 @@ class BarrierReport:
 
     Attributes:
         data: name of the data.
-        samples: number of samples that losses are measured on.
+        num_samples: number of samples that losses are measured on.
         loss: name of the loss.
         points: on each path.
         networks: number of networks.
@@ -107,7 +107,7 @@ class BarrierReport:
     """
 
     data: str
-    samples: int
+    num_samples: int
     loss: str
     points: int
     networks: int
@@ -135,7 +135,7 @@ class BarrierReport:
         total = self.networks * (self.networks - 1) // 2
         pairs = f"all {total} pairs" if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs at random"
         caption = (
-            f"{self.loss.rpartition('.')[2]}{self.unit} on {self.samples} samples of {self.data}; {pairs}, "
+            f"{self.loss.rpartition('.')[2]}{self.unit} on {self.num_samples} samples of {self.data}; {pairs}, "
             f"{self.points} points on each; single networks: {self.single_loss:.4f}"
         )
         return Grid("Loss barriers and the mean network", ["", *WHEN], rows, caption)
@@ -150,7 +150,7 @@ class BarrierReport:
         return shown, matrix
 
 
-def load_data(name: str, arguments: Sequence[str], samples: int, dtype: torch.dtype) -> BarrierData:
+def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torch.dtype) -> BarrierData:
     """Take the first samples of a loader by its dotted name.
 
     Args:
@@ -158,14 +158,14 @@ def load_data(name: str, arguments: Sequence[str], samples: int, dtype: torch.dt
             training loader), or of a function that returns a loader of batches ``(inputs, targets)`` (for both), or a
             pair of loaders: evaluation and statistics.
         arguments: ``KEY=VALUE`` arguments of the class or function, values in YAML.
-        samples: how many, of each loader.
+        num_samples: how many, of each loader.
         dtype: that floating-point inputs are converted to.
 
     Raises:
         AlignFilesError: no such name, or what it returns gives no such batches.
     """
-    if samples < 1:
-        raise AlignFilesError(f"samples must be at least 1, got {samples}")
+    if num_samples < 1:
+        raise AlignFilesError(f"num_samples must be at least 1, got {num_samples}")
     pairs = [text.partition("=") for text in arguments]
     if wrong := [text for text, (key, equals, _) in zip(arguments, pairs, strict=True) if not (key and equals)]:
         raise AlignFilesError(f"{wrong[0]!r} is not KEY=VALUE")
@@ -178,8 +178,8 @@ def load_data(name: str, arguments: Sequence[str], samples: int, dtype: torch.dt
         with torch.random.fork_rng(devices=[]):  # loaders may shuffle
             torch.manual_seed(0)
             evaluation, statistics = _loaders(build(**values))
-            labeled = [(_inputs(b, dtype), b[1]) for b in _first(_batches(evaluation, name), samples)]
-            inputs = labeled if statistics is evaluation else _first(_batches(statistics, name), samples)
+            labeled = [(_inputs(b, dtype), b[1]) for b in _first(_batches(evaluation, name), num_samples)]
+            inputs = labeled if statistics is evaluation else _first(_batches(statistics, name), num_samples)
             unlabeled = [_inputs(b, dtype) for b in inputs]
     except AlignFilesError:
         raise
@@ -219,9 +219,9 @@ def _batches(loader: Iterable[Any], name: str) -> Iterable[tuple[Tensor, Tensor]
         yield batch[0], batch[1]
 
 
-def _first(batches: Iterable[tuple[Tensor, Tensor]], samples: int) -> list[tuple[Tensor, Tensor]]:
+def _first(batches: Iterable[tuple[Tensor, Tensor]], num_samples: int) -> list[tuple[Tensor, Tensor]]:
     taken: list[tuple[Tensor, Tensor]] = []
-    left = samples
+    left = num_samples
     for x, y in batches:
         taken.append((x[:left], y[:left]))
         left -= len(taken[-1][0])
@@ -291,7 +291,7 @@ def measure_barriers(
 ) -> BarrierReport:
     """Measure barriers between files before and after their alignment, and write them into the reports.
 
-    Each pair is kept in ``state/barriers.json`` when it is measured, so a killed run goes on to the same result.
+    Each pair is kept in ``state/barriers.json`` when it is measured, so a killed run resumes to the same result.
 
     Args:
         model: the module, in the dtype of the data.
@@ -375,7 +375,7 @@ def _measure(
     }
     report = BarrierReport(
         data=data.name,
-        samples=data.samples,
+        num_samples=data.num_samples,
         loss=options.loss,
         points=options.points,
         networks=len(alignment.files),
@@ -465,7 +465,7 @@ def _json(report: BarrierReport) -> dict[str, Any]:
 
     return {
         "data": report.data,
-        "samples": report.samples,
+        "num_samples": report.num_samples,
         "loss": report.loss,
         "points": report.points,
         "pairs": report.pairs,

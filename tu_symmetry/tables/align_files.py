@@ -1,10 +1,10 @@
-"""Aligning many checkpoint files, a few in memory at a time, and going on after an interruption.
+"""Aligning many checkpoint files, a few in memory at a time, and resuming after an interruption.
 
 The reference is one of the files, any other file, their medoid, their running mean, or their universe (see
 :mod:`~tu_symmetry.tables.align_references`). For every checkpoint the folder takes ``NAME.safetensors``, the aligned
-weights, and ``NAME.permutation.safetensors``, the group element; what they were made of stands in their headers. With
+weights, and ``NAME.permutation.safetensors``, the permutation; what they were made of stands in their headers. With
 a mean it also takes ``mean.safetensors``, the mean of the aligned networks. The folder ``state`` holds what a killed
-run needs to go on; it may be removed when a run is done.
+run needs to resume; it may be removed when a run is done.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tu_symmetry.alignment.align import Reference
+from tu_symmetry.alignment.consensus import AlignSolver
 from tu_symmetry.alignment.matching import weight_distance, weight_matching
 from tu_symmetry.files import digest_of, other_versions, write_text
 from tu_symmetry.posterior.samples import State
@@ -28,7 +30,7 @@ from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.measured import measured
-from tu_symmetry.tables.align_references import MEDOID, SUM, Method, find_consensus, find_medoid
+from tu_symmetry.tables.align_references import MEDOID, SUM, find_consensus, find_medoid, pairwise
 from tu_symmetry.tables.checkpoint_files import (
     FORMAT,
     MEAN,
@@ -54,7 +56,6 @@ from tu_symmetry.tables.checkpoint_files import (
 )
 from tu_symmetry.tables.grid import Grid
 
-Reference = Literal["first", "medoid", "mean", "universe"]
 MARK = "<!-- tu_symmetry.aligned -->"
 BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"
 BARRIERS_FIGURE = "barriers.png"
@@ -69,7 +70,7 @@ class Aligned:
         source: the checkpoint, as given.
         source_sha256: of its bytes.
         aligned: name of the file with the permuted weights.
-        permutation: name of the file with the group element.
+        permutation: name of the file with the permutation.
         transpositions: number of transpositions (NoT).
         distance_before: L2 distance of the parameters to the reference's, as given.
         distance_after: the same after the permutation.
@@ -161,7 +162,7 @@ class FileAlignment:
             return f"the medoid of {len(self.search['candidates'])} of the {len(self.files)} files, drawn at random"
         if self.mode == "universe":
             end = "the last one moved nothing" if self.search["converged"] else "the last one still moved units"
-            return f"sweeps after the running mean: {self.search['sweeps']}; {end}"
+            return f"sweeps: {self.search['sweeps']}; {end}"
         return ""
 
 
@@ -172,9 +173,9 @@ def align_files(
     *,
     reference: Path | Reference = "first",
     prefix: str = "",
-    method: Method = "frank_wolfe",
+    solver: AlignSolver = "frank_wolfe",
     candidates: int = 16,
-    max_sweeps: int = 20,
+    max_iterations: int = 20,
     threads: int = 1,
     track: Track = silent,
 ) -> FileAlignment:
@@ -189,15 +190,15 @@ def align_files(
         out: folder of the results.
         reference: what all are aligned to. A path: that file. ``first``: the first checkpoint. ``medoid``: the one
             with the least sum of distances to the others after matching, among at most ``candidates`` of them.
-            ``mean``: each to the mean of those before it. ``universe``: as ``mean``, then each to the mean of all
-            others, in sweeps, until nothing moves (the objective of :func:`tu_symmetry.alignment.align.align`'s
-            universe, streamed).
+            ``mean``: each to the mean of those before it. ``universe``: as ``mean`` (or, by ``synchronized``,
+            all networks together, in memory), then each to the mean of all others, in sweeps, until nothing moves.
+            The results are those of :func:`tu_symmetry.align`.
         prefix: of the names in the checkpoints, for example ``model.``; files whose names have none are read as they
             are.
-        method: of :func:`tu_symmetry.alignment.matching.weight_matching`.
+        solver: see :func:`tu_symmetry.align`.
         candidates: bound on the files that are compared for a medoid.
-        max_sweeps: bound on the sweeps of a universe.
-        threads: networks that are matched at the same time (a mean is a chain: one after the other).
+        max_iterations: bound on the sweeps of a universe.
+        threads: networks that are matched at the same time (a mean and sweeps go one after the other).
         track: shows progress.
 
     Returns:
@@ -210,7 +211,9 @@ def align_files(
             was changed since; another run in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
-    _check_arguments(checkpoints, mode, candidates, max_sweeps, threads)
+    if mode != "universe":
+        pairwise(solver)
+    _check_arguments(checkpoints, mode, candidates, max_iterations, threads)
     names = output_names(checkpoints)
     tensors, texts = _outputs(out, names)
     refuse_foreign(tensors, texts, checkpoints)
@@ -226,7 +229,7 @@ def align_files(
             stack.enter_context(locked(out))
             refuse_foreign(tensors, texts, checkpoints)
         clear_left(tensors, texts)
-        alignment = _align(graph, files, out, reference, prefix, method, candidates, max_sweeps, threads, track)
+        alignment = _align(graph, files, out, reference, prefix, solver, candidates, max_iterations, threads, track)
         more, text, note = _kept_barriers(out, alignment)
         write_reports(out, alignment, more, text)
     return replace(alignment, notes=(note,) if note else ())
@@ -238,9 +241,9 @@ def _align(
     out: Path,
     reference: Path | Reference,
     prefix: str,
-    method: Method,
+    solver: AlignSolver,
     candidates: int,
-    max_sweeps: int,
+    max_iterations: int,
     threads: int,
     track: Track,
 ) -> FileAlignment:
@@ -254,43 +257,65 @@ def _align(
         return load_checkpoint(graph, path, prefix)
 
     target_path, search = files[0].path, {}
-    element: Callable[[int], Permutation] | None = None
+    stored: Callable[[int], Permutation] | None = None
     if isinstance(reference, Path):
         target_path = reference
     elif mode == "medoid":
         medoid = find_medoid(
-            graph, files, state, load, method=method, prefix=prefix, candidates=candidates, threads=threads, track=track
+            graph,
+            files,
+            state,
+            load,
+            solver=pairwise(solver),
+            prefix=prefix,
+            candidates=candidates,
+            threads=threads,
+            track=track,
         )
         target_path = files[medoid.index].path
         search = {"candidates": [str(files[k].path) for k in medoid.candidates], "totals": medoid.totals}
     elif mode in ("mean", "universe"):
-        sweeps = max_sweeps if mode == "universe" else 0
         consensus = find_consensus(
-            graph, files, state, load, method=method, prefix=prefix, max_sweeps=sweeps, track=track
+            graph,
+            files,
+            state,
+            load,
+            reference="universe" if mode == "universe" else "mean",
+            solver=solver,
+            prefix=prefix,
+            max_iterations=max_iterations,
+            threads=threads,
+            track=track,
         )
-        element, target_path = consensus.element, out / MEAN
-        write_owned(target_path, consensus.mean, {"mean_of": len(files)})
-        search = {"sweeps": consensus.sweeps, "converged": consensus.converged}
+        stored, target_path = consensus.permutation, out / MEAN
+        write_owned(target_path, consensus.mean(load(files[0].path)), {"mean_of": len(files)})
+        search = {"sweeps": consensus.sweep, "converged": consensus.converged}
     alignment = FileAlignment(
         architecture=graph.architecture,
         mode=mode,
-        reference=MEAN if element else str(target_path),
+        reference=MEAN if stored else str(target_path),
         reference_sha256=sha256(target_path),
         search=search,
-        options={"method": method, "prefix": prefix},
+        options={"solver": solver, "prefix": prefix},
         files=(),
         skipped=0,
     )
-    target = load_checkpoint(graph, target_path, "") if element else load(target_path)
-    return _permute_files(graph, files, out, alignment, target, element, threads, track)
+    target = load_checkpoint(graph, target_path, "") if stored else load(target_path)
+    return _permute_files(graph, files, out, alignment, target, stored, threads, track)
 
 
-def _check_arguments(checkpoints: Sequence[Path], mode: str, candidates: int, max_sweeps: int, threads: int) -> None:
+def _check_arguments(
+    checkpoints: Sequence[Path], mode: str, candidates: int, max_iterations: int, threads: int
+) -> None:
     if not checkpoints:
         raise AlignFilesError("no checkpoints to align")
     if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
         raise AlignFilesError(f"a {mode} needs at least two checkpoints, got one")
-    for name, value, least in (("threads", threads, 1), ("candidates", candidates, 2), ("max_sweeps", max_sweeps, 1)):
+    for name, value, least in (
+        ("threads", threads, 1),
+        ("candidates", candidates, 2),
+        ("max_iterations", max_iterations, 1),
+    ):
         if value < least:
             raise AlignFilesError(f"{name} must be at least {least}, got {value}")
 
@@ -301,16 +326,16 @@ def _permute_files(
     out: Path,
     alignment: FileAlignment,
     target: State,
-    element: Callable[[int], Permutation] | None,
+    stored: Callable[[int], Permutation] | None,
     threads: int,
     track: Track,
 ) -> FileAlignment:
-    """Write each network and its permutation, which is matched to the target if ``element`` does not give it."""
-    prefix, method = alignment.options["prefix"], alignment.options["method"]
+    """Write each network and its permutation, which is matched to the target if none is ``stored``."""
+    prefix, solver = alignment.options["prefix"], alignment.options["solver"]
     keys = [
         {
             "architecture": graph.architecture,
-            "mode": "mean" if element else "file",
+            "mode": "mean" if stored else "file",
             "reference_sha256": alignment.reference_sha256,
             "options": alignment.options,
             "source_sha256": file.sha256,
@@ -326,12 +351,12 @@ def _permute_files(
 
     def one(k: int) -> Aligned:
         state = load_checkpoint(graph, files[k].path, prefix)
-        if element is not None:
-            permutation = element(k)
+        if stored is not None:
+            permutation = stored(k)
         elif files[k].sha256 == alignment.reference_sha256:
             permutation = identity_permutation(graph)
         else:
-            permutation = weight_matching(graph, target, state, method=method).permutation
+            permutation = weight_matching(graph, target, state, solver=pairwise(solver)).permutation
         moved = permute_tensors(graph, permutation, state)
         certificate, _ = measured(graph, state, moved, f"{files[k].path}, aligned", rounded=False)
         figures = {
@@ -356,12 +381,12 @@ def _permute_files(
     skipped = len(results)
     todo = [k for k in range(len(files)) if k not in results]
     before = f" ({skipped} done before)" if skipped else ""
-    with track(f"{'writing' if element else 'aligning'}{before}", len(todo)) as tracker:
+    with track(f"{'writing' if stored else 'aligning'}{before}", len(todo)) as tracker:
         for k, result in bounded(one, todo, threads):
             results[k] = result
             tracker.update(len(results) - skipped, file=files[k].path.name)
     found = tuple(results[k] for k in range(len(files)))
-    if element is not None:
+    if stored is not None:
         _check_mean(out, target, found, track)
     return replace(alignment, files=found, skipped=skipped, kept_from=dict(kept))
 
@@ -390,9 +415,9 @@ def _check_mean(out: Path, mean: State, files: Sequence[Aligned], track: Track) 
             )
 
 
-def _done_before(weights: Path, element: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+def _done_before(weights: Path, permutation: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     """NoT and distances of a former run with the same source, reference and options; None if there was none."""
-    first, second = owned_header(weights), owned_header(element)
+    first, second = owned_header(weights), owned_header(permutation)
     if first is None or first != second or any(first.get(k) != v for k, v in {**key, "version": VERSION}.items()):
         return None
     return {k: first[k] for k in _FIGURES} if all(k in first for k in _FIGURES) else None

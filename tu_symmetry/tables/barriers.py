@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Tensor]
 MEMBERS = "members.safetensors"
-MATCHINGS = ("weight", "activation", "straight_through", "universe")
+MATCHINGS = ("weights", "activations", "straight_through", "universe")
 CORRECTIONS = ("none", "batchnorm", "repair")
 
 
@@ -70,7 +70,7 @@ class MatchingOptions:
     """How the networks are matched.
 
     Attributes:
-        methods: some of ``weight``, ``activation``, ``straight_through`` and ``universe``.
+        methods: some of ``weights``, ``activations``, ``straight_through`` and ``universe``.
         images: training images, the first ones, for activation and straight-through matching.
         similarity: of activations: ``product``, ``covariance`` or ``correlation``.
         batch_size: of straight-through matching.
@@ -131,7 +131,7 @@ def _model_config(options: MembersOptions) -> ModelConfig:
 
 
 def _train(context: StageContext, options: MembersOptions, k: int, shown: Callable[[int, float], None]) -> State:
-    """Train one network; goes on from its last saved epoch."""
+    """Train one network; resumes from its last saved epoch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(context.seed(f"initialization {k}"))
         model = build_model(_model_config(options), context.data).to(context.device)
@@ -220,7 +220,7 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
     return list(itertools.combinations(range(count), 2))
 
 
-@stage(inputs=("members",))
+@stage(inputs=("members",), version=2)
 def match_members(context: StageContext, options: MatchingOptions) -> Results:
     """Match the networks by each method: transpositions (NoT) relative to the first, distances between all pairs."""
     from tu_symmetry.alignment.matching import weight_distance
@@ -262,19 +262,25 @@ def _permutations(
     graph: SymmetryGraph,
     states: Sequence[State],
 ) -> list[Permutation]:
-    """One element for each network, the identity for the one that stays as it is."""
+    """One permutation for each network, the identity for the one that stays as it is."""
     from tu_symmetry.alignment.align import align
     from tu_symmetry.alignment.straight_through import straight_through_matching
     from tu_symmetry.symmetry.elements import identity_permutation
 
-    if method == "weight":
-        return align(graph, states, "first").permutations
+    if method == "weights":
+        return align(graph, states, reference="first").permutations
     if method == "universe":
-        return align(graph, states, "universe").permutations
+        return align(graph, states, reference="universe").permutations
     batches = _first_images(context, options.images, options.batch_size)
-    if method == "activation":
+    if method == "activations":
         found = align(
-            graph, states, "first", "activation", model=model, dataloader=batches, similarity=options.similarity
+            graph,
+            states,
+            reference="first",
+            match_on="activations",
+            model=model,
+            dataloader=batches,
+            similarity=options.similarity,  # type: ignore[arg-type]
         )
         return found.permutations
     matchings = [
@@ -294,12 +300,12 @@ def _permutations(
 
 
 def _write_permutations(path: Path, permutations: Sequence[Permutation]) -> None:
-    tensors = {f"{k}/{name}": p for k, element in enumerate(permutations) for name, p in element.items()}
+    tensors = {f"{k}/{name}": p for k, one in enumerate(permutations) for name, p in one.items()}
     write_safetensors(path, tensors)
 
 
 def read_permutations(path: Path) -> list[Permutation]:
-    """The elements that a matching stage wrote, one for each network."""
+    """The permutations that a matching stage wrote, one for each network."""
     found: dict[int, Permutation] = {}
     for key, tensor in read_tensors(path).items():
         k, _, name = key.partition("/")

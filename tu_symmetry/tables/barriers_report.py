@@ -14,8 +14,8 @@ from tu_symmetry.tables.stage import Results, StageContext, stage
 
 METHODS = {
     "none": "no permutation",
-    "weight": "weights",
-    "activation": "activations",
+    "weights": "weights",
+    "activations": "activations",
     "straight_through": "straight-through",
     "universe": "universe",
 }

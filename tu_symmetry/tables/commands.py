@@ -173,7 +173,7 @@ def run_commands(
 
 
 class TableInterrupted(Exception):
-    """The time is over; the same call goes on from here."""
+    """The time is over; the same call resumes from here."""
 
 
 class _Run:
@@ -290,7 +290,7 @@ class _Run:
         }
         self._mark(command.name, mark)
         if not complete:
-            raise TableInterrupted(f"the time is over; the same command goes on with {command.name}")
+            raise TableInterrupted(f"the time is over; the same command resumes with {command.name}")
         if not mark["files"]:
             raise RecipeError(f"{command.name} has written nothing to {target}")
         self.marks[command.name] = plain(mark)
@@ -306,7 +306,7 @@ class _Run:
             if self.deadline is not None:
                 left = self.deadline - time.monotonic()
                 if left <= 0:
-                    raise TableInterrupted(f"the time is over; the same command goes on with {command.name}")
+                    raise TableInterrupted(f"the time is over; the same command resumes with {command.name}")
                 words.append(f"--trainer.max_time={_clock(left)}")
             checkpoints = sorted((self.root / command.name).rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
             if resumed and checkpoints:

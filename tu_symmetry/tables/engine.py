@@ -3,7 +3,7 @@
 Each stage works in ``<run folder>/<stage>.partial`` and is renamed to ``<run folder>/<stage>`` when it is done. Its
 ``stage.json`` holds the results and a fingerprint: a hash of the stage's kind, version and options, of data, model and
 seed, and of the fingerprints of its inputs. A stage whose fingerprint is unchanged is skipped; a partial folder with
-the right fingerprint is handed to the stage again, which goes on from the files in it; others are made anew.
+the right fingerprint is handed to the stage again, which resumes from the files in it; others are made anew.
 
 A kill at any moment leaves something to go on from: a partial folder gets its name with its mark inside, a folder that
 is to be deleted loses its name first, and a partial folder whose mark says ``done`` only has to be renamed. The mark

@@ -64,7 +64,7 @@ class StageContext:
         data: the data, resident on ``device``.
         device: where to compute.
         folder: where the stage writes its files. It is renamed when the stage is done; after an interruption the
-            stage finds there what it had written, and goes on from that.
+            stage finds there what it had written, and resumes from that.
         inputs: role to earlier stage.
         track: ``with context.track("what", total) as tracker`` shows a progress bar.
         environment: hardware and versions.
