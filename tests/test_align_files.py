@@ -237,7 +237,7 @@ def test_the_running_mean_is_the_mean_of_those_before(graph: SymmetryGraph, tmp_
     assert sum(f.distance_after**2 for f in result.files) == pytest.approx(squares, rel=1e-5)
 
 
-@pytest.mark.parametrize("solver", ["frank_wolfe", "descent", "synchronized"])
+@pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
 def test_the_universe_climbs_the_sum_of_all_pairs(solver: Any, graph: SymmetryGraph, tmp_path: Path) -> None:
     """Beyond the running mean, and no network can improve."""
     generator = torch.Generator().manual_seed(2)
