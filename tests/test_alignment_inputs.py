@@ -125,7 +125,7 @@ def _wrong(name: str, graph: tus.SymmetryGraph, members: list[State]) -> Callabl
         "models": lambda: tus.align(graph, [model, network()]),
         "a model": lambda: tus.weight_matching(graph, a, model),
         "match_on": lambda: tus.align(graph, members, match_on="straight_through"),
-        "option": lambda: tus.align(graph, members, reference="universe", solver="descent", restarts=3),
+        "option": lambda: tus.align(graph, members, reference="universe", restarts=3),
         "no mean": lambda: mean_state([]),
         "each sample": lambda: mean_loss(model, a, batches(), lambda o, t: F.cross_entropy(o, t, reduction="none")),
         "shapes": lambda: interpolate(a, {**b, "5.bias": torch.zeros(4)}, 0.5),
