@@ -184,6 +184,18 @@ def test_logging_changes_nothing_and_says_what_canonicalize_says() -> None:
             assert record["profile_minimum"][0][group] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_it_can_act_before_the_first_step(given: bool) -> None:
+    module = routine()
+    before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+    graph = mlp_graph() if given else None
+    callback = ScaleCanonicalization(graph=graph, at_start=True, every_n_epochs=1)
+    fit(module, callback, max_epochs=2)
+    assert [(r["epoch"], r["step"]) for r in callback.history] == [(0, 0), (0, 6), (1, 12)]
+    assert callback.history[0]["mass"] == [pytest.approx(sum(float(p.square().sum()) for p in before.values()))]
+    assert callback.history[0]["minimal_mass"] == [pytest.approx(canonicalize(mlp_graph(), before).mass_after)]
+
+
 def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
     log = CSVLogger(tmp_path)
     canonical = mlp_canonicalization(every_n_steps=4, profile=[-1.0, 0.0, 1.0])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samplers import deep_ensemble
-from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.posterior.samples import SampleFileError, SampleStore
 from tu_symmetry.routines import MembersRoutine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -177,6 +177,52 @@ def test_members_are_written_and_a_cut_run_resumes(tmp_path: Path) -> None:
     assert all(torch.equal(t, b.load()[name]) for name, t in a.load().items())
     with pytest.raises(FileExistsError, match="--ckpt_path"):
         trainer(tmp_path).fit(MembersRoutine(Net(), 3, samples=tmp_path / "rest"), datamodule=data(3))
+
+
+def test_members_start_from_given_states(tmp_path: Path) -> None:
+    """No step: the states come out as they went in. Steps: as if fresh initializations had been those states."""
+    torch.manual_seed(3)
+    fresh = MembersRoutine(Net().double(), 3, seed=7)
+    given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
+    given.append(fresh.states(), chain=range(3), step=[0] * 3)
+    routine = MembersRoutine(Net().double(), 3, initial_states=tmp_path / "given")
+    assert not torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"])
+    routine.setup("test")
+    assert not torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"])
+    routine.setup("fit")
+    for name, t in fresh.states().items():
+        assert torch.equal(routine.states()[name], t)
+    for made in (fresh, routine):
+        trainer(tmp_path).fit(made, datamodule=data(3))
+    for name, t in fresh.states().items():
+        assert torch.equal(routine.states()[name], t), name
+    trainer(tmp_path, 0).fit(routine, datamodule=data(3))
+    assert torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"]), "a second fit goes on"
+
+
+def test_a_resumed_fit_starts_from_its_checkpoint_and_not_from_the_given_states(tmp_path: Path) -> None:
+    given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
+    given.append(MembersRoutine(Net().double(), 3, seed=7).states(), chain=range(3), step=[0] * 3)
+    common: dict[str, Any] = {"optimizer": adam, "initial_states": tmp_path / "given"}
+    whole = MembersRoutine(Net().double(), 3, **common)
+    trainer(tmp_path, 3).fit(whole, datamodule=data(3))
+    saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
+    cut = MembersRoutine(Net().double(), 3, **common)
+    trainer(tmp_path, -1, max_steps=6, callbacks=[saving], enable_checkpointing=True).fit(cut, datamodule=data(3))
+    rest = MembersRoutine(Net().double(), 3, **common)
+    trainer(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
+    assert all(torch.equal(t, rest.states()[name]) for name, t in whole.states().items())
+
+
+def test_given_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
+    given.append(MembersRoutine(Plain(), 2).states(), chain=range(2), step=[0] * 2)
+    with pytest.raises(ValueError, match="holds 2 states, but num_members is 3"):
+        MembersRoutine(Plain(), 3, initial_states=tmp_path / "given").setup("fit")
+    with pytest.raises(SampleFileError, match="another architecture"):
+        MembersRoutine(Net(), 2, initial_states=tmp_path / "given").setup("fit")
+    with pytest.raises(SampleFileError, match="nowhere"):
+        MembersRoutine(Net(), 2, initial_states=tmp_path / "nowhere").setup("fit")
 
 
 def test_says_what_is_wrong(tmp_path: Path) -> None:

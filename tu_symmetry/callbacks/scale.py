@@ -85,6 +85,7 @@ class ScaleCanonicalization(ScheduledCallback):
         every_n_epochs: act at the end of every n-th epoch.
         every_n_steps: act after every n-th optimizer step.
         at_end: act when training ends.
+        at_start: act before the first step too (with the first batch there, so that the symmetries are known).
         in_place: rescale the weights themselves, with everything that belongs to them.
         method: canonical scale that ``in_place`` brings the weights to, see :func:`~tu_symmetry.canonicalize`. What is
             logged as minimal mass is that of ``min_mass`` in any case.
@@ -114,6 +115,7 @@ class ScaleCanonicalization(ScheduledCallback):
         every_n_epochs: int | None = None,
         every_n_steps: int | None = None,
         at_end: bool = True,
+        at_start: bool = False,
         in_place: bool = False,
         method: Method = "min_mass",
         parameters: Sequence[str] | None = None,
@@ -130,6 +132,7 @@ class ScaleCanonicalization(ScheduledCallback):
         if not all(math.isfinite(x) for x in profile):
             raise ValueError(f"profile must hold finite log-factors, got {list(profile)}")
         self.members = members
+        self.at_start = at_start
         self.in_place = in_place
         self.method = method
         self.parameters = None if parameters is None else list(parameters)
@@ -184,10 +187,12 @@ class ScaleCanonicalization(ScheduledCallback):
             self._discover(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Discover the symmetries with the first batch, if no input was given."""
+        """Discover the symmetries with the first batch, if no input was given; act before the first step if asked."""
         if self.graph is None:
             self._seen_input = example_from(batch)
             self._discover(pl_module)
+        if self.at_start and batch_idx == 0 and trainer.global_step == 0:
+            self._act_once(trainer, pl_module, "start")
 
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
         """Find the canonical scale, log, and rescale in place if asked to."""
@@ -332,7 +337,8 @@ class ScaleCanonicalization(ScheduledCallback):
             for logger in trainer.loggers:
                 logger.log_metrics(scalars | {"epoch": trainer.current_epoch}, step=trainer.global_step)
                 logger.save()
-        if hook != "end":  # Lightning logs nothing at the end of training; here the values go to other callbacks only
+        # Lightning logs nothing at the end of training; what is logged here goes to other callbacks only.
+        if hook in ("step", "epoch"):
             pl_module.log_dict(scalars, logger=False, on_step=hook == "step", on_epoch=hook == "epoch", sync_dist=True)
 
 

@@ -42,6 +42,9 @@ class MembersRoutine(PredictiveRoutine):
             them; ``shared``: all members see the same batches, from any data module.
         num_data: number of training points; by default that of the training loader's data set.
         samples: folder of the sample store that the members are written to at the end; None to write none.
+        initial_states: folder of a sample store with ``num_members`` states of the architecture, which a fit starts
+            from, member ``m`` from the ``m``-th, in place of fresh initializations. It is read when the fit is set up;
+            a resumed fit starts from its checkpoint all the same.
         chunk_size: how many members are evaluated at a time, to save memory; None for all.
         optimizer: of the stack; Adam with learning rate 1e-3 by default. ``optimizer`` of LightningCLI goes first.
         lr_scheduler: of the optimizer.
@@ -61,6 +64,7 @@ class MembersRoutine(PredictiveRoutine):
         data_order: Literal["own", "shared"] = "own",
         num_data: int | None = None,
         samples: str | Path | None = None,
+        initial_states: str | Path | None = None,
         chunk_size: int | None = None,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -76,12 +80,34 @@ class MembersRoutine(PredictiveRoutine):
         self.data_order = data_order
         self.num_data = num_data
         self.samples = None if samples is None else Path(samples)
+        self.initial_states = None if initial_states is None else Path(initial_states)
         self.chunk_size = chunk_size
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.members = _stacked([initialized(model, derived_seed(seed, 1, m)) for m in range(num_members)])
         self._points = 0
-        self._resumed = False
+        self._started = self._resumed = False
+
+    def setup(self, stage: str) -> None:
+        """Put the given states in place before the first fit (Lightning loads a checkpoint after this).
+
+        Raises:
+            SampleFileError: no store, or states of another architecture.
+            ValueError: not one state for each member.
+        """
+        if self.initial_states is None or self._started or stage != "fit":
+            return
+        own = self.members.state_dict()
+        store = SampleStore.open(self.initial_states, like={name: t[0] for name, t in own.items()})
+        if len(store) != self.num_members:
+            raise ValueError(
+                f"initial_states {self.initial_states} holds {len(store)} states, but num_members is "
+                f"{self.num_members}: give as many members as there are states"
+            )
+        with torch.no_grad():
+            for name, t in store.load().items():
+                own[name].copy_(t)
+        self._started = True
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the stack.

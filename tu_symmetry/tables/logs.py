@@ -1,8 +1,9 @@
-"""What Lightning's CSVLogger has written: the last value of every column."""
+"""What Lightning's CSVLogger has written: the last value of every column, and whole curves."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -15,14 +16,40 @@ def last_values(run: Path) -> dict[str, float]:
     Raises:
         FileNotFoundError: no such file: the run has no CSVLogger, or logs elsewhere.
     """
+    values: dict[str, float] = {}
+    for row in _rows(run):
+        values |= {name: float(text) for name, text in row.items() if text not in ("", None)}
+    return values
+
+
+def logged_curve(run: Path, name: str) -> tuple[list[int], list[float]]:
+    """All logged values of one metric with their steps, in ascending order, resumed parts included.
+
+    Args:
+        run: folder that holds one or more ``metrics.csv``, at any depth; where two have the same
+            step, the later file stands.
+        name: column of the metric.
+
+    Raises:
+        FileNotFoundError: no such file.
+        KeyError: no such column.
+    """
+    found: dict[int, float] = {}
+    for row in _rows(run):
+        if row.get(name) not in ("", None):
+            found[int(row["step"])] = float(row[name])
+    if not found:
+        raise KeyError(f"no metrics.csv in {run} has a value of {name!r}")
+    steps = sorted(found)
+    return steps, [found[step] for step in steps]
+
+
+def _rows(run: Path) -> Iterator[dict[str, str]]:
     files = sorted(run.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime)
     if not files:
         raise FileNotFoundError(
             f"{run} holds no metrics.csv: give the run a CSVLogger whose save_dir is that folder (or its default)"
         )
-    values: dict[str, float] = {}
     for file in files:
         with file.open(newline="", encoding="utf-8") as lines:
-            for row in csv.DictReader(lines):
-                values |= {name: float(text) for name, text in row.items() if text not in ("", None)}
-    return values
+            yield from csv.DictReader(lines)

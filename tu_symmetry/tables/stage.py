@@ -21,19 +21,10 @@ if TYPE_CHECKING:
     from tu_symmetry.tables.data import Data
 
 KINDS: dict[str, str] = {
-    "transposition_pairs": "tu_symmetry.tables.transpositions:train_pairs",
-    "transposition_matching": "tu_symmetry.tables.transpositions:match_pairs",
-    "transposition_report": "tu_symmetry.tables.transpositions:report",
     "rebasin_members": "tu_symmetry.tables.barriers:train_members",
     "rebasin_matching": "tu_symmetry.tables.barriers:match_members",
     "rebasin_barriers": "tu_symmetry.tables.barriers:measure_barriers",
     "rebasin_report": "tu_symmetry.tables.barriers_report:report",
-    "weight_decay_runs": "tu_symmetry.tables.representation:train_runs",
-    "mass_profiles": "tu_symmetry.tables.representation:take_profiles",
-    "mass_report": "tu_symmetry.tables.representation:report",
-    "toy_networks": "tu_symmetry.tables.toy_posterior:train_networks",
-    "toy_removal": "tu_symmetry.tables.toy_posterior:remove",
-    "toy_report": "tu_symmetry.tables.toy_posterior:report",
 }
 
 Results = dict[str, Any]

@@ -3,5 +3,6 @@
 from tu_symmetry.experiments.compact_posterior.comparison import compare
 from tu_symmetry.experiments.compact_posterior.curves import interpolate, prune
 from tu_symmetry.experiments.compact_posterior.report import report
+from tu_symmetry.experiments.compact_posterior.transpositions import make_pairs, match_pairs, report_transpositions
 
-__all__ = ["compare", "interpolate", "prune", "report"]
+__all__ = ["compare", "interpolate", "make_pairs", "match_pairs", "prune", "report", "report_transpositions"]

@@ -1,0 +1,206 @@
+"""Figure 3 of arXiv 2401.00611: permute an initialization by a number of transpositions (NoT), train, match again.
+
+Permuted copies of one initialization, trained on different batches, end in different places. How much of the
+permutation does training keep, and how do the distance and the loss barrier between the trained networks depend on it?
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tu_symmetry.alignment.activations import activation_matching
+from tu_symmetry.alignment.barrier import interpolate, loss_barrier
+from tu_symmetry.alignment.matching import weight_distance
+from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.experiments.compact_posterior.sources import Study
+from tu_symmetry.files import FileError
+from tu_symmetry.posterior.network import derived_seed, initialized
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.symmetry.action import apply_permutation
+from tu_symmetry.symmetry.elements import transposition_count
+from tu_symmetry.tables import plots
+from tu_symmetry.tables.commands import load_table
+from tu_symmetry.tables.grid import Grid
+from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.predict import unstack
+from tu_symmetry.tables.progress import Display
+from tu_symmetry.tables.report import write_report
+
+INITIAL = "initial"
+
+
+def make_pairs(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    counts: int = 8,
+    runs: int = 5,
+    seed: int = 0,
+    device: str = "auto",
+) -> Outcome:
+    """Initialize networks, and permute each by different numbers of transpositions.
+
+    Args:
+        out: folder of the results, and of the sample store ``initial/``: for each run (chain) the initialization, and
+            ``counts`` copies of it.
+        model: the architecture, with one hidden layer; its own weights do not matter.
+        data: the symmetries are found with inputs of its training set.
+        counts: how many different numbers of transpositions, evenly spaced from 1 to width - 1.
+        runs: independent initializations.
+        seed: of the initializations and permutations.
+        device: ``cpu``, ``cuda``, or ``auto``.
+
+    Raises:
+        ValueError: a model with another number of hidden layers.
+        FileExistsError: ``out`` holds initial states already.
+    """
+    folder = out / INITIAL
+    if folder.is_dir() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: move it away, or give another folder")
+    study = Study(model, data, seed, device)
+    graph = study.graph
+    if len(graph.permutations) != 1:
+        raise ValueError(f"this figure is about one hidden layer, the model has {len(graph.permutations)} groups")
+    (group,) = graph.permutations
+    wanted = torch.linspace(1, group.size - 1, counts, dtype=torch.float64).round().long().tolist()
+    generator = study.generator("permutations")
+    store = SampleStore.create(folder, architecture=type(model).__name__, method="permuted_copies", seed=seed)
+    for run in range(runs):
+        start = initialized(model, derived_seed(seed, 1, run)).state_dict()
+        copies = [start]
+        for count in wanted:
+            p = {group.name: permutation_with_count(group.size, count, generator)}
+            assert transposition_count(p) == count
+            copies.append(apply_permutation(graph, p, start))
+        stack = {name: torch.stack([c[name] for c in copies]).cpu() for name in start}
+        store.append(stack, chain=run, step=range(len(copies)))
+    return Outcome(
+        {"initial": wanted, "runs": runs, "networks": len(store)}, f"{runs} initializations, {len(store)} networks"
+    )
+
+
+def permutation_with_count(size: int, count: int, generator: torch.Generator) -> Tensor:
+    """A random permutation that takes exactly ``count`` transpositions, LongTensor ``[size]``.
+
+    Swaps of elements from different cycles merge the cycles, so each of them raises the number by exactly one.
+
+    Raises:
+        ValueError: a count that no permutation of this size takes.
+    """
+    if not 0 <= count < size:
+        raise ValueError(f"a permutation of {size} takes 0 to {size - 1} transpositions, not {count}")
+    permutation, cycle = torch.arange(size), torch.arange(size)
+    for _ in range(count):
+        i = int(torch.randint(size, (1,), generator=generator))
+        others = (cycle != cycle[i]).nonzero().flatten()
+        j = int(others[torch.randint(len(others), (1,), generator=generator)])
+        permutation[[i, j]] = permutation[[j, i]]
+        cycle[cycle == cycle[i]] = cycle[j].clone()
+    return permutation
+
+
+def match_pairs(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    pairs: Path,
+    samples: Path,
+    points: int = 11,
+    device: str = "auto",
+) -> Outcome:
+    """Match every trained copy to its trained original: NoT, squared distance, barrier, and NoT along the last path.
+
+    Args:
+        out: folder of the results.
+        model: the architecture.
+        data: units are matched and losses taken on its training set.
+        pairs: folder of :func:`make_pairs`.
+        samples: folder of the trained networks, in the order of the initial ones.
+        points: points on each interpolation, both ends included.
+        device: ``cpu``, ``cuda``, or ``auto``.
+
+    Raises:
+        FileError: another number of trained networks than of initial ones.
+    """
+    study = Study(model, data, 0, device)
+    made = Outcome.load(pairs).results
+    initial, runs = made["initial"], made["runs"]
+    store = SampleStore.open(samples)
+    if len(store) != made["networks"]:
+        raise FileError(f"{samples} holds {len(store)} networks, but {pairs} has {made['networks']} initial ones")
+    trained = {k: t.unflatten(0, (runs, 1 + len(initial))) for k, t in store.load(device=study.device).items()}
+    keys = ("transpositions", "distance", "distance_unmatched", "barrier", "barrier_unmatched")
+    panels: dict[str, list[list[float]]] = {key: [] for key in keys}
+    ratios = torch.linspace(0, 1, points, dtype=torch.float64).tolist()
+    walks = []
+
+    def measure(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
+        return (
+            weight_distance(study.graph, a, b) ** 2,
+            loss_barrier(study.model, a, b, study.train, cross_entropy, points=points).barrier,
+        )
+
+    def match(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+        return activation_matching(study.graph, study.model, a, b, study.train).permutation
+
+    with Display().track("matching", runs * len(initial)) as tracker:
+        for r, run in enumerate(unstack(trained)):
+            first, *others = unstack(run)
+            row: dict[str, list[float]] = {key: [] for key in keys}
+            for i, other in enumerate(others):
+                p = match(first, other)
+                matched = measure(first, apply_permutation(study.graph, p, other))
+                for name, values in (("", matched), ("_unmatched", measure(first, other))):
+                    row[f"distance{name}"].append(values[0])
+                    row[f"barrier{name}"].append(values[1])
+                row["transpositions"].append(transposition_count(p))
+                tracker.update(r * len(initial) + i + 1)
+            for key in keys:
+                panels[key].append(row[key])
+            walks.append([transposition_count(match(first, interpolate(first, others[-1], t))) for t in ratios])
+    found = panels["transpositions"]
+    ends = [sum(c[i] for c in found) / len(found) for i in (0, -1)]
+    return Outcome(
+        {"initial": initial, "panels": panels, "walk": {"ratios": ratios, "transpositions": walks}},
+        f"NoT {initial[0]} → {ends[0]:.1f}, {initial[-1]} → {ends[1]:.1f}",
+    )
+
+
+def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
+    """Write ``report.md`` with the figure and its numbers.
+
+    Args:
+        out: folder of the report.
+        recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
+        matching: folder of :func:`match_pairs`.
+    """
+    table = load_table(find_recipe(recipe))
+    found = Outcome.load(matching).results
+    panels = found["panels"]
+
+    def cell(key: str, i: int, form: str) -> str:
+        values = torch.tensor([run[i] for run in panels[key]], dtype=torch.float64)
+        spread = f" ± {format(values.std().item(), form)}" if len(values) > 1 else ""
+        return f"{format(values.mean().item(), form)}{spread}"
+
+    rows = [
+        [
+            str(count),
+            cell("transpositions", i, ".1f"),
+            f"{cell('distance_unmatched', i, '.1f')}\n{cell('distance', i, '.1f')}",
+            f"{cell('barrier_unmatched', i, '.2g')}\n{cell('barrier', i, '.2g')}",
+        ]
+        for i, count in enumerate(found["initial"])
+    ]
+    header = ["NoT at initialization", "NoT after training", "squared distance", "barrier (nats)"]
+    caption = "second line: after activation matching; ± one standard deviation over runs"
+    grid = Grid(table.title, header, rows, caption)
+    out.mkdir(parents=True, exist_ok=True)
+    plots.transpositions(out / "transpositions.png", found["initial"], panels, found["walk"])
+    path = write_report(out, table, [grid.markdown(), "![transpositions](transpositions.png)"])
+    return Outcome({}, str(path), [grid])
