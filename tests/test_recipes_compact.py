@@ -47,9 +47,9 @@ TINY = [
     "hmc.routine.leapfrog_steps=4",
     "hmc.trainer.callbacks.num_samples=4",
     "vi.trainer.max_epochs=4",
-    "comparison.command.samples=5",
+    "comparison.command.num_samples=5",
     "comparison.command.repeats=2",
-    "pruning.command.samples=3",
+    "pruning.command.num_samples=3",
     "pruning.command.keep=[1.0, 0.5]",
     "interpolation.command.points=5",
     "interpolation.command.pairs=2",
@@ -155,7 +155,7 @@ def test_digits_skip_what_is_done(tiny: tuple[Path, dict[str, Any], str]) -> Non
     again, text = run(out, TINY)
     assert again == results
     assert "▸" not in text
-    _, text = run(out, [*TINY, "pruning.command.samples=4"])
+    _, text = run(out, [*TINY, "pruning.command.num_samples=4"])
     assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["pruning", "report"]
 
 

@@ -21,7 +21,7 @@ def compare(
     model: nn.Module,
     data: ImageDataModule,
     runs: Runs,
-    samples: int = 100,
+    num_samples: int = 100,
     repeats: int = 1,
     reference_samples: int | None = None,
     reference_first: int = 0,
@@ -35,7 +35,7 @@ def compare(
         model: the architecture.
         data: predictives are of its test set.
         runs: the folders of the chain, the ensemble and variational inference.
-        samples: draws from each q in a predictive.
+        num_samples: draws from each q in a predictive.
         repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
             wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
         reference_samples: how many HMC samples make up the reference predictive, evenly spaced; None for all.
@@ -46,7 +46,7 @@ def compare(
     study = Study(model, data, seed, device)
     hmc = study.samples(runs.hmc, reference_samples, reference_first)
     sampled = {"hmc/sample": hmc, "ensemble/sample": study.samples(runs.ensemble)}
-    total = sum(sample_count(s) for s in sampled.values()) + repeats * samples * len(COLUMNS)
+    total = sum(sample_count(s) for s in sampled.values()) + repeats * num_samples * len(COLUMNS)
     predictives: dict[str, list[Tensor]] = {}
     mean_accuracy: dict[str, float] = {}
     with Display().track("predicting", total) as tracker:
@@ -64,7 +64,7 @@ def compare(
             q = study.posterior(runs.posterior(column))
             generator = study.generator(column)
             for _ in range(repeats):
-                predict(column, q.sample(samples, generator=generator))
+                predict(column, q.sample(num_samples, generator=generator))
             mean_accuracy[column] = accuracy(logits(study.model, q.mean, study.test), study.test.y)
     (reference,) = predictives["hmc/sample"]
     figures: dict[str, Callable[[Tensor], float]] = {
@@ -81,7 +81,7 @@ def compare(
         spread[name] = {column: v.std().item() for column, v in values.items() if len(v) > 1}
     gain = {name: rows["accuracy"][f"{name}/q_r"] for name in ("hmc", "ensemble")}
     return Outcome(
-        {"rows": rows, "spread": spread, "draws": [repeats, samples], "reference_samples": sample_count(hmc)},
+        {"rows": rows, "spread": spread, "draws": [repeats, num_samples], "reference_samples": sample_count(hmc)},
         f"accuracy of q_d → q_r: HMC {rows['accuracy']['hmc/q_d']:.3f} → {gain['hmc']:.3f}, "
         f"ensemble {rows['accuracy']['ensemble/q_d']:.3f} → {gain['ensemble']:.3f}",
     )

@@ -29,7 +29,7 @@ def prune(
     data: ImageDataModule,
     runs: Runs,
     keep: Sequence[float] = KEEP,
-    samples: int = 200,
+    num_samples: int = 200,
     seed: int = 0,
     device: str = "auto",
 ) -> Outcome:
@@ -44,7 +44,7 @@ def prune(
         data: units are matched on its training set, accuracies are of its test set.
         runs: the folders of the chain, the ensemble and variational inference.
         keep: shares of the weights that are kept, those of lowest sigma.
-        samples: draws from each q.
+        num_samples: draws from each q.
         seed: of the draws and of the random order.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
@@ -67,7 +67,7 @@ def prune(
     aligned = [apply_permutation(graph, p, m) for p, m in zip(member_moves, members, strict=True)]
     generator = study.generator("control")
     order = {n: torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.device) for n, t in center.items()}
-    draws = {name: one.sample(samples, generator=study.generator(name)) for name, one in q.items()}
+    draws = {name: one.sample(num_samples, generator=study.generator(name)) for name, one in q.items()}
 
     curves: dict[str, list[float]] = {}
 
