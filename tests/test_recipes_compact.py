@@ -21,7 +21,7 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.commands import CommandConfig, load_table, run_commands
 from tu_symmetry.tables.functions import build_parser
 from tu_symmetry.tables.lightning import SymmetryCLI
-from tu_symmetry.tables.logs import last_values
+from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.progress import Display
 
@@ -117,15 +117,15 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
     q_r = CompactPosterior.load(out / "ensemble" / "q_r.safetensors")
     assert len(q_r.metadata["transpositions"]) == 3 and q_r.metadata["transpositions"][0] == 0  # the reference
     assert len(SampleStore.open(out / "hmc" / "samples")) == 6
-    logged = last_values(out / "hmc")
-    assert 0 < logged["hmc/acceptance"] <= 1
-    assert any(name.startswith("hmc/ess") for name in logged)
+    _, acceptance = logged_curve(out / "hmc", "hmc/acceptance")
+    assert len(acceptance) == 8 and all(0 <= a <= 1 for a in acceptance)
+    assert any(name.startswith("hmc/ess") for name in last_values(out / "hmc"))
 
 
 def test_digits_report(tiny: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = tiny
     text = (out / "report" / "report.md").read_text()
-    assert "hmc/acceptance" in text and "0.8249" in text
+    assert "acceptance rate" in text and "0.8249" in text
     for name in ("sigma.png", "pruning.png", "interpolation.png"):
         assert name in text
         assert (out / "report" / name).read_bytes().startswith(b"\x89PNG")

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from tu_symmetry.experiments.compact_posterior.sources import Q_D, Q_R, Runs
+from tu_symmetry.experiments.compact_posterior.sources import Q_D, Q_R, SAMPLES, Runs
 from tu_symmetry.files import write_text
 from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables import plots
 from tu_symmetry.tables.commands import CommandTable, load_table
 from tu_symmetry.tables.environment import describe_environment
 from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.library import find_recipe
-from tu_symmetry.tables.logs import last_values
+from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome
 
 COLUMNS = {
@@ -53,7 +54,7 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     grids = [
         main_table(found["comparison"], table.paper, table.title),
         alignment_table(runs, found["interpolation"]),
-        chain_table(last_values(runs.hmc)),
+        chain_table(runs),
     ]
     out.mkdir(parents=True, exist_ok=True)
     plots.sigma_histograms(
@@ -113,10 +114,21 @@ def alignment_table(runs: Runs, paths: Mapping[str, Any]) -> Grid:
     return Grid("Alignments to the first network", header, body, caption)
 
 
-def chain_table(logged: Mapping[str, float]) -> Grid:
-    """Whether the chain is one: effective sample sizes and R-hat, as the run logged them at its end."""
-    names = sorted(n for n in logged if n.startswith(("hmc/ess", "hmc/rhat", "hmc/acceptance")))
-    return Grid("The HMC chain", ["", "value"], [[name, f"{logged[name]:.3g}"] for name in names])
+def chain_table(runs: Runs) -> Grid:
+    """Whether the chain is one: acceptance, effective sample sizes and split R-hat of its transitions."""
+    _, acceptance = logged_curve(runs.hmc, "hmc/acceptance")
+    last = {name: value for name, value in last_values(runs.hmc).items() if name.startswith(("hmc/ess", "hmc/rhat"))}
+    words = {"ess": "effective sample size", "rhat": "split R-hat"}
+    body = [
+        ["transitions", str(len(acceptance))],
+        ["samples stored", str(len(SampleStore.open(runs.hmc / SAMPLES)))],
+        ["acceptance rate", f"{np.mean(acceptance):.3f}"],
+    ]
+    for name, value in sorted(last.items()):
+        _, kind, of = name.split("/")
+        which = {"projections": "worst random projection", "projections_median": "median random projection"}
+        body.append([f"{words[kind]}, {which.get(of, of)}", f"{value:.3g}"])
+    return Grid("The HMC chain", ["", "value"], body)
 
 
 def _root_mean_square(q: CompactPosterior) -> float:
