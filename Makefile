@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 .PHONY: help demo test test-slow lint format types contract package bench clean
 
 help:
-	@echo "make demo      the main job on the digits data: install, then about 3 minutes (run folder: runs/digits)"
+	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
 	@echo "make lint      ruff                    make format     let ruff rewrite"
 	@echo "make types     mypy                    make contract   who may import whom (import-linter)"
@@ -50,7 +50,8 @@ package: $(VENV)/installed-dev
 	rm -rf build/wheel build/site
 	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir build/wheel .
 	$(BIN)/python -m pip install -qq --no-deps --target build/site build/wheel/*.whl
-	cd build/site && test -f tu_symmetry/py.typed && ../../$(BIN)/python -S -c "$$IMPORT_CHECK"
+	cd build/site && test -f tu_symmetry/py.typed && test -f tu_symmetry/recipes/compact_posterior/digits/table.yaml
+	cd build/site && ../../$(BIN)/python -S -c "$$IMPORT_CHECK"
 
 # Run in the unpacked wheel without site-packages: whatever the import needed beyond the standard library would fail.
 define IMPORT_CHECK
