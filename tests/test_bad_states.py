@@ -136,6 +136,17 @@ STACK: dict[str, Callable[[State], Any]] = {
 }
 
 
+# what looks at the values of the weights; an action alone needs none
+VALUED = ("canonicalize", "canonicalize unit_norm", "representation_cost", "representation_costs", "RepresentationCost",
+          "mass_profile", "remove_symmetries", "weight_matching", "align", "CompactPosterior.from_states")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUED)
+def test_a_state_without_values_is_named(name: str) -> None:
+    with pytest.raises(tus.SymmetryError, match=r"meta device, where tensors have no values"):
+        ONE[name]({n: t.to("meta") for n, t in state().items()})
+
+
 @pytest.mark.parametrize("kind", BAD)
 def test_a_state_of_another_kind_is_named(kind: str) -> None:
     good = state()

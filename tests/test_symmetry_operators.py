@@ -444,6 +444,28 @@ written("by index_copy", lambda m, x, h: h.index_copy(1, torch.tensor([0, 1]), x
 written("into zeros", into, [8], 8, c=(16, 3))
 written("into zeros, step by step", step_by_step, [8], 8)
 
+# -- sparse matrices --------------------------------------------------------------------------------------------------
+
+EDGES = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
+
+
+def edges(x: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(EDGES, torch.tensor([0.3, 1.0, 2.0, 0.7]).to(x), (3, 3))
+
+
+def over_units(m: Any, x: Tensor) -> Tensor:
+    all_but_last = (
+        torch.ones(8, 8).index_fill(1, torch.tensor([7]), 3.0).index_fill(0, torch.tensor([7]), 2.0).to_sparse()
+    )
+    h = relu(m.a(x))
+    return m.c(relu(torch.sparse.mm(all_but_last.to(x), h.t()).t() + h))
+
+
+row("sparse: over the batch", lambda m, x: m.c(torch.sparse.mm(edges(x), relu(m.a(x)))), [8], 8)
+row("sparse: plus another", lambda m, x: m.c(torch.sparse.addmm(m.b(x), edges(x), relu(m.a(x)))), [8], 8,
+    a=nn.Linear(5, 8), b=nn.Linear(5, 8), c=nn.Linear(8, 3))  # fmt: skip
+row("sparse: over the units", over_units, [7], 1)
+
 # -- detection ------------------------------------------------------------------------------------------------------
 
 

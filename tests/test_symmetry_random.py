@@ -27,8 +27,8 @@ from torch import nn
 
 import tu_symmetry as tus
 
-# Right, but less is found than there is: a convolution of kernel one over positions, a sparse matrix, bags by offsets.
-OVER_PINNED = frozenset({"GatedMLP", "SparseAdjacency", "Bags"})
+# Right, but less is found than there is: a convolution of kernel one over positions, bags by offsets.
+OVER_PINNED = frozenset({"GatedMLP", "Bags"})
 WRONG, REFUSED, CRASHED, FINE = "wrong and passing", "refused", "crashed", "fine"
 
 

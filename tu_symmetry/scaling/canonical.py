@@ -135,7 +135,8 @@ def canonicalize(
     graph.require_verified()
     if graph.check_state(state, finite=False):
         raise ValueError("canonicalize takes one state; unstack a stack of samples and canonicalize each")
-    if not all(bool(torch.isfinite(t.sum())) for t in state.values()):  # a sum is faster than a look at each entry
+    # a sum is faster than a look at each entry; what has no values at all is for the check to name
+    if any(t.is_meta for t in state.values()) or not all(bool(torch.isfinite(t.sum())) for t in state.values()):
         graph.check_state(state)
     for option, value in (("normalizations", normalizations), ("degenerate", degenerate)):
         if value not in ("leave", "unit_norm"):

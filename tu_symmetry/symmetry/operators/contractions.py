@@ -126,7 +126,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
 
 
-@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner")
+@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "_sparse_mm")
 def _matmul(call: Call) -> Value:
     a, b = call.tensors[:2]
     if call.operator == "aten.inner":
@@ -141,7 +141,7 @@ def _matmul(call: Call) -> Value:
     return contract(call, [a, b], [left, right], output)
 
 
-@register_rule("addmm", "baddbmm", "addbmm", "addmv")
+@register_rule("addmm", "baddbmm", "addbmm", "addmv", "_sparse_addmm")
 def _addmm(call: Call) -> Value:
     names = ("mat1", "mat2") if "mat1" in call.arguments else ("batch1", "batch2")
     if call.operator in ("aten.addbmm", "aten.addmv"):
