@@ -446,11 +446,11 @@ written("into zeros, step by step", step_by_step, [8], 8)
 
 # -- sparse matrices --------------------------------------------------------------------------------------------------
 
-EDGES = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
+NONZERO = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
 
 
-def edges(x: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(EDGES, torch.tensor([0.3, 1.0, 2.0, 0.7]).to(x), (3, 3))
+def adjacency(x: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(NONZERO, torch.tensor([0.3, 1.0, 2.0, 0.7]).to(x), (3, 3))
 
 
 def over_units(m: Any, x: Tensor) -> Tensor:
@@ -461,8 +461,8 @@ def over_units(m: Any, x: Tensor) -> Tensor:
     return m.c(relu(torch.sparse.mm(all_but_last.to(x), h.t()).t() + h))
 
 
-row("sparse: over the batch", lambda m, x: m.c(torch.sparse.mm(edges(x), relu(m.a(x)))), [8], 8)
-row("sparse: plus another", lambda m, x: m.c(torch.sparse.addmm(m.b(x), edges(x), relu(m.a(x)))), [8], 8,
+row("sparse: over the batch", lambda m, x: m.c(torch.sparse.mm(adjacency(x), relu(m.a(x)))), [8], 8)
+row("sparse: plus another", lambda m, x: m.c(torch.sparse.addmm(m.b(x), adjacency(x), relu(m.a(x)))), [8], 8,
     a=nn.Linear(5, 8), b=nn.Linear(5, 8), c=nn.Linear(8, 3))  # fmt: skip
 row("sparse: over the units", over_units, [7], 1)
 
