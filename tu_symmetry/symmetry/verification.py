@@ -1,13 +1,14 @@
 """Numerical verification: every claimed group acts on real weights, and the outputs have to stay the same.
 
 One joint element of all groups proves little: two halves of one symmetry that always move together hide each other.
-So groups, and the blocks of nested groups, are numbered, and each pass moves those whose number has a certain bit, or
-has it not: of any two, some pass moves the first without the second, and another one the second without the first. With
-G of them that takes ``2 log2 G`` passes. Beside them all are moved at once, and random subsets.
+So every group, and every block of a nested group, takes part in half of the passes, another half each: of any two,
+some pass moves the first without the second, and another one the second without the first. With n passes there are
+``n! / (n/2)!^2`` such halves (Sperner's theorem: there are no more), so that 70 groups take 8 passes, where the bits of
+their numbers and the complements would take 14. Beside them all are moved at once, and random subsets.
 
 As an example, ``relu`` between two layers of two units: the group of the rows of the first layer and the group of the
 columns of the second are wrong apart and right together, and a group of two has one element that moves anything. They
-get the numbers 0 and 1, and the passes for bit 0 move {1} and {0}, each of which changes the outputs.
+take part in one of two passes each, and each of these changes the outputs.
 
 Laws (tests/test_verification.py): a symmetry split in two, and two that are made one, are refused for every module of
 the zoo; bisection finds exactly the wrong groups among right ones.
@@ -15,6 +16,7 @@ the zoo; bisection finds exactly the wrong groups among right ones.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,12 +183,23 @@ def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[_Pa
     everything = {g: torch.ones(shape, dtype=torch.bool) for g, shape in shapes.items()}
     yield _Pass(everything, cycles=True)
     yield _Pass(everything, cycles=False)
-    for bit in range((count - 1).bit_length() if count else 0):
-        for on in (True, False):
-            yield _Pass({g: ((k >> bit) & 1).bool() == on for g, k in numbers.items()}, cycles=(bit % 2 == 0) == on)
+    part = _halves(count)
+    for number, on in enumerate(part.T):  # scales borrow the numbers of permutations
+        yield _Pass({g: on[k % count] for g, k in numbers.items()}, cycles=number % 2 == 0)
     for cycles in (True, False):
         drawn = {g: torch.rand(shape, generator=generator) < 0.5 for g, shape in shapes.items()}
         yield _Pass(drawn if count + scales > 1 else everything, cycles)
+
+
+def _halves(count: int) -> Tensor:
+    """For each of ``count`` blocks the passes that it takes part in, ``[count, passes]``: none is a part of another."""
+    passes = 0
+    while math.comb(passes, passes // 2) < count:
+        passes += 1
+    part = torch.zeros(count, passes, dtype=torch.bool)
+    for k, chosen in zip(range(count), itertools.combinations(range(passes), passes // 2), strict=False):
+        part[k, list(chosen)] = True
+    return part
 
 
 def _draw(groups: Sequence[Group], plan: _Pass, generator: torch.Generator) -> Element:
