@@ -161,7 +161,7 @@ def test_half_precision_and_graphs_of_gradients_are_taken() -> None:
             graph,
             reference,
             tus.apply_permutation(graph, p, reference),
-            method=method,
+            solver=method,
             **start,  # type: ignore[arg-type]
         )
         assert found.distance_after == 0.0

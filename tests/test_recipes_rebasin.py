@@ -172,7 +172,7 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
     model = VGG(10, **NETWORKS["vgg"]["arguments"]).eval()
     graph = discover_symmetries(model, data.train_x[:2])
     states = list(unstack(load_file(out / "vgg" / MEMBERS)))
-    permutations = read_permutations(out / "vgg_matching" / "activation.safetensors")
+    permutations = read_permutations(out / "vgg_matching" / "activations.safetensors")
     aligned = [apply_permutation(graph, p, s) for p, s in zip(permutations, states, strict=True)]
     measure, held_out = Batches(data.test_x[:100], data.test_y[:100]), Batches(data.test_x[100:], data.test_y[100:])
     statistics = Batches(data.train_x[:200], data.train_y[:200])
@@ -255,7 +255,7 @@ def test_interrupted_stages_go_on_to_the_same_numbers(
     [
         ("resnet.members=1", "2 at least"),
         ("resnet.batch_size=500", "exceeds the 400"),
-        ("resnet_matching.methods=[weights]", "weight, activation"),
+        ("resnet_matching.methods=[weight]", "weights, activations"),
         ("resnet_barriers.points=4", "odd"),
         ("resnet_barriers.held_out=160", "160 test"),
     ],

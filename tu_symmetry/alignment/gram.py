@@ -327,8 +327,8 @@ class WeightSimilarities:
                     continue
                 shared.add(member.parameter)
                 for h in range(heads):  # the partners' inner order is the one that the block h is to receive
-                    inner = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
-                    arranged = permute_tensors(self.graph, inner, {member.parameter: tensor})[member.parameter]
+                    held = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
+                    arranged = permute_tensors(self.graph, held, {member.parameter: tensor})[member.parameter]
                     gram = member_gram(member, reference, arranged).to("cpu", torch.float64)
                     total[h] += gram.reshape(heads, size, heads, size)[h]
             counted |= shared

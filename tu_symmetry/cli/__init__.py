@@ -94,7 +94,7 @@ def table(parser: argparse.ArgumentParser) -> Handler:
                 folder,
                 out=arguments.out,
                 data_root=arguments.data_root or "data",
-                device=arguments.device or "cpu",
+                device="cpu" if arguments.device is None else arguments.device,
                 overrides=arguments.overrides,
                 fresh=arguments.fresh,
                 display=display,
