@@ -168,7 +168,8 @@ def _live(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     writers: list[torch.fx.Node] = []
     live: set[torch.fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "output" or (node.op == "call_function" and not _makes_tensors(node)):
+        checks = "_assert" in str(node.target)  # stops a pass, or leaves it as it is (the arguments of a distribution)
+        if node.op == "output" or (node.op == "call_function" and not checks and not _makes_tensors(node)):
             live.add(node)  # a number that is read off a tensor decides where the pass goes
         if node.target is operator.getitem and node.args[0] in root:  # the parts of a split tensor are views too
             root[node] = root[node.args[0]]
