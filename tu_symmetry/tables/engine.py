@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import secrets
 import time
@@ -40,6 +39,7 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.tables.data import Data, load_data
 from tu_symmetry.tables.environment import describe_environment
+from tu_symmetry.tables.outcome import plain
 from tu_symmetry.tables.progress import Display
 from tu_symmetry.tables.recipe import Recipe, RecipeError, check_numbers, load_recipe, parse
 from tu_symmetry.tables.stage import Input, Results, StageContext, StageKind, stage_kind
@@ -274,19 +274,6 @@ def _set_unmarked_aside(partial: Path, display: Display) -> None:
         aside = partial.with_name(f"{partial.name}.{secrets.token_hex(4)}.unmarked")
         os.replace(partial, aside)
         display.note(f"{partial} holds no {MARK}, so nothing is known of it; it is now {aside}")
-
-
-def plain(value: Any) -> Any:
-    """Results as JSON can hold them: tensors become lists, numbers that are not finite become None."""
-    if isinstance(value, torch.Tensor):
-        return plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _write_results(
