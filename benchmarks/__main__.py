@@ -14,7 +14,7 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks._report import MARKDOWN, Run, Settings, failure, record, save
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
 
 
 def subjects() -> list[str]:

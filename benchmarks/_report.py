@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tu_symmetry.tables.environment import describe_environment
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.environment import describe_environment
+from tu_symmetry.reporting.grid import Grid
 
 JSON, MARKDOWN = "results.json", "RESULTS.md"
 _INTRODUCTION = """# Benchmarks

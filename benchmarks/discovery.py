@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from benchmarks._measure import both, figure, in_own_process, interleave
 from benchmarks._report import Goal, Section, Settings
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
 
 MODELS = (
     "alexnet", "vgg11", "vgg16_bn", "resnet18", "resnet50", "resnext50_32x4d", "wide_resnet50_2", "densenet121",

@@ -23,7 +23,7 @@ from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.tangent import evaluating
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
 
 FITS = ((64, 32), (64, 64))  # images, width of the first stage
 PREDICTIVES = ((10, 64, 2), (100, 16, 1), (100, 32, 1))  # classes, width, test images

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from benchmarks._measure import Stopwatch, both, figure
 from benchmarks._report import Goal, Section, Settings
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.elements import Permutation
-from tu_symmetry.tables.grid import Grid
 
 _NOISE = 0.5
 _TRIPLES_UP_TO = 8  # matching all pairs is quadratic in their number

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from benchmarks._measure import both, figure, interleave, times
 from benchmarks._report import Goal, Section, Settings
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
 
 MLP_WIDTHS = (16, 32, 64, 128, 256)
 CONVNET_WIDTHS = (16, 32, 64, 128, 256)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from benchmarks._measure import Stopwatch, figure, times
 from benchmarks._report import Goal, Section, Settings
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
 
 NOISES = (0.0, 0.5)
 METHODS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ _EXPORTS: dict[str, str] = {
     "NormalizationGroup": "symmetry.graph",
     "PermutationGroup": "symmetry.graph",
     "ScaleGroup": "symmetry.graph",
-    "SymmetryError": "symmetry.graph",
+    "SymmetryError": "states",
     "SymmetryGraph": "symmetry.graph",
     "SymmetryWarning": "symmetry.graph",
     "apply_permutation": "symmetry.action",
@@ -53,7 +53,7 @@ _EXPORTS: dict[str, str] = {
     "PrunedGroupWarning": "laplace.report",
     "CompactPosterior": "posterior.compact",
     "SampleStore": "posterior.samples",
-    "load_state": "posterior.samples",
+    "load_state": "states",
     "FitCompactPosterior": "callbacks",
     "FitLaplace": "callbacks",
     "PosteriorSnapshots": "callbacks",
@@ -80,6 +80,7 @@ _EXPORTS: dict[str, str] = {
 __all__ = [*sorted(_EXPORTS), "__version__"]
 
 if TYPE_CHECKING:
+    from tu_symmetry.states import SymmetryError
     from tu_symmetry.symmetry.action import apply_permutation, apply_scale, move_optimizer_state
     from tu_symmetry.symmetry.certificate import Certificate, certify, require_certificate
     from tu_symmetry.symmetry.elements import (
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
         NormalizationGroup,
         PermutationGroup,
         ScaleGroup,
-        SymmetryError,
         SymmetryGraph,
         SymmetryWarning,
     )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.assignment import assign_family, family_value
-from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.alignment.gram import Family, WeightSimilarities, descendants, families, interact, own_member
 from tu_symmetry.alignment.matching import Matching, Progress, check_pair, descend, weight_distance
+from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph

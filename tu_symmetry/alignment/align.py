@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
-from tu_symmetry.alignment.barrier import mean_state
 from tu_symmetry.alignment.consensus import AlignSolver, Consensus, medoid_candidates, medoid_of, of_ordinary_size
-from tu_symmetry.alignment.evaluation import reusable
 from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
+from tu_symmetry.evaluation import reusable
+from tu_symmetry.states import State, mean_state, require_state, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.symmetry.randomness import leaves_randomness
-from tu_symmetry.symmetry.states import State, require_state, unstack
 
 Reference = Literal["first", "medoid", "mean", "universe"]
 MatchOn = Literal["weights", "activations"]

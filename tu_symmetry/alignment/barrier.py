@@ -13,16 +13,16 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.alignment.evaluation import (
+from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.evaluation import (
     evaluating,
     forward,
     labeled_batches,
     on_device,
     reusable,
 )
-from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.states import mean_state, require_state, unstack
 from tu_symmetry.symmetry.randomness import leaves_randomness
-from tu_symmetry.symmetry.states import require_state, unstack
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Merge = Callable[[dict[str, Tensor], float], Mapping[str, Tensor]]
@@ -278,31 +278,6 @@ def barrier_matrix(
         if progress is not None:
             progress({"done": done, "total": len(pairs)})
     return matrix
-
-
-def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first.
-
-    Raises:
-        ValueError: no networks.
-    """
-    members = unstack(states)
-    if not members:
-        raise ValueError("there is no network to take a mean of: the list of states is empty")
-    for k in range(1, len(members)):
-        require_state(members[k], f"states[{k}]", like=members[0])
-        require_state(members[0], "states[0]", like=members[k])
-    return {
-        name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
-        for name, t in members[0].items()
-    }
-
-
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean, also where the sum leaves the range of the dtype."""
-    stacked = torch.stack(list(tensors))
-    mean = stacked.mean(0)
-    return mean if torch.isfinite(mean).all() else (stacked / len(tensors)).sum(0)
 
 
 @leaves_randomness

@@ -29,10 +29,10 @@ from torch import Tensor
 from tu_symmetry.alignment.gram import families, resized, size_exponent, working
 from tu_symmetry.alignment.matching import Solver, weight_matching
 from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
+from tu_symmetry.states import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.states import State
 
 Consensual = Literal["mean", "universe"]
 AlignSolver = Literal[Solver, "synchronized"]

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import largest_entry, permute_axis, permute_tensors
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
 
 if TYPE_CHECKING:
     from typing_extensions import Self

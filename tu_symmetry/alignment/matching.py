@@ -21,6 +21,7 @@ from tu_symmetry.alignment.assignment import assign, assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightSimilarities, enlarged, resized, size_exponent, working
 from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import frank_wolfe
+from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
     Permutation,
@@ -28,8 +29,7 @@ from tu_symmetry.symmetry.elements import (
     identity_permutation,
     random_permutation,
 )
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
-from tu_symmetry.symmetry.states import require_state
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Progress = Callable[[dict[str, Any]], None]
 Solver = Literal["frank_wolfe", "descent"]

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tu_symmetry.alignment.evaluation import evaluating, forward, input_batches, on_device, reusable
+from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device, reusable
+from tu_symmetry.states import State, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
-from tu_symmetry.symmetry.states import require_state
 
-State = dict[str, Tensor]
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -15,13 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, interpolate, mean_loss
-from tu_symmetry.alignment.evaluation import (
-    evaluating,
-    forward,
-    labeled_batches,
-    on_device,
-    reusable,
-)
 from tu_symmetry.alignment.gram import WeightSimilarities, families, working
 from tu_symmetry.alignment.matching import (
     Matching,
@@ -32,6 +25,13 @@ from tu_symmetry.alignment.matching import (
     weight_matching,
 )
 from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.evaluation import (
+    evaluating,
+    forward,
+    labeled_batches,
+    on_device,
+    reusable,
+)
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph

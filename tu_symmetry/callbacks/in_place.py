@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation, move_optimizer_state, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
 @torch.no_grad()

@@ -30,10 +30,11 @@ from tu_symmetry.callbacks.members import (
     swag_statistics,
 )
 from tu_symmetry.callbacks.schedule import ScheduledCallback
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import Permutation
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]

@@ -29,10 +29,11 @@ from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_scale, check_scalable_state, move_optimizer_state, scale_tensors
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import LogScale
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 
@@ -57,7 +58,7 @@ class ScaleCanonicalization(ScheduledCallback):
     and first moments are divided by ``c``, second moments by ``c**2``, averages of weights multiplied by ``c``.
 
     *The training trajectory is not invariant*, since neither SGD nor Adam is equivariant under rescaling. What holds
-    exactly for the next steps, read in the old coordinates ``w = w' / c`` (tests/test_callbacks_scale.py):
+    exactly for the next steps, read in the old coordinates ``w = w' / c`` (tests/callbacks/test_scale.py):
 
     * SGD, with or without momentum: the step is that of the learning rate ``lr / c**2``, weight by weight, with the
       same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change; a

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from tu_symmetry.cli.ends import Parser, Signals, duration, ended, fail, named, whole_number
 
 if TYPE_CHECKING:
+    from tu_symmetry.checkpoints.align import FileAlignment
+    from tu_symmetry.checkpoints.barriers import BarrierReport
+    from tu_symmetry.reporting.progress import Display
     from tu_symmetry.symmetry.graph import SymmetryGraph
-    from tu_symmetry.tables.align_barriers import BarrierReport
-    from tu_symmetry.tables.align_files import FileAlignment
-    from tu_symmetry.tables.progress import Display
 
 Handler = Callable[[argparse.Namespace], int | None]
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {}
@@ -79,11 +79,11 @@ def table(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever has been done")
 
     def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.configs import read_mapping
+        from tu_symmetry.reporting.progress import Display
         from tu_symmetry.tables.commands import TableInterrupted, run_commands
         from tu_symmetry.tables.engine import run_table
         from tu_symmetry.tables.library import find_recipe
-        from tu_symmetry.tables.progress import Display
-        from tu_symmetry.tables.recipe import read_mapping
 
         display = Display()
         folder = find_recipe(arguments.folder)
@@ -166,7 +166,7 @@ def _add_architecture(parser: argparse.ArgumentParser) -> None:
 def _discover(arguments: argparse.Namespace, *, verify: bool = True) -> SymmetryGraph:
     from rich.console import Console
 
-    from tu_symmetry.tables.architecture import Architecture
+    from tu_symmetry.checkpoints.architecture import Architecture
 
     sys.path.insert(0, "")  # as `python -m` does: models of the folder one works in
     architecture = Architecture(
@@ -260,9 +260,9 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     _add_barriers(parser)
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.tables.align_files import align_files
-        from tu_symmetry.tables.checkpoint_files import find_checkpoints
-        from tu_symmetry.tables.progress import Display
+        from tu_symmetry.checkpoints.align import align_files
+        from tu_symmetry.checkpoints.files import find_checkpoints
+        from tu_symmetry.reporting.progress import Display
 
         display = Display()
         reference = arguments.reference
@@ -346,9 +346,9 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
     """Load the data and try the loss, so that what is wrong with them is known before anything is aligned."""
     import torch
 
-    from tu_symmetry.tables.align_barriers import BarrierOptions, check_loss, load_data, measure_barriers
-    from tu_symmetry.tables.architecture import build_module, parse_precision
-    from tu_symmetry.tables.checkpoint_files import AlignFilesError
+    from tu_symmetry.checkpoints.architecture import build_module, parse_precision
+    from tu_symmetry.checkpoints.barriers import BarrierOptions, check_loss, load_data, measure_barriers
+    from tu_symmetry.checkpoints.files import AlignFilesError
 
     if arguments.barriers != "all" and not (arguments.barriers.isdecimal() and int(arguments.barriers) > 0):
         raise AlignFilesError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")

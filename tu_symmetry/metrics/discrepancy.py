@@ -17,8 +17,8 @@ from tu_symmetry.metrics.functional.discrepancy import (
     weight_vectors,
 )
 from tu_symmetry.scaling.masses import Parameters
+from tu_symmetry.states import require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.states import require_state
 
 
 class MaximumMeanDiscrepancy(Metric):

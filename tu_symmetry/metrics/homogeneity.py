@@ -10,7 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, Statistic, marginal_homogeneity, unit_samples
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
 class MarginalHomogeneity(Metric):

@@ -23,11 +23,11 @@ from tu_symmetry.alignment.align import MatchOn, Reference
 from tu_symmetry.alignment.align import align as align_states
 from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
-from tu_symmetry.posterior.samples import SampleFileError, SampleStore, State, layout_of
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import SampleFileError, State, SymmetryError, kind_of, layout_of, require_state, unstack
 from tu_symmetry.symmetry.action import largest_entry
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
-from tu_symmetry.symmetry.states import kind_of, require_state, unstack
 
 _FORMAT = "tu_symmetry.compact"
 _VERSION = "1"

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,35 +34,30 @@ from tu_symmetry.files import (
     open_safetensors,
     read_header,
     read_json,
-    read_safetensors,
     versions,
     warn_unsealed,
     write_json,
     write_safetensors,
 )
-from tu_symmetry.symmetry.states import require_state
-from tu_symmetry.symmetry.states import unstack as unstack_states
+from tu_symmetry.states import (
+    Layout,
+    SampleFileError,
+    State,
+    layout_of,
+    load_state,
+    require_same,
+    require_state,
+    stack_states,
+)
+from tu_symmetry.states import unstack as unstack_states
 
 __all__ = ["SampleFileError", "SampleRecord", "SampleStore", "load_state", "stack_states", "unstack_states"]
-
-State = dict[str, Tensor]
 
 _FORMAT = "tu_symmetry.samples"
 _VERSION = "1"
 _STORE = "store.json"
 _LOG = "shards.log"
 _SUFFIX = ".safetensors"
-
-
-class SampleFileError(FileError):
-    """A file or folder that is truncated, changed, foreign, or of another architecture; the message names it."""
-
-
-class Layout(NamedTuple):
-    """Shape and dtype of one tensor of a state."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -81,91 +75,6 @@ class SampleRecord:
     step: int
     shard: Path
     position: int
-
-
-def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
-    """Stack states of one architecture along a new leading sample axis; ``unstack_states`` undoes it.
-
-    Raises:
-        ValueError: no states, or states whose names or shapes differ.
-    """
-    if not states:
-        raise ValueError("no states to stack: the list is empty")
-    first = layout_of(states[0])
-    for i, state in enumerate(states[1:], start=1):
-        _require_same(layout_of(state), first, f"states[{i}]", "states[0]")
-    return {name: torch.stack([s[name] for s in states]) for name in first}
-
-
-def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str, Layout]:
-    """Shape and dtype of every tensor of a state; of a stack's single states with ``stacked``."""
-    held = require_state(state, "state")
-    return {name: Layout(tuple(t.shape[1:] if stacked else t.shape), t.dtype) for name, t in held.items()}
-
-
-def load_state(
-    path: str | os.PathLike[str], *, prefix: str = "", allow: Sequence[Any] = (), device: str | torch.device = "cpu"
-) -> State:
-    """Read one network's state dict from a checkpoint of any usual kind, without running code from it.
-
-    Args:
-        path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
-            checkpoint) that holds one under ``state_dict``.
-        prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
-        allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
-        device: where to put the tensors.
-
-    Raises:
-        SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
-            meta, quantized), or no name with that prefix.
-    """
-    path = Path(path)
-    content: Any
-    if path.suffix == _SUFFIX:
-        try:
-            content, _ = read_safetensors(path, device=device, warn=False)  # most are other programs'
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
-    else:
-        try:
-            with torch.serialization.safe_globals(list(allow)):
-                content = torch.load(path, map_location=device, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise SampleFileError(
-                f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
-                "names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: "
-                + _reason(error)
-            ) from error
-        except OSError:
-            raise  # no such file, no right to read it
-        except Exception as error:  # what a foreign file makes of the unpickler can be anything
-            raise SampleFileError(
-                f"{path} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
-            ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
-        held = f"a dict with keys {sorted(map(str, content))[:6]}" if isinstance(content, Mapping) else type(content)
-        raise SampleFileError(
-            f"{path} holds {held}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
-        )
-    for name, t in content.items():
-        if t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested:
-            kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
-            kind = "a quantized tensor" if t.is_quantized else kind
-            raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
-    state = {str(name)[len(prefix) :]: t for name, t in content.items() if str(name).startswith(prefix)}
-    if not state:
-        raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
-    return state
-
-
-def _reason(error: Exception) -> str:
-    """What torch's reader stumbled on, without its paragraphs of advice."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = next((line for line in said if "WeightsUnpickler error" in line or line.startswith("Unsupported")), None)
-
-    return (found or next(iter(said), "nothing")).partition(" Please use")[0]
 
 
 class SampleStore(Sequence[State]):
@@ -285,7 +194,7 @@ class SampleStore(Sequence[State]):
             store._read_header(shard, logged)
         if like is not None and store.layout is not None:
             found = {n: e._replace(dtype=like[n].dtype) if n in like else e for n, e in store.layout.items()}
-            _require_same(found, layout_of(like), str(folder), "the state that was given", SampleFileError)
+            require_same(found, layout_of(like), str(folder), "the state that was given", SampleFileError)
         return store
 
     def append(
@@ -436,7 +345,7 @@ class SampleStore(Sequence[State]):
             )
         layout = {name: Layout(shape[1:], dtype) for name, (shape, dtype) in header.layout.items()}
         if self.layout is not None:
-            _require_same(layout, self.layout, str(shard), "the shards before it", SampleFileError)
+            require_same(layout, self.layout, str(shard), "the shards before it", SampleFileError)
         self.layout = layout
         self._add(shard, chains, steps)
 
@@ -502,7 +411,7 @@ class SampleStore(Sequence[State]):
                     f"{name!r} holds NaN or infinite values: the run has diverged, and that is no posterior sample"
                 )
         if self.layout is not None:
-            _require_same(layout_of(stack, stacked=True), self.layout, "the state", f"the store {self.folder}")
+            require_same(layout_of(stack, stacked=True), self.layout, "the state", f"the store {self.folder}")
         pairs = list(zip(chains, steps, strict=True))
         there = sorted({(r.chain, r.step) for r in self.records} & set(pairs))
         if there or len(set(pairs)) < len(pairs):
@@ -514,21 +423,3 @@ def _require_finite(shard: Path, header: Header) -> None:
         for name, (_, dtype) in header.layout.items():
             if dtype.is_floating_point and not torch.isfinite(file.get_tensor(name)).all():
                 raise SampleFileError(f"{shard} holds NaN or infinite values in {name!r}; it is damaged, restore it")
-
-
-def _require_same(
-    found: Mapping[str, Layout],
-    expected: Mapping[str, Layout],
-    what: str,
-    other: str,
-    error: type[ValueError] = ValueError,
-) -> None:
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    if missing or extra:
-        raise error(f"{what} is of another architecture than {other}: missing {missing[:6]}, unexpected {extra[:6]}")
-    for name, entry in expected.items():
-        if found[name] != entry:
-            raise error(
-                f"{what} is of another architecture than {other}: {name!r} is {found[name].dtype} of shape "
-                f"{found[name].shape}, expected {entry.dtype} of {entry.shape}"
-            )

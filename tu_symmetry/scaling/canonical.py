@@ -4,8 +4,8 @@
 ``unit_norm`` gives every hidden filter unit norm, front to back, as that paper's released code does; ``unit_variance``
 gives its weights a mean square of one.
 
-Laws (tests/test_scaling.py): the function is unchanged; the form is idempotent and constant on orbits; it commutes with
-permutations; the mass never grows under ``min_mass``, and equals the optimum of a general convex solver.
+Laws (tests/scaling/test_canonical.py): the function is unchanged; the form is idempotent and constant on orbits; it
+commutes with permutations; the mass never grows under ``min_mass``, and equals the optimum of a general convex solver.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from tu_symmetry.scaling.epsilon import scale_with_epsilon
 from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import LogScale
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.measured import measured
 
 Method = Literal["min_mass", "unit_norm", "unit_variance"]

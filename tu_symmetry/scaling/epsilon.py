@@ -14,9 +14,10 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors
 from tu_symmetry.symmetry.elements import LogScale
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _LOST = 0.1  # share of a variance and epsilon that rounding may take
 

@@ -21,8 +21,9 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import largest_entry
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]

@@ -2,7 +2,7 @@
 
 All functions are pure: they take a state dict (or a stack of states with leading sample axes) and return a new one.
 
-Laws (tests/test_symmetry_laws.py, float64): the function of the network is unchanged; actions compose and invert.
+Laws (tests/symmetry/test_laws.py, float64): the function of the network is unchanged; actions compose and invert.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
-from tu_symmetry.symmetry.graph import PermutationMember, SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import PermutationMember, SymmetryGraph
 
 
 def apply_permutation(

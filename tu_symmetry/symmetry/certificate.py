@@ -3,7 +3,7 @@
 Verification shows that a symmetry holds for random weights. A certificate is measured on the very weights that were
 transformed: the change of the outputs on example inputs, beside the change that the rounding of the weights explains.
 
-Laws (tests/test_certificate.py): a certificate holds for every element of every group, in float64, float32 and
+Laws (tests/symmetry/test_certificate.py): a certificate holds for every element of every group, in float64, float32 and
 bfloat16, and does not hold where one tensor of a group is left behind.
 """
 
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.probe import Difference, Probe, Reference, perturb_
 
 

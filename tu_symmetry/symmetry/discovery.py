@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.states import kind_of
 from tu_symmetry.symmetry.extraction import Extraction
 from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
 from tu_symmetry.symmetry.probe import Probe
 from tu_symmetry.symmetry.scales import scale_groups
-from tu_symmetry.symmetry.states import kind_of
 from tu_symmetry.symmetry.tracing import interpret, tied_names, trace
 
 

@@ -5,7 +5,7 @@ indexing, ``new[j] = old[p[j]]``. A nested group is named ``parent/own``, and to
 product: the unit ``j`` of the block ``b`` comes from the unit ``p_own[b, j]`` of the block ``p_parent[b]``. The names
 alone say how groups nest, so these functions need no graph.
 
-Laws (tests/test_elements.py): ``compose`` is associative, ``compose(p, invert(p))`` is the identity,
+Laws (tests/symmetry/test_elements.py): ``compose`` is associative, ``compose(p, invert(p))`` is the identity,
 ``apply(compose(p, q), x) == apply(p, apply(q, x))``, and ``transposition_count(p) == transposition_count(invert(p))``.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 
 Permutation = dict[str, Tensor]

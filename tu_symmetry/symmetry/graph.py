@@ -22,12 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tu_symmetry.states import SymmetryError, check_tensor
+
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.probe import Probe
-
-
-class SymmetryError(RuntimeError):
-    """A symmetry that does not hold, or weights that do not belong to the graph; the message names the culprit."""
 
 
 class SymmetryWarning(UserWarning):
@@ -377,8 +375,6 @@ class SymmetryGraph:
                 of another kind than the network's (integers or complex numbers for real weights), and other values of
                 the integers and booleans in ``constants``.
         """
-        from tu_symmetry.symmetry.states import check_tensor
-
         if not isinstance(state, Mapping):
             raise TypeError(
                 f"{name} is a {type(state).__name__}, not a state dict; for a module pass module.state_dict()"

@@ -1,6 +1,6 @@
 """Certificates as a by-product: what returns transformed weights measures what it did to the outputs.
 
-Law (tests/test_certified_results.py): a wrong symmetry that passes for verified is refused by everything that
+Law (tests/symmetry/test_certified_results.py): a wrong symmetry that passes for verified is refused by everything that
 transforms weights with it, before anything is returned, written or changed in place.
 """
 
@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.certificate import MOST_OF_EPSILON, Certificate, certify, require_certificate
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _ONE_AT_A_TIME = threading.Lock()  # a run puts its weights into the graph's one module, also in threads of an alignment
 _ASKED = "certify=False was passed"

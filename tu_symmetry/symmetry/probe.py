@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tu_symmetry.symmetry.graph import SymmetryError
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.rules import GUARD, SMALL
 
 

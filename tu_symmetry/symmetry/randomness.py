@@ -1,6 +1,7 @@
 """Random numbers of one's own: torch's global random state is a user's, and stays what it was.
 
-Law (tests/test_bad_states.py): ``torch.random.get_rng_state()`` is the same before and after every public function.
+Law (tests/symmetry/test_bad_states.py): ``torch.random.get_rng_state()`` is the same before and after every
+public function.
 """
 
 from __future__ import annotations

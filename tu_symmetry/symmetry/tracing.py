@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.algebra import Array, Label, Ledger, Value, along, code, distinct, pinned_value
-from tu_symmetry.symmetry.graph import SymmetryError
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.probe import copied, own_copy

@@ -10,8 +10,8 @@ As an example, ``relu`` between two layers of two units: the group of the rows o
 columns of the second are wrong apart and right together, and a group of two has one element that moves anything. They
 take part in one of two passes each, and each of these changes the outputs.
 
-Laws (tests/test_verification.py): a symmetry split in two, and two that are made one, are refused for every module of
-the zoo; bisection finds exactly the wrong groups among right ones.
+Laws (tests/symmetry/test_verification.py): a symmetry split in two, and two that are made one, are refused for every
+module of the zoo; bisection finds exactly the wrong groups among right ones.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryError, SymmetryGraph
+from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryGraph
 from tu_symmetry.symmetry.graph import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.probe import Difference, Probe, Reference, perturb_
 from tu_symmetry.symmetry.probe import random_state as random_state

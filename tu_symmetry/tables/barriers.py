@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tu_symmetry.configs import ConfigError
+from tu_symmetry.evaluation import Batches, logits
 from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
-from tu_symmetry.tables.data import Batches
+from tu_symmetry.states import unstack
 from tu_symmetry.tables.models import build_model
-from tu_symmetry.tables.predict import logits, unstack
-from tu_symmetry.tables.recipe import ModelConfig, RecipeError
+from tu_symmetry.tables.recipe import ModelConfig
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class BarriersOptions:
 def train_members(context: StageContext, options: MembersOptions) -> Results:
     """Train independent networks of one architecture: states ``[members, ...]``."""
     if options.members < 2:
-        raise RecipeError(f"{context.name}: barriers are between networks, so members must be 2 at least")
+        raise ConfigError(f"{context.name}: barriers are between networks, so members must be 2 at least")
     states = []
     with context.track(f"training {options.title}", options.members * options.epochs) as tracker:
         for k in range(options.members):
@@ -138,7 +139,7 @@ def _train(context: StageContext, options: MembersOptions, k: int, shown: Callab
     x, y = context.data.train_x, context.data.train_y
     steps = len(x) // options.batch_size
     if steps == 0:
-        raise RecipeError(f"{context.name}: batch_size {options.batch_size} exceeds the {len(x)} training images")
+        raise ConfigError(f"{context.name}: batch_size {options.batch_size} exceeds the {len(x)} training images")
     total = steps * options.epochs
     optimizer = torch.optim.SGD(
         model.parameters(), options.learning_rate, options.momentum, weight_decay=options.weight_decay
@@ -229,7 +230,7 @@ def match_members(context: StageContext, options: MatchingOptions) -> Results:
 
     unknown = set(options.methods) - set(MATCHINGS)
     if unknown:
-        raise RecipeError(f"{context.name}: unknown methods {sorted(unknown)}; there are {', '.join(MATCHINGS)}")
+        raise ConfigError(f"{context.name}: unknown methods {sorted(unknown)}; there are {', '.join(MATCHINGS)}")
     model, graph, states = _network(context)
     pairs = pairs_of(len(states))
 
@@ -319,9 +320,9 @@ def measure_barriers(context: StageContext, options: BarriersOptions) -> Results
     from tu_symmetry.symmetry.action import apply_permutation
 
     if options.points < 3 or options.points % 2 == 0:
-        raise RecipeError(f"{context.name}: points must be odd and 3 at least (ends and middle), not {options.points}")
+        raise ConfigError(f"{context.name}: points must be odd and 3 at least (ends and middle), not {options.points}")
     if not 0 < options.held_out < len(context.data.test_x):
-        raise RecipeError(
+        raise ConfigError(
             f"{context.name}: held_out is {options.held_out}, which leaves none of the {len(context.data.test_x)} test "
             "images to measure, or none to tune on"
         )
@@ -407,7 +408,7 @@ class _Judge:
 
     def mean(self, states: Sequence[State]) -> dict[str, dict[str, float]]:
         """Scores of the mean of all networks."""
-        from tu_symmetry.alignment.barrier import mean_state
+        from tu_symmetry.states import mean_state
 
         return self._merged(states, [1 / len(states)] * len(states), mean_state(states))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from tu_symmetry.tables import plots
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 METHODS = {

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import yaml
 
+from tu_symmetry.configs import ConfigError, parse, read_mapping
 from tu_symmetry.files import (
     FileError,
     clear_scratch,
@@ -36,10 +37,9 @@ from tu_symmetry.files import (
     write_json,
     write_text,
 )
-from tu_symmetry.tables.environment import describe_environment
+from tu_symmetry.reporting.environment import describe_environment
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.outcome import Outcome, plain
-from tu_symmetry.tables.progress import Display
-from tu_symmetry.tables.recipe import RecipeError, parse, read_mapping
 
 Subcommand = Literal["fit", "validate", "test", "predict", "run"]
 MARKS = ".table"
@@ -92,7 +92,7 @@ def load_table(folder: str | Path) -> CommandTable:
     """Read and check a recipe folder.
 
     Raises:
-        RecipeError: missing files, unknown keys, a name listed twice, a command that needs a later one, a file whose
+        ConfigError: missing files, unknown keys, a name listed twice, a command that needs a later one, a file whose
             folder is not ``root/NAME``.
     """
     folder = Path(folder)
@@ -100,17 +100,17 @@ def load_table(folder: str | Path) -> CommandTable:
     raw = read_mapping(path)
     entries = raw.get("commands")
     if not isinstance(entries, list) or not entries:
-        raise RecipeError(f"{path}: 'commands' must list the commands in order")
+        raise ConfigError(f"{path}: 'commands' must list the commands in order")
     commands = [parse(CommandConfig, entry, f"{path}: commands[{k}]") for k, entry in enumerate(entries)]
     table = replace(parse(CommandTable, raw | {"commands": []}, str(path)), commands=commands)
     known: list[str] = []
     for command in table.commands:
         where = f"{path}: command {command.name!r}"
         if command.name in known or not command.name.replace("_", "").replace("-", "").isalnum():
-            raise RecipeError(f"{where}: names are letters, digits, - and _, and each stands once")
+            raise ConfigError(f"{where}: names are letters, digits, - and _, and each stands once")
         unknown = [name for name in command.needs if name not in known]
         if unknown:
-            raise RecipeError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(known)})")
+            raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(known)})")
         known.append(command.name)
         content = read_mapping(folder / command.config)
         *keys, last = _folder_key(command.command)
@@ -120,7 +120,7 @@ def load_table(folder: str | Path) -> CommandTable:
         found = holder.get(last) if isinstance(holder, Mapping) else None
         wanted = f"{table.root}/{command.name}"
         if command.set.get(".".join([*keys, last]), found) != wanted:
-            raise RecipeError(
+            raise ConfigError(
                 f"{folder / command.config}: {'.'.join([*keys, last])} is {found!r}, it must be {wanted!r}"
             )
     return table
@@ -155,7 +155,7 @@ def run_commands(
         Name of each command to its results.
 
     Raises:
-        RecipeError: a recipe or override that cannot be used.
+        ConfigError: a recipe or override that cannot be used.
         FolderInUseError: another process works in the run folder.
         TableInterrupted: ``max_time`` is over.
     """
@@ -251,7 +251,7 @@ class _Run:
         try:
             return read_json(path)[0]
         except FileError as error:
-            raise RecipeError(f"{error}; remove it to have {name} made again") from error
+            raise ConfigError(f"{error}; remove it to have {name} made again") from error
 
     def _mark(self, name: str, mark: dict[str, Any]) -> None:
         write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
@@ -265,7 +265,7 @@ class _Run:
         resumed = not self.fresh and old is not None and old["fingerprint"] == fingerprint and target.is_dir()
         if not resumed and target.exists():
             if old is None:
-                raise RecipeError(
+                raise ConfigError(
                     f"{target} exists, but this table has not made it; move it away, or give another run folder (--out)"
                 )
             shutil.rmtree(target)
@@ -292,7 +292,7 @@ class _Run:
         if not complete:
             raise TableInterrupted(f"the time is over; the same command resumes with {command.name}")
         if not mark["files"]:
-            raise RecipeError(f"{command.name} has written nothing to {target}")
+            raise ConfigError(f"{command.name} has written nothing to {target}")
         self.marks[command.name] = plain(mark)
 
     def _words(self, command: CommandConfig, resumed: bool) -> list[str]:
@@ -351,7 +351,7 @@ def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]
         key, separator, value = override.partition("=")
         name, _, flag = key.strip().partition(".")
         if not separator or not flag or name not in flags:
-            raise RecipeError(
+            raise ConfigError(
                 f"--set {override!r}: write NAME.FLAG=VALUE with a command of this recipe ({', '.join(flags)}) and one "
                 "of its flags, for example hmc.routine.num_samples=100"
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tu_symmetry.configs import ConfigError
 from tu_symmetry.datamodules.readers import (
     DataFileError,
     IDXName,
@@ -21,30 +22,10 @@ from tu_symmetry.datamodules.readers import (
     read_digits,
     read_idx_images,
 )
-from tu_symmetry.tables.recipe import DataConfig, RecipeError
+from tu_symmetry.evaluation import Batches
+from tu_symmetry.tables.recipe import DataConfig
 
 TORCHVISION: tuple[IDXName, ...] = ("mnist", "fashion_mnist", "kmnist")
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Consecutive batches of resident tensors, in order, as often as they are iterated.
-
-    Attributes:
-        x: ``[n, ...]`` inputs.
-        y: ``[n]`` class numbers.
-        batch_size: of all batches but the last.
-    """
-
-    x: Tensor
-    y: Tensor
-    batch_size: int = 1000
-
-    def __len__(self) -> int:
-        return -(-len(self.x) // self.batch_size)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from zip(self.x.split(self.batch_size), self.y.split(self.batch_size), strict=True)
 
 
 @dataclass(frozen=True)
@@ -86,7 +67,7 @@ def load_data(config: DataConfig, root: Path) -> Data:
         root: folder of downloaded data sets, as torchvision lays it out; what is missing there is downloaded.
 
     Raises:
-        RecipeError: an unknown data set, sizes that it does not have, or data that can be neither found nor downloaded.
+        ConfigError: an unknown data set, sizes that it does not have, or data that can be neither found nor downloaded.
     """
     with recipe_errors("; --data-root says where the data sets are"):
         if config.name == "digits":
@@ -97,7 +78,7 @@ def load_data(config: DataConfig, root: Path) -> Data:
         elif config.name == "cifar10":
             train, test = read_cifar(root, "cifar10", "train"), read_cifar(root, "cifar10", "test")
         else:
-            raise RecipeError(f"data.name {config.name!r}: the data sets are digits, cifar10, {', '.join(TORCHVISION)}")
+            raise ConfigError(f"data.name {config.name!r}: the data sets are digits, cifar10, {', '.join(TORCHVISION)}")
     train_x, train_y = _first(*train, config.train_size, "train_size")
     test_x, test_y = _first(*test, config.test_size, "test_size")
     digest = hashlib.sha256()
@@ -112,7 +93,7 @@ def load_data(config: DataConfig, root: Path) -> Data:
 
 def _first(x: Tensor, y: Tensor, size: int | None, what: str) -> tuple[Tensor, Tensor]:
     if size is not None and not 1 <= size <= len(x):
-        raise RecipeError(f"data.{what} is {size}, but there are {len(x)} images")
+        raise ConfigError(f"data.{what} is {size}, but there are {len(x)} images")
     return x[:size], y[:size]
 
 
@@ -122,7 +103,7 @@ def recipe_errors(hint: str = "") -> Iterator[None]:
     try:
         yield
     except DataFileError as error:
-        raise RecipeError(f"{error}{hint}") from error
+        raise ConfigError(f"{error}{hint}") from error
 
 
 def _idx(name: IDXName, root: Path) -> tuple[LabeledImages, LabeledImages]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tu_symmetry.configs import ConfigError, check_numbers, parse
 from tu_symmetry.files import (
     FileError,
     FolderInUseError,
@@ -37,11 +38,11 @@ from tu_symmetry.files import (
     remove_folder,
     write_json,
 )
+from tu_symmetry.reporting.environment import describe_environment
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.data import Data, load_data
-from tu_symmetry.tables.environment import describe_environment
 from tu_symmetry.tables.outcome import plain
-from tu_symmetry.tables.progress import Display
-from tu_symmetry.tables.recipe import Recipe, RecipeError, check_numbers, load_recipe, parse
+from tu_symmetry.tables.recipe import Recipe, load_recipe
 from tu_symmetry.tables.stage import Input, Results, StageContext, StageKind, stage_kind
 
 MARK = "stage.json"
@@ -81,16 +82,16 @@ def run_table(
         Stage name to its results.
 
     Raises:
-        RecipeError: a recipe or override that cannot be used, foreign files in the run folder, a result in it that was
+        ConfigError: a recipe or override that cannot be used, foreign files in the run folder, a result in it that was
             changed after it was made, another run in it, no such device, a stage that refuses its options.
         OSError: a run folder that cannot be written, a full disk.
     """
     recipe = load_recipe(folder, overrides)
     if out is not None and not str(out).strip():
-        raise RecipeError("--out is empty; name a run folder, or leave it out for runs/<recipe>")
+        raise ConfigError("--out is empty; name a run folder, or leave it out for runs/<recipe>")
     run_folder = Path(out) if out is not None else Path("runs") / recipe.name
     if next((p for p in (run_folder, *run_folder.parents) if p.exists() and not p.is_dir()), None):
-        raise RecipeError(f"{run_folder} is a file or lies in one, and a run needs a folder; choose another with --out")
+        raise ConfigError(f"{run_folder} is a file or lies in one, and a run needs a folder; choose another with --out")
     where = _device(device)
     display = display or Display()
     data = load_data(recipe.table.data, Path(data_root))
@@ -101,18 +102,18 @@ def run_table(
             clear_scratch(run_folder)
             return _run(recipe, steps, run_folder, data, Path(data_root), where, fresh, display)
     except FolderInUseError as error:
-        raise RecipeError(f"{error} with --out") from None
+        raise ConfigError(f"{error} with --out") from None
 
 
 def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise RecipeError(f"--device {name}: torch sees no CUDA device here; use --device cpu or a machine with a GPU")
+        raise ConfigError(f"--device {name}: torch sees no CUDA device here; use --device cpu or a machine with a GPU")
     try:
         device = torch.device(name)
         torch.ones(1, device=device).sum().item()  # a device that torch knows may still not be there
     except (RuntimeError, NotImplementedError, AssertionError, ImportError) as error:
         said = next(iter(str(error).splitlines()), "")
-        raise RecipeError(f"--device {name!r} cannot be used here; use cpu or cuda. torch said: {said}") from error
+        raise ConfigError(f"--device {name!r} cannot be used here; use cpu or cuda. torch said: {said}") from error
     return device
 
 
@@ -128,7 +129,7 @@ def _plan(recipe: Recipe, data: Data) -> list[_Step]:
         roles = {role.rstrip("?") for role in kind.inputs}
         required = {role for role in kind.inputs if not role.endswith("?")}
         if not required <= config.inputs.keys() <= roles:
-            raise RecipeError(
+            raise ConfigError(
                 f"{where}: a {config.stage} stage has the inputs {', '.join(kind.inputs) or 'none'} "
                 f"(? for optional), the file names {', '.join(config.inputs) or 'none'}"
             )
@@ -231,12 +232,12 @@ def _run(
 def _stage_results(step: _Step, context: StageContext) -> Results:
     try:
         return step.kind.run(context, step.options)
-    except RecipeError:
+    except ConfigError:
         raise
     except FileError as error:
-        raise RecipeError(f"stage {step.name}: {error} (deleting {context.folder} starts the stage over)") from error
+        raise ConfigError(f"stage {step.name}: {error} (deleting {context.folder} starts the stage over)") from error
     except ValueError as error:  # what functions say about arguments that they cannot use
-        raise RecipeError(f"stage {step.name}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"stage {step.name}: {' '.join(str(error).split())}") from error
 
 
 def _finish(step: _Step, run_folder: Path) -> None:
@@ -257,7 +258,7 @@ def _check_files(folder: Path, mark: Mapping[str, Any]) -> None:
         path = folder / name
         if not path.is_file() or digest_file(path) != digest:
             state = "was changed or replaced after it was made" if path.is_file() else "is gone"
-            raise RecipeError(
+            raise ConfigError(
                 f"{path} {state}: restore it, or delete the folder {folder} to have the stage run again (--fresh runs "
                 "all of them)"
             )
@@ -303,7 +304,7 @@ def _read_mark(folder: Path) -> dict[str, Any] | None:
             return {**mark, "written_by": written_by}
     except (OSError, FileError):
         pass
-    raise RecipeError(
+    raise ConfigError(
         f"{folder} exists but holds no readable {MARK}, so this program did not write it or it is damaged; "
         "move it away, or give another run folder with --out"
     )

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from jsonargparse import ArgumentParser
 
+from tu_symmetry.configs import resolve
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.recipe import resolve
 
 
 def build_parser() -> ArgumentParser:

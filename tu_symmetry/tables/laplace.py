@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 
+from tu_symmetry.configs import ConfigError
+from tu_symmetry.evaluation import Batches
 from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.laplace.curvature import Curvature
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -24,12 +26,11 @@ from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.data import Batches, Data
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.tables.data import Data
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
-from tu_symmetry.tables.recipe import RecipeError
 from tu_symmetry.tables.stage import Results, StageContext, stage
 from tu_symmetry.tables.stored_jacobian import Tangent, features
 
@@ -111,10 +112,10 @@ def build(context: StageContext, architecture: str, arguments: Mapping[str, Any]
     """A network of the table, with as many outputs as the data have classes.
 
     Raises:
-        RecipeError: an architecture that the table does not know.
+        ConfigError: an architecture that the table does not know.
     """
     if architecture not in ARCHITECTURES:
-        raise RecipeError(f"architecture {architecture!r} is not known; there are {', '.join(ARCHITECTURES)}")
+        raise ConfigError(f"architecture {architecture!r} is not known; there are {', '.join(ARCHITECTURES)}")
     network: nn.Module = ARCHITECTURES[architecture](num_classes=context.data.num_classes, **arguments)
     return network.to(context.device)
 
@@ -221,7 +222,7 @@ def _networks(context: StageContext, data: Data) -> Iterator[tuple[str, int, nn.
 def _parse(choice: str) -> tuple[EvaluateAt, Literal["single", "per_group"], bool]:
     where, prior, *rest = choice.split("/")
     if where not in ("tangent_mode", "map") or prior not in ("single", "per_group") or rest not in ([], ["flat"]):
-        raise RecipeError(f"choice {choice!r}: write tangent_mode or map, /, single or per_group, and /flat if wanted")
+        raise ConfigError(f"choice {choice!r}: write tangent_mode or map, /, single or per_group, and /flat if wanted")
     return ("map" if where == "map" else "tangent_mode"), ("single" if prior == "single" else "per_group"), bool(rest)
 
 

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tu_symmetry.configs import ConfigError
+from tu_symmetry.evaluation import Batches
 from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -29,16 +31,16 @@ from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.reporting.progress import Tracker
+from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.barriers import MEMBERS, MembersOptions, train_members
-from tu_symmetry.tables.data import Batches
 from tu_symmetry.tables.images import read_images
 from tu_symmetry.tables.laplace_networks import matrices
 from tu_symmetry.tables.models import build_model
-from tu_symmetry.tables.predict import unstack
-from tu_symmetry.tables.recipe import ModelConfig, RecipeError
-from tu_symmetry.tables.stage import Results, StageContext, Tracker, stage
+from tu_symmetry.tables.recipe import ModelConfig
+from tu_symmetry.tables.stage import Results, StageContext, stage
 from tu_symmetry.tables.stored_jacobian import StoredJacobian
 
 _Where: TypeAlias = Literal["map", "tangent_mode", "full"]
@@ -100,12 +102,12 @@ class Choice(NamedTuple):
         """Read ``WHERE/PRIOR`` or ``WHERE/PRIOR/flat``.
 
         Raises:
-            RecipeError: anything else.
+            ConfigError: anything else.
         """
         where, _, rest = text.partition("/")
         prior, _, last = rest.partition("/")
         if where not in get_args(_Where) or prior not in get_args(_Prior) or last not in ("", "flat"):
-            raise RecipeError(
+            raise ConfigError(
                 f"choice {text!r}: write map, tangent_mode or full, /, single or per_group, and /flat if wanted"
             )
         return cls(cast(_Where, where), cast(_Prior, prior), bool(last))
@@ -180,7 +182,7 @@ def optimize_evidence(context: StageContext, options: EvidenceOptions) -> Result
     choices = [Choice.parse(text) for text in options.choices]
     for number, choice in enumerate(choices):
         if choice.where == "full" and choice._replace(where="tangent_mode") not in choices[:number]:
-            raise RecipeError(
+            raise ConfigError(
                 f"choice {choice.key!r} starts from {choice._replace(where='tangent_mode').key!r}: list it first"
             )
     data, other = read_images(context.inputs["images"], context.device)

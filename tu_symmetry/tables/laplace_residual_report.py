@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.reporting.plots import BLUE, GRAY, GREEN, ORANGE, figure
 from tu_symmetry.tables.laplace_residual import Choice
-from tu_symmetry.tables.plots import BLUE, GRAY, GREEN, ORANGE, figure
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 WHERE = {"map": "M(θ~)", "tangent_mode": "M(θ*), simple", "full": "M(θ*), full"}

@@ -20,9 +20,9 @@ from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.model import LinearizedLaplace, PrunedGroupWarning
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables import plots
-from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.stage import Results, StageContext, stage
 
 NETWORK, BANDS = "network.safetensors", "bands.safetensors"

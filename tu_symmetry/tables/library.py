@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tu_symmetry.tables.recipe import RecipeError, read_mapping
+from tu_symmetry.configs import ConfigError, read_mapping
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # in a wheel, and in a checkout
@@ -27,7 +27,7 @@ def find_recipe(name: str | Path) -> Path:
     """The folder of a recipe: a path, or the name of one that travels with the package.
 
     Raises:
-        RecipeError: neither.
+        ConfigError: neither.
     """
     folder = Path(name)
     if (folder / "table.yaml").is_file():
@@ -35,7 +35,7 @@ def find_recipe(name: str | Path) -> Path:
     known = library()
     if str(name).strip("/") in known:
         return known[str(name).strip("/")]
-    raise RecipeError(
+    raise ConfigError(
         f"{name} is no recipe folder (it has no table.yaml), and none of the recipes that come with the package: "
         f"{', '.join(known) or 'none'}; `tu-symmetry recipes` lists them"
     )

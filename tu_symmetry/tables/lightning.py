@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
-from tu_symmetry.tables.recipe import RecipeError, read_yaml
+from tu_symmetry.configs import ConfigError, read_yaml
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
 # whose classes a YAML file may name without their module
@@ -97,7 +97,7 @@ def _bound_aliases() -> None:
         if "&" in text and "*" in text:
             try:
                 read_yaml(text, "the configuration")
-            except RecipeError as error:
+            except ConfigError as error:
                 raise yaml.YAMLError(str(error)) from error
         return load(text)
 

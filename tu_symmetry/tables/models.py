@@ -9,8 +9,9 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from tu_symmetry.configs import ConfigError, resolve
 from tu_symmetry.tables.data import Data
-from tu_symmetry.tables.recipe import ModelConfig, RecipeError, resolve
+from tu_symmetry.tables.recipe import ModelConfig
 
 
 class MLP(nn.Module):
@@ -39,7 +40,7 @@ def build_model(config: ModelConfig, data: Data) -> nn.Module:
     """The module that a recipe names; ``in_features`` and ``num_classes`` are filled in from the data if it takes them.
 
     Raises:
-        RecipeError: a class that does not exist or is no module, or arguments that it does not take.
+        ConfigError: a class that does not exist or is no module, or arguments that it does not take.
     """
     make = resolve(config.class_path)
     _require_module_maker(make, config.class_path)
@@ -49,10 +50,10 @@ def build_model(config: ModelConfig, data: Data) -> nn.Module:
     try:
         inspect.signature(make).bind(**arguments)
     except TypeError as error:
-        raise RecipeError(f"model {config.class_path}: {error}; it takes {', '.join(known)}") from None
+        raise ConfigError(f"model {config.class_path}: {error}; it takes {', '.join(known)}") from None
     model = make(**arguments)
     if not isinstance(model, nn.Module):
-        raise RecipeError(f"model {config.class_path} made a {type(model).__name__}, not a torch.nn.Module")
+        raise ConfigError(f"model {config.class_path} made a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -63,7 +64,7 @@ def _require_module_maker(make: object, name: str) -> None:
     except (TypeError, NameError, AttributeError):
         made = None
     if not (isinstance(made, type) and issubclass(made, nn.Module)):
-        raise RecipeError(
+        raise ConfigError(
             f"model {name} is neither a class of torch.nn.Module nor a function whose return type is annotated as one "
             "(-> nn.Module), so it was not called"
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tu_symmetry.files import read_json, write_json
-from tu_symmetry.tables.grid import Grid
+from tu_symmetry.reporting.grid import Grid
 
 RESULTS = "results.json"
 

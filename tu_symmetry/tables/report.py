@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from tu_symmetry.files import write_text
+from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.tables.commands import CommandTable
-from tu_symmetry.tables.environment import describe_environment
 
 REPORT = "report.md"
 

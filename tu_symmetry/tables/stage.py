@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tu_symmetry.tables.recipe import RecipeError, TableConfig, resolve
+from tu_symmetry.configs import ConfigError, resolve
+from tu_symmetry.reporting.progress import Tracker
+from tu_symmetry.tables.recipe import TableConfig
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +30,6 @@ KINDS: dict[str, str] = {
 }
 
 Results = dict[str, Any]
-
-
-class Tracker(Protocol):
-    """What shows the progress of one loop inside a stage."""
-
-    def update(self, done: int, **info: float | str) -> None:
-        """Show that ``done`` steps are done, with some figures beside the bar."""
 
 
 @dataclass(frozen=True)
@@ -136,13 +131,13 @@ def stage_kind(name: str) -> StageKind:
     """The kind of stage that a recipe names.
 
     Raises:
-        RecipeError: if there is none of that name.
+        ConfigError: if there is none of that name.
     """
     if name not in KINDS and ":" not in name:
-        raise RecipeError(f"unknown stage {name!r}; there are {', '.join(KINDS)}, or 'module:function' of your own")
+        raise ConfigError(f"unknown stage {name!r}; there are {', '.join(KINDS)}, or 'module:function' of your own")
     function = resolve(KINDS.get(name, name))
     if not hasattr(function, "stage_kind"):
-        raise RecipeError(f"{name!r} is no stage: declare the function with @stage()")
+        raise ConfigError(f"{name!r} is no stage: declare the function with @stage()")
     inputs, version, reads_table = function.stage_kind
     hints = typing.get_type_hints(function)
     options = next(hint for key, hint in hints.items() if key == "options")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.evaluation import Batches
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
-from tu_symmetry.tables.data import Batches
 
 
 def outputs_and_jacobians(

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import accuracy, logits, mean_probabilities, nll
 from tu_symmetry.experiments.compact_posterior.sources import COLUMNS, Runs, Study
 from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.states import sample_count
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.predict import accuracy, logits, mean_probabilities, nll, sample_count
-from tu_symmetry.tables.progress import Display
 
 
 def compare(

@@ -13,12 +13,13 @@ from torch.nn.functional import cross_entropy
 from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import accuracy, logits, mean_probabilities
 from tu_symmetry.experiments.compact_posterior.sources import Runs, Study
 from tu_symmetry.posterior.compact import prune as masked
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.predict import accuracy, logits, mean_probabilities, unstack
-from tu_symmetry.tables.progress import Display
 
 KEEP = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
 

@@ -12,10 +12,10 @@ from tu_symmetry.experiments.compact_posterior.sources import Q_D, Q_R, SAMPLES,
 from tu_symmetry.files import write_text
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.tables import plots
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.environment import describe_environment
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.commands import CommandTable, load_table
-from tu_symmetry.tables.environment import describe_environment
-from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome

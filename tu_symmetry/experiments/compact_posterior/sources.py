@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import Batches
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.data import Batches
-from tu_symmetry.tables.predict import evenly
 
 SAMPLES = "samples"
 Q_D, Q_R = "q_d.safetensors", "q_r.safetensors"
@@ -86,3 +85,10 @@ class Study:
         if not 0 <= first < len(store):
             raise ValueError(f"first is {first}, but {run} holds {len(store)} samples: choose 0 to {len(store) - 1}")
         return store.stack(first + evenly(len(store) - first, wanted), device=self.device)
+
+
+def evenly(count: int, wanted: int | None) -> Tensor:
+    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
+    if wanted is None or wanted >= count:
+        return torch.arange(count)
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()

@@ -20,15 +20,15 @@ from tu_symmetry.experiments.compact_posterior.sources import Study
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import transposition_count
-from tu_symmetry.tables import plots
 from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.predict import unstack
-from tu_symmetry.tables.progress import Display
 from tu_symmetry.tables.report import write_report
 
 INITIAL = "initial"

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.posterior.samples import load_state
+from tu_symmetry.evaluation import Batches, accuracy, logits
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.profiles import mass_profile
+from tu_symmetry.states import load_state
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.data import Batches
 from tu_symmetry.tables.logs import logged_curve
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.predict import accuracy, logits
-from tu_symmetry.tables.progress import Display
 
 
 def take_profiles(

@@ -16,13 +16,13 @@ from tu_symmetry.experiments.symmetry_toy.groups import TwoGroupsDataModule
 from tu_symmetry.experiments.symmetry_toy.networks import Perceptron
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation, apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.predict import unstack
-from tu_symmetry.tables.progress import Display
 
 FORMS = "forms.safetensors"
 

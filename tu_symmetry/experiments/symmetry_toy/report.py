@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tu_symmetry.experiments.symmetry_toy.removal import FORMS
 from tu_symmetry.files import read_tensors
-from tu_symmetry.tables import plots
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.grid import Grid
 from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import write_report

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tu_symmetry.scaling.masses import Parameters, counted_parameters
 from tu_symmetry.scaling.removal import remove_symmetries
+from tu_symmetry.states import SymmetryError, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
-from tu_symmetry.symmetry.graph import SymmetryError, SymmetryGraph
-from tu_symmetry.symmetry.states import check_tensor, require_state
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Level = Literal["tensor", "layer", "network"]
 Reduction = Literal["mean", "max", "sum"]

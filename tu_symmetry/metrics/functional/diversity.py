@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.predictive import checked_probabilities
-from tu_symmetry.symmetry.states import check_tensor
+from tu_symmetry.states import check_tensor
 
 _ELEMENTS_AT_ONCE = 2**24
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.scaling.units import incoming_member, unit_rows
+from tu_symmetry.states import check_tensor
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
-from tu_symmetry.symmetry.states import check_tensor
 
 Statistic = Literal["cramer_von_mises", "kolmogorov_smirnov"]
 

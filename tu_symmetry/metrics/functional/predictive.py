@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.states import check_tensor
+from tu_symmetry.states import check_tensor
 
 
 def predictive_agreement(probs_a: Tensor, probs_b: Tensor) -> Tensor:

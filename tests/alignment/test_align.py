@@ -1,0 +1,180 @@
+"""Matching finds planted permutations, and its numbers are what they say."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from cases import CASES, Case
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import discovered, every_case, planted, tied_resnet
+
+import tu_symmetry as tus
+from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, mean_model_loss
+from tu_symmetry.alignment.matching import inner_product, weight_distance
+from tu_symmetry.symmetry.verification import random_state
+
+
+@every_case
+def test_planted_permutations_are_found_in_every_architecture(case: Case) -> None:
+    graph, reference, state = planted(case, 11)
+    found = tus.weight_matching(graph, reference, state)
+    assert found.converged
+    assert found.distance_after <= 1e-7 * found.distance_before
+    moved = tus.apply_permutation(graph, found.permutation, state)
+    assert found.objective == pytest.approx(inner_product(graph, reference, moved), rel=1e-12)
+    assert found.distance_after == pytest.approx(weight_distance(graph, reference, moved), abs=1e-12)
+
+
+@every_case
+def test_descent_never_loses(case: Case) -> None:
+    """From the identity, and from the planted solution, where it has to stay."""
+    graph, reference, state = planted(case, 12, noise=0.3)
+    found = tus.weight_matching(graph, reference, state, solver="descent")
+    assert found.converged
+    assert found.objective >= inner_product(graph, reference, state) - 1e-9
+    copy = planted(case, 12)[2]
+    solution = tus.weight_matching(graph, reference, copy)
+    again = tus.weight_matching(graph, reference, copy, solver="descent", init=solution.permutation)
+    assert again.permutation.keys() == solution.permutation.keys()
+    assert all(torch.equal(again.permutation[n], p) for n, p in solution.permutation.items())
+
+
+def brute_force(graph: tus.SymmetryGraph, reference: dict[str, Tensor], state: dict[str, Tensor]) -> float:
+    """The largest objective over all permutations of small plain groups."""
+    choices = [[torch.tensor(p) for p in itertools.permutations(range(g.size))] for g in graph.permutations]
+    names = [g.name for g in graph.permutations]
+    return max(
+        inner_product(graph, reference, tus.apply_permutation(graph, dict(zip(names, element, strict=True)), state))
+        for element in itertools.product(*choices)
+    )
+
+
+def test_frank_wolfe_reaches_the_brute_force_optimum() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 3, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    reached = 0
+    for _ in range(5):
+        a, b = random_state(model, generator), random_state(model, generator)
+        best = brute_force(graph, a, b)
+        found = tus.weight_matching(graph, a, b).objective
+        assert found <= best + 1e-9
+        reached += found >= best - 1e-9
+    assert reached >= 4
+
+
+def recovered(plants: int, noise: float, solver: str) -> int:
+    model = tied_resnet(16, 3).double()
+    graph = tus.discover_symmetries(model, torch.randn(1, 3, 8, 8, dtype=torch.float64))
+    hits = 0
+    for seed in range(plants):
+        generator = torch.Generator().manual_seed(seed)
+        reference = {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in model.state_dict().items()}
+        p = tus.random_permutation(graph, generator=generator)
+        noisy = {n: t + noise * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in reference.items()}
+        found = tus.weight_matching(graph, reference, tus.apply_permutation(graph, p, noisy), solver=solver)  # type: ignore[arg-type]
+        hits += all(torch.equal(found.permutation[n], q) for n, q in tus.invert(p).items())
+    return hits
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_frank_wolfe_recovers_residual_streams(noise: float) -> None:
+    assert recovered(4, noise, "frank_wolfe") == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_frank_wolfe_recovers_fifty_of_fifty(noise: float) -> None:
+    assert recovered(50, noise, "frank_wolfe") == 50
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "batchnorm_cnn", "transformer_separate", "GroupedConv", "Recurrent"])
+def test_activation_matching_finds_planted_permutations(name: str) -> None:
+    case = next(c for c in CASES if c.name == name)
+    model, graph = discovered(case)
+    _, reference, state = planted(case, 5)
+    shape = case.inputs()[0].shape
+    generator = torch.Generator().manual_seed(1)
+    loader = [(torch.randn(16, *shape[1:], generator=generator, dtype=torch.float64), None) for _ in range(2)]
+    found = tus.activation_matching(graph, model, reference, state, loader, similarity="correlation")
+    assert found.distance_after <= 1e-7 * found.distance_before
+
+
+def test_activation_objective_is_the_sum_of_inner_products() -> None:
+    """On one hidden layer: P2's sum of A_1^T A_2 over the data, maximized by an assignment of its own."""
+    model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+    x = torch.randn(20, 5, dtype=torch.float64)
+    graph = tus.discover_symmetries(model, x)
+    generator = torch.Generator().manual_seed(0)
+    a, b = random_state(model, generator), random_state(model, generator)
+    hidden = [F.relu(x @ s["0.weight"].T + s["0.bias"]) for s in (a, b)]
+    best = max(float((hidden[0] * hidden[1][:, list(p)]).sum()) for p in itertools.permutations(range(6)))
+    found = tus.activation_matching(graph, model, a, b, [x[:8], x[8:]])
+    assert found.objective == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe"])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_aligning_many_networks_recovers_all(reference: str, stacked: bool) -> None:
+    case = next(c for c in CASES if c.name == "resnet_batchnorm")
+    model, graph = discovered(case)
+    generator = torch.Generator().manual_seed(2)
+    base = random_state(model, generator)
+    states = [tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator), base) for _ in range(4)]
+    given = {n: torch.stack([s[n] for s in states]) for n in base} if stacked else states
+    found = tus.align(graph, given, reference=reference, threads=2)  # type: ignore[arg-type]
+    assert len(found.transpositions) == 4
+    assert max(found.distances_after) <= 1e-6 * max(found.distances_before)
+    if found.reference is not None:
+        assert found.transpositions[found.reference] == 0
+    aligned = [{n: t[k] for n, t in found.states.items()} for k in range(4)] if stacked else found.states
+    for state in aligned[1:]:
+        for name in base:
+            torch.testing.assert_close(state[name], aligned[0][name])
+
+
+def test_barriers_are_exact_on_a_quadratic() -> None:
+    """For a linear model and squared error the excess over the chord is -a (1 - a) |difference of outputs|^2."""
+    model = nn.Linear(3, 2).double()
+    generator = torch.Generator().manual_seed(0)
+    a, b = random_state(model, generator), random_state(model, generator)
+    x, y = torch.randn(10, 3, dtype=torch.float64), torch.randn(10, 2, dtype=torch.float64)
+
+    def concave(out: Tensor, target: Tensor) -> Tensor:
+        return -(out - target).square().sum(1).mean()
+
+    found = tus.loss_barrier(model, a, b, [(x[:4], y[:4]), (x[4:], y[4:])], concave, points=5)
+    difference = x @ (a["weight"] - b["weight"]).T + a["bias"] - b["bias"]
+    assert found.barrier == pytest.approx(float(0.25 * difference.square().sum(1).mean()), rel=1e-12)
+    assert tus.loss_barrier(model, a, b, [(x, y)], lambda o, t: (o - t).square().mean()).barrier == 0.0
+    matrix = barrier_matrix(model, [a, b, a], [(x, y)], concave)
+    assert matrix[0, 2] == pytest.approx(0.0, abs=1e-12)
+    assert matrix[0, 1] == matrix[1, 0] == pytest.approx(found.barrier)
+    middle = interpolate(a, b, 0.5)
+    expected = float(concave(x @ middle["weight"].T + middle["bias"], y))
+    assert mean_model_loss(model, [a, b], [(x, y)], concave) == pytest.approx(expected)
+
+
+def test_bad_input_is_refused() -> None:
+    case = next(c for c in CASES if c.name == "mlp_relu")
+    model, graph = discovered(case)
+    state = dict(model.state_dict())
+    with pytest.raises(ValueError, match="at least two networks"):
+        tus.align(graph, [state])
+    with pytest.raises(ValueError, match="gave no batch"):
+        tus.activation_matching(graph, model, state, state, [])
+    with pytest.raises(ValueError, match="needs model= and dataloader="):
+        tus.align(graph, [state, state], match_on="activations")
+    with pytest.raises(ValueError, match="averages weights"):
+        tus.align(
+            graph, [state, state], reference="mean", match_on="activations", model=model, dataloader=[torch.zeros(1, 5)]
+        )
+    with pytest.raises(tus.SymmetryError, match=r"states\[1\]"):
+        tus.align(graph, [state, {**state, "0.bias": torch.full((8,), float("nan"), dtype=torch.float64)}])
+    with pytest.raises(ValueError, match="no batch"):
+        tus.loss_barrier(model, state, state, [], F.cross_entropy)
+    with pytest.raises(ValueError, match="leading sample axis"):
+        tus.align(graph, {n: t if n != "0.bias" else t[:3] for n, t in state.items()})

@@ -1,0 +1,529 @@
+"""Rebasin: what it logs, and that aligning in place changes neither the function nor the training trajectory."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.callbacks import Rebasin
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.action import apply_permutation
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def cnn() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+    )
+
+
+class Ensemble(nn.Module):
+    """As TorchUncertainty's: members in ``core_models``, outputs ``[members * batch, classes]``."""
+
+    def __init__(self, members: list[nn.Module], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.core_models = nn.ModuleList(members)
+        self.noise = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.noise(x)
+        return torch.cat([m(x) for m in self.core_models])
+
+
+class Routine(LightningModule):
+    """Trains jointly, and keeps the loss of every step."""
+
+    def __init__(self, model: nn.Module, optimizer: str = "adam", repeats: int = 1) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = nn.CrossEntropyLoss()
+        self.optimizer = optimizer
+        self.repeats = repeats
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.loss(self.model(x), y.repeat(self.repeats))
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self.model(x), y.repeat(self.repeats)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        if self.optimizer == "lbfgs":
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+        return torch.optim.AdamW(self.parameters(), lr=0.02, amsgrad=True)
+
+
+@functools.cache
+def mlp_graph() -> SymmetryGraph:
+    """Known beforehand in most tests, to save discovering it anew."""
+    graph = discover_symmetries(mlp().double(), torch.randn(2, 5, dtype=torch.float64))
+    graph.require_verified()
+    return graph
+
+
+def mlp_rebasin(*args: Any, **kwargs: Any) -> Rebasin:
+    return Rebasin(*args, graph=mlp_graph(), **kwargs)
+
+
+def loader(image: bool = False, n: int = 48, batch_size: int = 8, shuffle: bool = True) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn((n, 1, 6, 6) if image else (n, 5), generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (n,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
+
+
+def routine(make: Any = mlp, members: int = 3, optimizer: str = "adam", dropout: float = 0.0) -> Routine:
+    torch.manual_seed(0)
+    return Routine(Ensemble([make() for _ in range(members)], dropout), optimizer, repeats=members).double()
+
+
+def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return Trainer(callbacks=list(callbacks), **(options | kwargs))
+
+
+def fit(module: Routine, *callbacks: Callback, image: bool = False, ckpt: Path | None = None, **kwargs: Any) -> Trainer:
+    seed_everything(11, verbose=False)
+    t = trainer(*callbacks, **kwargs)
+    t.fit(module, loader(image), loader(image, n=16, shuffle=False), ckpt_path=ckpt)
+    return t
+
+
+def member_state(module: Routine, i: int) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in module.model.core_models[i].state_dict().items()}  # type: ignore
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return float(sum(((a[k] - b[k]).double() ** 2).sum() for k in a if a[k].is_floating_point()) ** 0.5)
+
+
+def barrier(module: Routine, i: int) -> float:
+    """Excess loss on the path from member 0 to member ``i``, on the validation data of :func:`fit`."""
+    x, y = loader(n=16).dataset.tensors  # type: ignore[attr-defined]
+    a, b = member_state(module, 0), member_state(module, i)
+    ratios = [k / 10 for k in range(11)]
+    losses = []
+    for t in ratios:
+        net = mlp().double()
+        net.load_state_dict({k: (1 - t) * a[k] + t * b[k] for k in a})
+        losses.append(nn.functional.cross_entropy(net(x), y).item())
+    return max(v - (1 - t) * losses[0] - t * losses[-1] for t, v in zip(ratios, losses, strict=True))
+
+
+class PlantPermutations(Callback):
+    """Permutes members when training starts, before a later callback aligns them."""
+
+    def __init__(self) -> None:
+        self.planted: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        members = pl_module.model.core_models  # type: ignore
+        graph = mlp_graph()
+        for i, member in enumerate(members):
+            member.load_state_dict(members[0].state_dict())
+            if i:
+                generator = torch.Generator().manual_seed(i)
+                self.planted[i] = random_permutation(graph, generator=generator)
+                member.load_state_dict(apply_permutation(graph, self.planted[i], members[0].state_dict()))
+
+
+def test_planted_permutations_are_found_and_logged() -> None:
+    module, plant, rebasin = routine(), PlantPermutations(), Rebasin(barrier_loader="val")
+    fit(module, plant, rebasin, max_epochs=1)
+    (record,) = rebasin.history
+    assert record["NoT"] == [transposition_count(plant.planted[i]) for i in (1, 2)]
+    for i in (1, 2):
+        inverse = invert(plant.planted[i])
+        assert all(torch.equal(rebasin.permutations[i][n], inverse[n]) for n in inverse)
+    assert max(record["distance_after"]) < 1e-6 < 1.0 < min(record["distance_before"])
+    assert max(record["barrier_after"]) < 1e-6 < 1e-3 < max(record["barrier_before"])
+    assert record["barrier_before"] == pytest.approx([barrier(module, 1), barrier(module, 2)])
+    before = [distance(member_state(module, 0), member_state(module, i)) for i in (1, 2)]
+    assert record["distance_before"] == pytest.approx(before)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("interval", [{"every_n_steps": 2}, {"every_n_epochs": 1}])
+def test_trajectory_is_unchanged_in_place(optimizer: str, interval: dict[str, int]) -> None:
+    plain = routine(optimizer=optimizer, dropout=0.2)
+    fit(plain)
+    aligned, rebasin = (
+        routine(optimizer=optimizer, dropout=0.2),
+        mlp_rebasin(in_place=True, barrier_loader="val", **interval),
+    )
+    fit(aligned, rebasin)
+    assert sum(sum(r["NoT"]) for r in rebasin.history) > 5, "vacuous: nothing was permuted"
+    assert aligned.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
+    x = torch.randn(9, 5, dtype=torch.float64)
+    torch.testing.assert_close(aligned.model.eval()(x), plain.model.eval()(x), rtol=1e-9, atol=1e-10)
+
+
+def test_without_moving_the_optimizer_the_trajectory_would_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = routine()
+    fit(plain)
+    monkeypatch.setattr("tu_symmetry.callbacks.in_place.move_optimizer_state", lambda *args, **kwargs: None)
+    broken = routine()
+    fit(broken, mlp_rebasin(in_place=True, every_n_epochs=1))
+    assert max(abs(a - b) for a, b in zip(plain.losses, broken.losses, strict=True)) > 1e-4
+
+
+def test_batch_norm_and_flatten_in_place() -> None:
+    plain, aligned = routine(cnn), routine(cnn)
+    fit(plain, image=True)
+    rebasin = Rebasin(in_place=True, every_n_steps=4, reference=-1)
+    fit(aligned, rebasin, image=True)
+    assert sum(sum(r["NoT"]) for r in rebasin.history) > 0
+    assert sorted(rebasin.permutations) == [0, 1]
+    assert aligned.losses == pytest.approx(plain.losses, rel=1e-8, abs=0)
+    x = torch.randn(4, 1, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(aligned.model.eval()(x), plain.model.eval()(x), rtol=1e-7, atol=1e-8)
+
+
+def test_in_place_ends_aligned_and_only_logging_changes_nothing() -> None:
+    plain, logged, moved = routine(), routine(), routine()
+    fit(plain)
+    watch, rebasin = mlp_rebasin(), mlp_rebasin(in_place=True)
+    fit(logged, watch)
+    fit(moved, rebasin)
+    for i in range(3):
+        for name, tensor in member_state(plain, i).items():
+            assert torch.equal(tensor, member_state(logged, i)[name])
+    after = [distance(member_state(moved, 0), member_state(moved, i)) for i in (1, 2)]
+    assert rebasin.history[-1]["distance_after"] == pytest.approx(after)
+    assert watch.history == rebasin.history
+
+
+class RandomStreams(Callback):
+    """Records global random states, modes and gradients around a callback that comes after it."""
+
+    def snapshot(self, module: LightningModule) -> list[Any]:
+        modes = [m.training for m in module.modules()]
+        grads = [p.grad is None for p in module.parameters()]
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), modes, grads]  # type: ignore
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = self.snapshot(pl_module)
+
+
+def test_random_streams_modes_and_gradients_are_untouched() -> None:
+    module, watch = routine(dropout=0.1), RandomStreams()
+    rebasin = Rebasin(
+        in_place=True, every_n_epochs=1, barrier_loader=loader(n=16), match_on="activations", dataloader="val"
+    )
+    seen = []
+
+    class After(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(watch.snapshot(pl_module) == watch.before)
+
+    fit(module, watch, rebasin, After())
+    assert seen == [True] * 3
+    assert all(len(r["barrier_before"]) == len(r["NoT"]) == 2 for r in rebasin.history)
+
+
+def test_schedule_counts_optimizer_steps_under_accumulation() -> None:
+    module, rebasin = routine(), mlp_rebasin(in_place=True, every_n_steps=2, at_end=False)
+    plain = routine()
+    fit(plain, accumulate_grad_batches=2)
+    fit(module, rebasin, accumulate_grad_batches=2)  # 6 batches an epoch: 3 steps an epoch, 9 in all
+    assert [r["step"] for r in rebasin.history] == [2, 4, 6, 8]
+    assert module.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
+    at_end = mlp_rebasin(every_n_steps=4)
+    fit(routine(), at_end, limit_train_batches=3)
+    assert [r["step"] for r in at_end.history] == [4, 8, 9]
+
+
+def test_a_callback_can_serve_a_second_run() -> None:
+    rebasin = mlp_rebasin(every_n_epochs=1)
+    fit(routine(), rebasin)
+    first = list(rebasin.history)
+    fit(routine(), rebasin)
+    assert rebasin.history == first
+    assert len(first) == 3
+
+
+def test_end_is_acted_on_when_training_stops_early() -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == 8
+
+    rebasin = mlp_rebasin()
+    fit(routine(), Stop(), rebasin)
+    assert [r["step"] for r in rebasin.history] == [8]
+
+
+@pytest.mark.parametrize("loggers", [0, 1, 2])
+def test_every_logger_gets_plain_scalars(tmp_path: Path, loggers: int) -> None:
+    logs = [CSVLogger(tmp_path, name=f"log{i}") for i in range(loggers)]
+    rebasin = mlp_rebasin(every_n_steps=4, barrier_loader="val")
+    t = fit(routine(), rebasin, logger=logs or False, max_epochs=2)
+    expected = sum(rebasin.history[-1]["NoT"]) / 2
+    assert float(t.callback_metrics["rebasin/NoT"]) == expected
+    for log in logs:
+        with open(Path(log.log_dir) / "metrics.csv") as f:
+            rows = [r for r in csv.DictReader(f) if r["rebasin/NoT"]]
+        assert [int(r["step"]) for r in rows] == [r["step"] for r in rebasin.history] == [4, 8, 12]
+        for row, record in zip(rows, rebasin.history, strict=True):
+            for key in ("NoT", "distance_before", "distance_after", "barrier_before", "barrier_after"):
+                for i in (1, 2):
+                    assert float(row[f"rebasin/{key}_{i}"]) == pytest.approx(record[key][i - 1])
+
+
+def test_resumed_run_goes_on_with_the_same_schedule(tmp_path: Path) -> None:
+    def checkpoint() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+
+    whole, rebasin = routine(), mlp_rebasin(in_place=True, every_n_epochs=2)
+    fit(whole, rebasin, checkpoint(), max_epochs=5, enable_checkpointing=True)
+    resumed, second = routine(), mlp_rebasin(in_place=True, every_n_epochs=2)
+    fit(resumed, second, max_epochs=5, ckpt=tmp_path / "epoch=2.ckpt")
+    assert [r["step"] for r in second.history] == [12, 24, 30]
+    for mine, theirs in zip(second.history, rebasin.history, strict=True):
+        assert (mine["epoch"], mine["step"]) == (theirs["epoch"], theirs["step"])
+    assert second.history[0] == rebasin.history[0]
+
+
+def test_resume_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    whole, rebasin = routine(), mlp_rebasin(in_place=True, every_n_steps=4)
+    fit(whole, rebasin, keep, enable_checkpointing=True)
+    resumed, second = routine(), mlp_rebasin(in_place=True, every_n_steps=4)
+    fit(resumed, second, ckpt=tmp_path / "step=9.ckpt")
+    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == [4, 8, 12, 16, 18]
+    assert second.history[:2] == rebasin.history[:2]
+
+
+def test_resume_from_a_checkpoint_of_the_validation_before_the_epoch_ends(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(
+        tmp_path, filename="{epoch}", save_on_train_epoch_end=False, monitor="val_loss", save_top_k=-1
+    )
+    whole, rebasin = routine(), Rebasin(in_place=True, every_n_epochs=1)
+    fit(whole, rebasin, keep, enable_checkpointing=True)
+    resumed, second = routine(), Rebasin(in_place=True, every_n_epochs=1)
+    fit(resumed, second, ckpt=tmp_path / "epoch=1.ckpt")
+    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == [6, 12, 18]
+
+
+def test_loaders_with_a_shared_generator_keep_their_order() -> None:
+    orders = []
+    for callbacks in ([], [mlp_rebasin(every_n_epochs=1, barrier_loader="val")]):
+        generator = torch.Generator().manual_seed(9)
+        batches: list[Tensor] = []
+        x = torch.randn(48, 5, dtype=torch.float64)
+
+        class Keep(Callback):
+            def __init__(self, seen: list[Tensor]) -> None:
+                self.seen = seen
+
+            def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+                self.seen.append(batch[1])
+
+        data = TensorDataset(x, torch.arange(48) % 3)
+        seed_everything(1, verbose=False)
+        trainer(*callbacks, Keep(batches)).fit(
+            routine(),
+            DataLoader(data, batch_size=8, shuffle=True, generator=generator),
+            DataLoader(data, batch_size=8, generator=generator),
+        )
+        orders.append(torch.cat(batches).tolist())
+    assert orders[0] == orders[1]
+
+
+def test_snapshots_of_one_run() -> None:
+    torch.manual_seed(0)
+    module = Routine(mlp()).double()
+    states: dict[int, dict[str, Tensor]] = {}
+
+    class Keep(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            states[trainer.current_epoch] = {k: v.clone() for k, v in pl_module.model.state_dict().items()}  # type: ignore
+
+    first, previous = (
+        Rebasin(reference="first", every_n_epochs=1),
+        Rebasin(reference="previous", every_n_epochs=1, prefix="previous"),
+    )
+    t = fit(module, Keep(), first, previous)
+    assert first.history[-1]["distance_before"] == pytest.approx([distance(states[0], states[2])])
+    assert previous.history[-1]["distance_before"] == pytest.approx([distance(states[1], states[2])])
+    assert [len(first.history), len(previous.history)] == [2, 2]
+    assert {"rebasin/NoT", "previous/NoT"} <= t.callback_metrics.keys()
+
+
+def test_snapshot_in_place_undoes_a_planted_permutation() -> None:
+    torch.manual_seed(0)
+    module = Routine(mlp()).double()
+    plain = Routine(mlp()).double()
+    plain.load_state_dict(module.state_dict())
+    planted = random_permutation(mlp_graph(), generator=torch.Generator().manual_seed(5))
+
+    class Plant(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            if trainer.current_epoch == 1:
+                model = pl_module.model
+                model.load_state_dict(apply_permutation(mlp_graph(), planted, model.state_dict()))  # type: ignore
+
+    frozen = {"limit_train_batches": 1, "max_epochs": 2}
+    rebasin = mlp_rebasin(reference="first", every_n_epochs=1, in_place=True)
+    fit(module, Plant(), rebasin, **frozen)
+    assert rebasin.history[0]["NoT"] == [transposition_count(planted)]
+
+
+def test_lightning_weight_averages_follow() -> None:
+    plain, module, rebasin = routine(), routine(), mlp_rebasin(in_place=True, every_n_epochs=1)
+    fit(plain, EMAWeightAveraging(decay=0.9))
+    fit(module, EMAWeightAveraging(decay=0.9), rebasin)  # the averages are the weights at the end of training
+    assert sum(sum(r["NoT"]) for r in rebasin.history) > 5
+    x = torch.randn(9, 5, dtype=torch.float64)
+    torch.testing.assert_close(module.model.eval()(x), plain.model.eval()(x), rtol=1e-9, atol=1e-10)
+
+
+def test_own_averages_follow() -> None:
+    class WithAverage(Routine):
+        def __init__(self) -> None:
+            super().__init__(Ensemble([mlp(), mlp()]), repeats=2)
+            self.average = nn.ModuleList([mlp(), mlp()]).requires_grad_(False)
+            self.average.load_state_dict(self.model.core_models.state_dict())  # type: ignore
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            with torch.no_grad():
+                for a, p in zip(self.average.parameters(), self.model.core_models.parameters(), strict=True):  # type: ignore
+                    a.lerp_(p, 0.1)
+
+    outputs = []
+    for averages in (None, ["average"], []):
+        torch.manual_seed(0)
+        module = WithAverage().double()
+        rebasin = None if averages is None else mlp_rebasin(in_place=True, every_n_steps=3, averages=averages)
+        fit(module, *([rebasin] if rebasin else []))
+        x = torch.linspace(-2, 2, 45, dtype=torch.float64).reshape(9, 5)
+        outputs.append(torch.cat([m(x) for m in module.average]))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-9, atol=1e-10)
+    assert (outputs[2] - outputs[0]).abs().max() > 1e-3
+
+
+def test_members_by_path_or_callable() -> None:
+    class Other(Routine):
+        def __init__(self) -> None:
+            nets = [mlp(), mlp()]
+            super().__init__(Ensemble(nets), repeats=2)
+            self.model.networks = self.model.core_models  # type: ignore
+            del self.model.core_models
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            return torch.stack([self.loss(m(x), y) for m in self.model.networks]).sum()  # type: ignore
+
+    for members in ("model.networks", lambda module: list(module.model.networks)):
+        torch.manual_seed(0)
+        rebasin = mlp_rebasin(members=members)
+        fit(Other().double(), rebasin, limit_val_batches=0)
+        assert len(rebasin.history) == 1
+    with pytest.raises(ValueError, match="leads nowhere in Other"):
+        fit(Other().double(), mlp_rebasin(members="model.nets"), limit_val_batches=0)
+    with pytest.raises(ValueError, match="no ensemble was found"):
+        fit(Other().double(), mlp_rebasin(), limit_val_batches=0)
+
+
+def test_low_precision_weights() -> None:
+    module = routine().to(torch.bfloat16)
+    rebasin = mlp_rebasin(in_place=True, every_n_epochs=1)
+    fit(module, rebasin, precision="bf16-true")
+    assert len(rebasin.history) == 3
+    assert member_state(module, 1)["0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_epochs": 1, "every_n_steps": 1}, "not both"),
+        ({"every_n_steps": 0}, "at least 1"),
+        ({"at_end": False}, "never act"),
+        ({"reference": "last"}, "'first' or 'previous'"),
+        ({"match_on": "weight"}, "'weights' or 'activations'"),
+        ({"match_on": "activations"}, "needs data"),
+        ({"barrier_loader": "train"}, "'val'"),
+    ],
+)
+def test_contradictory_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Rebasin(**arguments)
+
+
+def test_bad_ensembles() -> None:
+    with pytest.raises(ValueError, match="single member"):
+        fit(routine(members=1), Rebasin())
+    wide = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match=r"'0\.weight' is a tensor of shape \(7, 5\) in member 0"):
+        fit(Routine(Ensemble([mlp(), wide])), Rebasin())
+    tanh = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match="is ReLU in member 0 and Tanh in member 1"):
+        fit(Routine(Ensemble([mlp(), tanh])), Rebasin())
+    with pytest.raises(ValueError, match="no member of an ensemble of 3"):
+        fit(routine(), Rebasin(reference=3))
+    with pytest.raises(SymmetryError, match="nothing to align"):
+        fit(routine(lambda: nn.Linear(5, 3)), Rebasin())
+
+
+def test_missing_inputs_and_losses() -> None:
+    module = routine()
+    module.loss = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="no attribute 'loss'"):
+        fit(module, Rebasin(barrier_loader="val"))
+    with pytest.raises(ValueError, match="needs a validation loader"):
+        trainer(Rebasin(barrier_loader="val")).fit(routine(), loader())
+    with pytest.warns(UserWarning, match="limit_val_batches is 0"):
+        fit(routine(), Rebasin(barrier_loader="val"), limit_val_batches=0)
+    with pytest.raises(ValueError, match="needs a validation loader"):
+        fit(routine(), Rebasin(match_on="activations", dataloader="val"), limit_val_batches=0)
+    with pytest.raises(TypeError, match="cannot tell the input"):
+        Rebasin().on_train_batch_start(None, routine(), {"x": torch.ones(2, 5)}, 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no example input"):
+        Rebasin()._discover(routine())
+
+
+def test_optimizers_that_cannot_follow_are_refused_before_anything_moves() -> None:
+    module = routine(optimizer="lbfgs")
+    before: list[dict[str, Tensor]] = []
+
+    class Keep(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            before.append({k: v.clone() for k, v in pl_module.state_dict().items()})
+
+    with pytest.raises(SymmetryError, match="LBFGS keeps"):
+        fit(module, Keep(), mlp_rebasin(in_place=True, every_n_epochs=1), max_epochs=1)
+    assert all(torch.equal(v, before[0][k]) for k, v in module.state_dict().items())

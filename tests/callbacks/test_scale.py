@@ -1,0 +1,583 @@
+"""ScaleCanonicalization: what it logs, and the exact laws of weights and optimizer state that are rescaled in place."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.callbacks import ScaleCanonicalization
+from tu_symmetry.callbacks.scale import scale_in_place
+from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.scaling.profiles import mass_profile
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.elements import random_scale
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def cnn() -> nn.Sequential:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3)),
+    )
+
+
+class Routine(LightningModule):
+    """Trains one network, or the members in ``core_models`` jointly, and keeps the loss of every step."""
+
+    def __init__(self, model: nn.Module, make_optimizer: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.make_optimizer = make_optimizer
+        self.losses: list[float] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        members = getattr(self.model, "core_models", [self.model])
+        loss = torch.stack([nn.functional.cross_entropy(m(x), y) for m in members]).sum()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters())
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.02, eps=1e-3, amsgrad=True)
+
+
+@functools.cache
+def mlp_graph() -> SymmetryGraph:
+    """Known beforehand in most tests, to save discovering it anew."""
+    graph = discover_symmetries(mlp().double(), torch.randn(2, 5, dtype=torch.float64))
+    graph.require_verified()
+    return graph
+
+
+def mlp_canonicalization(**kwargs: Any) -> ScaleCanonicalization:
+    return ScaleCanonicalization(graph=mlp_graph(), **kwargs)
+
+
+def loader(image: bool = False) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn((48, 1, 6, 6) if image else (48, 5), generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (48,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+
+
+def routine(make: Any = mlp, optimizer: Any = sgd) -> Routine:
+    torch.manual_seed(0)
+    return Routine(make(), optimizer).double()
+
+
+def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 3,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(callbacks=list(callbacks), **(options | kwargs))
+
+
+def fit(module: Routine, *callbacks: Callback, image: bool = False, ckpt: Path | None = None, **kwargs: Any) -> Trainer:
+    seed_everything(11, verbose=False)
+    t = trainer(*callbacks, **kwargs)
+    t.fit(module, loader(image), ckpt_path=ckpt)
+    return t
+
+
+def squared_norm(module: nn.Module) -> float:
+    return sum(float(p.detach().square().sum()) for p in module.parameters())
+
+
+def moved_factors(scales: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The factor of each tensor of :func:`mlp`, written out by hand for two hidden layers."""
+    a, b = (scales[name].exp() for name in ("0", "2"))
+    return {
+        "0.weight": a[:, None].expand(7, 5),
+        "0.bias": a,
+        "2.weight": b[:, None] / a,
+        "2.bias": b,
+        "4.weight": (1 / b).expand(3, 6),
+        "4.bias": torch.ones(3, dtype=torch.float64),
+    }
+
+
+class Watch(Callback):
+    """Keeps what stands behind each epoch or step, before or after the callback that it precedes or follows."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Tensor]] = {}
+        self.grads: dict[int, dict[str, Tensor]] = {}
+        self.outputs: dict[int, Tensor] = {}
+        self.moments: dict[int, dict[str, dict[str, Tensor]]] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        model, step = pl_module.model, trainer.global_step
+        self.states[step] = {k: v.detach().clone() for k, v in model.state_dict().items()}  # type: ignore
+        self.grads[step] = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore
+        state = trainer.optimizers[0].state
+        self.moments[step] = {
+            name: {k: v.clone() for k, v in state[p].items() if isinstance(v, Tensor)}
+            for name, p in model.named_parameters()  # type: ignore
+        }
+        model.eval()  # type: ignore
+        shape = (4, 1, 6, 6) if isinstance(model[0], nn.Conv2d) else (4, 5)  # type: ignore
+        x = torch.linspace(-2, 2, math.prod(shape), dtype=torch.float64).reshape(shape)
+        with torch.no_grad():
+            self.outputs[step] = model(x)  # type: ignore
+        model.train()  # type: ignore
+
+
+def test_logging_changes_nothing_and_says_what_canonicalize_says() -> None:
+    plain, module, watch = routine(), routine(), Watch()
+    fit(plain)
+    canonical = mlp_canonicalization(every_n_epochs=1, profile=[-0.5, 0.0, 0.5])
+    fit(module, watch, canonical)
+    assert module.losses == plain.losses
+    assert [(r["epoch"], r["step"]) for r in canonical.history] == [(0, 6), (1, 12), (2, 18)]
+    for record in canonical.history:
+        state = watch.states[record["step"]]
+        form = canonicalize(mlp_graph(), state)
+        assert record["mass"] == pytest.approx([sum(float(t.square().sum()) for t in state.values())])
+        assert record["minimal_mass"] == pytest.approx([form.mass_after])
+        assert record["ratio"][0] == pytest.approx(form.mass_before / form.mass_after) and record["ratio"][0] > 1.001
+        for key, weights in (("layer_mass", state), ("layer_minimal_mass", form.state)):
+            expected = {
+                n: float(weights[f"{n}.weight"].square().sum() + weights[f"{n}.bias"].square().sum()) for n in "024"
+            }
+            assert record[key][0] == pytest.approx(expected)
+        rms = {name: float(s.square().mean().sqrt()) for name, s in form.log_scale.items()}
+        assert record["log_factor"][0] == pytest.approx(rms, rel=1e-6) and min(rms.values()) > 1e-3
+        profile = mass_profile(mlp_graph(), state, [-0.5, 0.0, 0.5]).masses
+        assert record["profile"] == [{name: pytest.approx(values.tolist()) for name, values in profile.items()}]
+        for group, reads, makes in (("0", "2.weight", "0."), ("2", "4.weight", "2.")):
+            up = sum(float(t.square().sum()) for n, t in state.items() if n.startswith(makes))
+            expected = 0.25 * math.log(float(state[reads].square().sum()) / up)
+            assert record["profile_minimum"][0][group] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_it_can_act_before_the_first_step(given: bool) -> None:
+    module = routine()
+    before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+    graph = mlp_graph() if given else None
+    callback = ScaleCanonicalization(graph=graph, at_start=True, every_n_epochs=1)
+    fit(module, callback, max_epochs=2)
+    assert [(r["epoch"], r["step"]) for r in callback.history] == [(0, 0), (0, 6), (1, 12)]
+    assert callback.history[0]["mass"] == [pytest.approx(sum(float(p.square().sum()) for p in before.values()))]
+    assert callback.history[0]["minimal_mass"] == [pytest.approx(canonicalize(mlp_graph(), before).mass_after)]
+
+
+def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
+    log = CSVLogger(tmp_path)
+    canonical = mlp_canonicalization(every_n_steps=4, profile=[-1.0, 0.0, 1.0])
+    t = fit(routine(), canonical, logger=[log], max_epochs=2)
+    assert float(t.callback_metrics["scale/ratio"]) == pytest.approx(canonical.history[-1]["ratio"][0])
+    with open(Path(log.log_dir) / "metrics.csv") as f:
+        rows = [r for r in csv.DictReader(f) if r["scale/mass"]]
+    assert [int(r["step"]) for r in rows] == [r["step"] for r in canonical.history] == [4, 8, 12]
+    for row, record in zip(rows, canonical.history, strict=True):
+        for key in ("mass", "minimal_mass", "ratio"):
+            assert float(row[f"scale/{key}"]) == pytest.approx(record[key][0])
+        for layer in "024":
+            assert float(row[f"scale/layer_mass/{layer}"]) == pytest.approx(record["layer_mass"][0][layer])
+        for group in "02":
+            assert float(row[f"scale/profile_minimum/{group}"]) == record["profile_minimum"][0][group]
+
+
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm", "unit_variance"])
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_in_place_keeps_the_function_and_reaches_the_canonical_scale(make: Any, method: Any) -> None:
+    module, before, after = routine(make), Watch(), Watch()
+    image = make is cnn
+    canonical = ScaleCanonicalization(every_n_steps=4, in_place=True, method=method)
+    fit(module, before, canonical, after, image=image, max_epochs=2)
+    assert [r["step"] for r in canonical.history] == [4, 8, 12]
+    assert canonical.graph is not None
+    for step in (4, 8, 12):
+        torch.testing.assert_close(after.outputs[step], before.outputs[step], rtol=1e-10, atol=1e-12)
+        expected = canonicalize(canonical.graph, before.states[step], method).state
+        for name, tensor in after.states[step].items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
+    assert any(not torch.equal(t, before.states[4][n]) for n, t in after.states[4].items()), "vacuous"
+    if method == "min_mass":
+        assert squared_norm(module) == pytest.approx(canonical.history[-1]["minimal_mass"][0], rel=1e-10)
+
+
+def test_running_statistics_move_where_a_normalization_is_scaled() -> None:
+    """Weights before a normalization have factors too; moving along them takes the running statistics along."""
+    model = routine(cnn).model
+    graph = discover_symmetries(model, torch.randn(2, 1, 6, 6, dtype=torch.float64))
+    names = [g.name for g in graph.normalizations]
+    torch.manual_seed(1)
+    model.train()(torch.randn(30, 1, 6, 6, dtype=torch.float64))
+    model[1].eps = 0.0  # type: ignore[index, union-attr]
+    x = torch.randn(9, 1, 6, 6, dtype=torch.float64)
+    before, mean = model.eval()(x), model[1].running_mean.clone()  # type: ignore[index, union-attr]
+    s = {n: torch.linspace(-1, 1, 4, dtype=torch.float64) for n in names}
+    assert names, "the architecture has a normalization group"
+    scale_in_place(graph, s, model)
+    torch.testing.assert_close(model(x), before, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(model[1].running_mean, mean * s[names[0]].exp())  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_gradients_and_moments_obey_the_chain_rule(optimizer: Any) -> None:
+    """Gradients and first moments are divided by the factor, second moments by its square; the rest stays."""
+    before, after = Watch(), Watch()
+    canonical = mlp_canonicalization(every_n_steps=4, at_end=False, in_place=True)
+    fit(routine(optimizer=optimizer), before, canonical, after, max_epochs=1)
+    factors = moved_factors(canonical.log_scales[0])
+    powers = {"momentum_buffer": -1, "exp_avg": -1, "exp_avg_sq": -2, "max_exp_avg_sq": -2, "step": 0}
+    seen = set()
+    for name, c in factors.items():
+        torch.testing.assert_close(after.states[4][name], before.states[4][name] * c, rtol=1e-12, atol=0)
+        torch.testing.assert_close(after.grads[4][name], before.grads[4][name] / c, rtol=1e-12, atol=0)
+        for key, value in before.moments[4][name].items():
+            moved = after.moments[4][name][key]
+            torch.testing.assert_close(moved, value * c.to(value.dtype) ** powers[key] if powers[key] else value)
+            seen.add(key)
+    assert seen == ({"momentum_buffer"} if optimizer is sgd else {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"})
+    assert max(float(c.log().abs().max()) for c in factors.values()) > 0.1, "vacuous"
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(4)
+    return [
+        (torch.randn(8, 5, generator=g, dtype=torch.float64), torch.randint(3, (8,), generator=g)) for _ in range(count)
+    ]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> list[float]:
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def warm(optimizer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network and its optimizer after five steps."""
+    torch.manual_seed(0)
+    model = mlp().double()
+    made = optimizer(model.parameters())
+    train(model, made, batches(5))
+    return model, made
+
+
+def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_law_of_sgd_with_momentum(nesterov: bool) -> None:
+    """The next step in the old coordinates is the one of learning rate lr / c**2, weight by weight."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=nesterov)
+
+    (plain, a), (scaled, b) = warm(optimizer), warm(optimizer)
+    start = parameters_of(plain)
+    s = random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
+    scale_in_place(mlp_graph(), s, scaled, optimizers=[b])
+    next_batch = batches(6)[5:]
+    train(plain, a, next_batch)
+    train(scaled, b, next_batch)
+    for name, c in moved_factors(s).items():
+        step = parameters_of(plain)[name] - start[name]
+        mine = parameters_of(scaled)[name] / c - start[name]
+        torch.testing.assert_close(mine, step / c**2, rtol=1e-8, atol=1e-13)
+        buffers = [o.state[dict(m.named_parameters())[name]]["momentum_buffer"] for m, o in ((plain, a), (scaled, b))]
+        torch.testing.assert_close(buffers[1] * c, buffers[0], rtol=1e-9, atol=1e-14)
+
+
+def test_law_of_adam() -> None:
+    """The next step in the old coordinates is the one of learning rate lr / c and eps * c, weight by weight."""
+    (plain, a), (scaled, b) = warm(adam), warm(adam)
+    start = parameters_of(plain)
+    s = random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
+    scale_in_place(mlp_graph(), s, scaled, optimizers=[b])
+    next_batch = batches(6)[5:]
+    train(plain, a, next_batch)
+    train(scaled, b, next_batch)
+    beta1, beta2, count = 0.9, 0.999, 6
+    for name, c in moved_factors(s).items():
+        moments = a.state[dict(plain.named_parameters())[name]]
+        first = moments["exp_avg"] / (1 - beta1**count)
+        second = moments["max_exp_avg_sq"].sqrt() / math.sqrt(1 - beta2**count)
+        torch.testing.assert_close(parameters_of(plain)[name] - start[name], -0.02 * first / (second + 1e-3))
+        mine = parameters_of(scaled)[name] / c - start[name]
+        torch.testing.assert_close(mine, -(0.02 / c) * first / (second + 1e-3 * c), rtol=1e-7, atol=1e-13)
+
+
+def test_absolute_steps_of_adam_do_not_change_without_eps() -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.02, eps=1e-40)  # zero would divide zero by zero in dead units
+
+    (plain, a), (scaled, b) = warm(optimizer), warm(optimizer)
+    start = parameters_of(plain)
+    s = random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
+    scale_in_place(mlp_graph(), s, scaled, optimizers=[b])
+    moved = parameters_of(scaled)
+    next_batch = batches(6)[5:]
+    train(plain, a, next_batch)
+    train(scaled, b, next_batch)
+    for name, old in start.items():
+        mine, step = parameters_of(scaled)[name] - moved[name], parameters_of(plain)[name] - old
+        torch.testing.assert_close(mine, step, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("make", "powers"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {"lr": 2}),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), {"lr": 2, "weight_decay": -2}),
+        (lambda p: torch.optim.Adam(p, lr=0.02, eps=1e-3), {"lr": 1, "eps": -1}),
+        (lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1), {"lr": 1, "eps": -1, "weight_decay": -2}),
+        (lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-3, weight_decay=0.1), {"lr": 1, "eps": -1, "weight_decay": -1}),
+    ],
+    ids=["sgd", "sgd with decay", "adam", "adam with decay", "adamw"],
+)
+def test_hyperparameters_that_would_undo_the_change(make: Any, powers: dict[str, int]) -> None:
+    """With one factor for each tensor the docstring's hyperparameters give the old trajectory, over many steps."""
+
+    def by_tensor(parameters: Any) -> torch.optim.Optimizer:
+        return make([{"params": [p]} for p in parameters])
+
+    (plain, a), (scaled, b), (untouched, c) = warm(by_tensor), warm(by_tensor), warm(by_tensor)
+    s = {"0": torch.full((7,), 0.7, dtype=torch.float64), "2": torch.full((6,), -0.4, dtype=torch.float64)}
+    factors = moved_factors(s)
+    for model, optimizer in ((scaled, b), (untouched, c)):
+        scale_in_place(mlp_graph(), s, model, optimizers=[optimizer])
+    for group, factor in zip(b.param_groups, factors.values(), strict=True):
+        for key, power in powers.items():
+            group[key] *= float(factor.flatten()[0]) ** power
+    data = batches(40)[6:]
+    expected = train(plain, a, data)
+    assert train(scaled, b, data) == pytest.approx(expected, rel=1e-8)
+    for name, factor in factors.items():
+        torch.testing.assert_close(parameters_of(scaled)[name] / factor, parameters_of(plain)[name])
+    assert train(untouched, c, data) != pytest.approx(expected, rel=1e-3), "the trajectory itself is not invariant"
+
+
+def test_optimizers_that_cannot_follow_are_refused_before_anything_moves() -> None:
+    s = random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
+    for make, key in (
+        (lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9), "momentum_buffer"),
+        (lambda p: torch.optim.Adadelta(p), "acc_delta"),
+        (lambda p: torch.optim.Rprop(p), "step_size"),
+    ):
+        model, optimizer = warm(make)
+        before = parameters_of(model)
+        with pytest.raises(SymmetryError, match=f"{key}.*not known"):
+            scale_in_place(mlp_graph(), s, model, optimizers=[optimizer])
+        assert all(torch.equal(t, before[n]) for n, t in parameters_of(model).items())
+
+
+def test_weight_averages_follow() -> None:
+    """The average at the end is the average of weights that were all mapped to the last coordinates."""
+    module, watch = routine(), Watch()
+    canonical = mlp_canonicalization(every_n_steps=12, at_end=False, in_place=True)
+    fit(module, EMAWeightAveraging(decay=0.9), canonical, watch)
+    before = {n: t / moved_factors(canonical.log_scales[0])[n] for n, t in watch.states[12].items()}
+    average: dict[str, Tensor] | None = None
+    for step, state in watch.states.items():
+        state = before if step == 12 else state
+        average = state if average is None else {n: t.lerp(state[n], 0.1) for n, t in average.items()}
+        if step == 12:
+            average = {n: t * moved_factors(canonical.log_scales[0])[n] for n, t in average.items()}
+    assert average is not None
+    for name, tensor in parameters_of(module.model).items():
+        torch.testing.assert_close(tensor, average[name], rtol=1e-9, atol=1e-12)
+
+
+def test_own_averages_follow() -> None:
+    class WithAverage(Routine):
+        def __init__(self) -> None:
+            super().__init__(mlp(), sgd)
+            self.average = mlp().requires_grad_(False)
+
+    torch.manual_seed(0)
+    module = WithAverage().double()
+    x = torch.linspace(-2, 2, 45, dtype=torch.float64).reshape(9, 5)
+    before, weights = module.average(x), module.average[0].weight.clone()
+    fit(module, mlp_canonicalization(in_place=True, averages=["average"]))
+    torch.testing.assert_close(module.average(x), before, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(module.average[0].weight, weights)
+
+
+def test_swag_statistics_follow() -> None:
+    """Means and deviations scale as the weights do, second moments as their squares; other statistics stay."""
+    model, s = mlp().double(), random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(3)
+    factors, samples, stats = moved_factors(s), {}, {"other_mean": torch.ones(3)}
+    for name, c in factors.items():
+        w = samples[name] = torch.randn(4, *c.shape, generator=generator, dtype=torch.float64)
+        stats[f"swag.{name}_mean"], stats[f"swag.{name}_sq_mean"] = w.mean(0), w.square().mean(0)
+        stats[f"swag.{name}_covariance_sqrt"] = (w - w.mean(0)).flatten(1)
+    scale_in_place(mlp_graph(), s, model, swag=[(stats, "swag.")])
+    for name, c in factors.items():
+        w = samples[name] * c
+        torch.testing.assert_close(stats[f"swag.{name}_mean"], w.mean(0))
+        torch.testing.assert_close(stats[f"swag.{name}_sq_mean"], w.square().mean(0))
+        torch.testing.assert_close(stats[f"swag.{name}_covariance_sqrt"], (w - w.mean(0)).flatten(1))
+    assert torch.equal(stats["other_mean"], torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_can_be_named_in_yaml() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callback", type=Callback)
+    options = {"every_n_epochs": 2, "in_place": True, "method": "unit_norm", "profile": [-0.5, 0.5]}
+    config = {"class_path": "tu_symmetry.callbacks.ScaleCanonicalization", "init_args": options}
+    made = parser.instantiate_classes(parser.parse_object({"callback": config})).callback
+    assert isinstance(made, ScaleCanonicalization)
+    assert (made.every_n_epochs, made.in_place, made.method, made.profile) == (2, True, "unit_norm", [-0.5, 0.5])
+
+
+def test_members_of_an_ensemble_are_treated_one_by_one() -> None:
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core_models = nn.ModuleList([mlp(), mlp()])
+
+    module = routine(Ensemble)
+    canonical = mlp_canonicalization(in_place=True)
+    t = fit(module, canonical)
+    (record,) = canonical.history
+    members = list(module.model.core_models)  # type: ignore[union-attr, arg-type]
+    assert [squared_norm(m) for m in members] == pytest.approx(record["minimal_mass"])
+    assert record["mass"][0] != pytest.approx(record["mass"][1])
+    assert float(t.callback_metrics["scale/mass"]) == pytest.approx(sum(record["mass"]) / 2)
+    assert float(t.callback_metrics["scale/mass_1"]) == pytest.approx(record["mass"][1])
+
+
+def test_counted_parameters() -> None:
+    weights = ["0.weight", "2.weight", "4.weight"]
+    module, watch = routine(), Watch()
+    canonical = mlp_canonicalization(parameters=["0.weight", "[24].weight"])
+    fit(module, watch, canonical)
+    (record,) = canonical.history
+    assert record["mass"] == pytest.approx([sum(float(watch.states[18][n].square().sum()) for n in weights)])
+    assert sum(record["layer_mass"][0].values()) == pytest.approx(record["mass"][0])
+    assert sum(record["layer_minimal_mass"][0].values()) == pytest.approx(record["minimal_mass"][0])
+    for canonical in (mlp_canonicalization(parameters=["1.weight"]), ScaleCanonicalization(parameters=["1.weight"])):
+        with pytest.raises(ValueError, match=r"no parameters .1\.weight."):
+            fit(routine(), canonical)
+
+
+def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    schedule = {"every_n_epochs": 2, "in_place": True, "profile": [0.0]}
+    whole, first = routine(optimizer=adam), mlp_canonicalization(**schedule)
+    data = DataLoader(loader().dataset, batch_size=8)  # in order: a resumed run would shuffle anew
+    trainer(first, keep, max_epochs=5, enable_checkpointing=True).fit(whole, data)
+    resumed, second = routine(optimizer=adam), mlp_canonicalization(**schedule)
+    trainer(second, max_epochs=5).fit(resumed, data, ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert [r["step"] for r in second.history] == [12, 24, 30]
+    assert second.history == first.history
+    for name, tensor in parameters_of(resumed.model).items():
+        assert torch.equal(tensor, parameters_of(whole.model)[name])
+
+
+def test_low_precision_weights() -> None:
+    module = routine().to(torch.bfloat16)
+    canonical = mlp_canonicalization(in_place=True, every_n_epochs=1)
+    fit(module, canonical, precision="bf16-true")
+    assert len(canonical.history) == 3
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+
+
+def test_networks_without_scale_symmetry_are_refused() -> None:
+    tanh = functools.partial(nn.Sequential, nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    with pytest.raises(SymmetryError, match="no scale symmetry"):
+        fit(routine(tanh), ScaleCanonicalization())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "norm"}, "min_mass, unit_norm, unit_variance"),
+        ({"profile": [0.0, float("inf")]}, "finite"),
+        ({"at_end": False}, "ScaleCanonicalization would never act"),
+    ],
+)
+def test_contradictory_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScaleCanonicalization(**arguments)
+
+
+class Report(Callback):
+    """Writes what this rank ended with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        canonical = next(c for c in trainer.callbacks if isinstance(c, ScaleCanonicalization))  # type: ignore
+        report = {
+            "parameters": parameters_of(pl_module.model),  # type: ignore[arg-type]
+            "history": canonical.history,
+            "moments": [s["momentum_buffer"].clone() for s in trainer.optimizers[0].state.values()],
+        }
+        torch.save(report, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+def fit_on_two_processes(folder: Path) -> None:
+    canonical = ScaleCanonicalization(in_place=True, every_n_steps=2, profile=[-0.1, 0.1])
+    data = DataLoader(loader(image=True).dataset, batch_size=4)
+    t = trainer(canonical, Report(folder), devices=2, strategy="ddp_fork", max_epochs=1)
+    t.fit(routine(cnn), data)
+
+
+def test_two_processes_apply_the_same_factors(tmp_path: Path) -> None:
+    """In a fresh process, since one that has used autograd's threads cannot be forked."""
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
+    assert [r["step"] for r in ranks[0]["history"]] == [2, 4, 6]
+    assert min(r["ratio"][0] for r in ranks[0]["history"]) > 1 + 1e-9
+    assert ranks[0]["history"] == ranks[1]["history"]
+    for name, tensor in ranks[0]["parameters"].items():
+        assert torch.equal(tensor, ranks[1]["parameters"][name]), name
+    for mine, theirs in zip(*(r["moments"] for r in ranks), strict=True):
+        assert torch.equal(mine, theirs)
+    mass = sum(float(t.square().sum()) for t in ranks[0]["parameters"].values())
+    assert mass == pytest.approx(ranks[0]["history"][-1]["minimal_mass"][0])
+
+
+if __name__ == "__main__":
+    fit_on_two_processes(Path(sys.argv[1]))

@@ -1,0 +1,308 @@
+"""The toy posterior and the representation cost: every file parses, both run end to end, and the parts are right."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tu_symmetry.configs import read_mapping
+from tu_symmetry.experiments.representation_cost import ConvNet
+from tu_symmetry.experiments.representation_cost.profiles import last_weights
+from tu_symmetry.experiments.symmetry_toy import Perceptron, TwoGroupsDataModule, remove
+from tu_symmetry.experiments.symmetry_toy.removal import FORMS, cluster_shares, rescaled, sorted_by_output
+from tu_symmetry.posterior.network import derived_seed, initialized
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.tables.commands import load_table, run_commands
+from tu_symmetry.tables.functions import build_parser
+from tu_symmetry.tables.lightning import SymmetryCLI
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+TOY = RECIPES / "symmetry_toy"
+COST = RECIPES / "representation_cost" / "mnist"
+FOLDERS = [TOY, COST, RECIPES / "representation_cost" / "fashion-mnist"]
+FILES = sorted({(folder, c.config, c.command) for folder in FOLDERS for c in load_table(folder).commands})
+NETWORKS = 150
+TINY_TOY = [
+    f"networks.routine.num_members={NETWORKS}",
+    f"networks.data.orders={NETWORKS}",
+    "removal.command.neighbors=4",
+    "removal.command.radius=0.2",
+]
+FITS = ["none-0", "none-1", "strong-0", "strong-1"]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    out = tmp_path_factory.mktemp("toy")
+    return (out, *run(TOY, out, TINY_TOY))
+
+
+def run(folder: Path, out: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
+    console = Console(record=True, width=80, file=io.StringIO())
+    display = Display(console)
+    results = run_commands(folder, out=out, overrides=overrides, display=display)
+    display.tables(results)
+    return results, console.export_text()
+
+
+@pytest.fixture(scope="module")
+def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str], dict[str, Any], str]:
+    """The recipe's own files with fewer rows, on images of its size that need no download."""
+    import yaml
+
+    folder, out = (tmp_path_factory.mktemp(name) for name in ("recipe", "cost"))
+    for name in ("run", "profiles", "report"):
+        content = read_mapping(COST / f"{name}.yaml")
+        data = content["data"] if name == "run" else content["command"]["init_args"].get("data")
+        if data is not None:
+            data["class_path"] = "tu_symmetry.datamodules.DigitsDataModule"
+            for key in ("dataset", "root"):
+                del data["init_args"][key]
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    table = read_mapping(COST / "table.yaml")
+    table["commands"] = [c for c in table["commands"] if c["command"] == "run" or c["name"] in FITS]
+    next(c for c in table["commands"] if c["name"] == "profiles")["needs"] = FITS
+    (folder / "table.yaml").write_text(yaml.safe_dump(table))
+    sizes = {"data.train_size": 256, "data.test_size": 100}
+    sizes |= {"model.in_features": 64, "model.channels": [3, 4], "model.hidden": 8}
+    root = table["root"]
+    runs = {decay: [f"{out}/{kind}-{s}" for s in range(2)] for decay, kind in (("0", "none"), ("0.05", "strong"))}
+    tiny = [f"profiles.command.{key}={value}" for key, value in sizes.items()]
+    tiny += [f"profiles.command.runs={runs}", f"report.command.recipe={folder}"]
+    for name in FITS:
+        tiny += [f"{name}.{'' if k.startswith('data') else 'routine.'}{k}={v}" for k, v in sizes.items()]
+        tiny += [f"{name}.data.batch_size=16", f"{name}.trainer.max_epochs=6", f"{name}.trainer.accelerator=cpu"]
+        if name.startswith("strong"):
+            tiny.append(f"{name}.optimizer.weight_decay=0.05")
+    assert root == "runs/representation-cost-mnist"
+    return (folder, out, tiny, *run(folder, out, tiny))
+
+
+@pytest.mark.parametrize(("folder", "file", "command"), FILES, ids=[f"{a.name}-{b}" for a, b, _ in FILES])
+def test_every_file_is_a_configuration_of_its_command(
+    folder: Path, file: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing but ``--config FILE``; the classes that it names take the arguments that it gives."""
+    path = str(folder / file)
+    if command == "run":
+        assert build_parser().parse_args(["--config", path]).command.class_path
+        return
+    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
+    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
+    config = SymmetryCLI(args=[command, "--config", path]).config[command]
+    saving = config.trainer.callbacks[-1].init_args
+    assert saving.save_last and config.optimizer.class_path == "torch.optim.SGD"
+    assert str(config.trainer.logger.init_args.save_dir) == str(config.trainer.default_root_dir)
+
+
+def test_the_toy_recipe_is_the_papers_protocol() -> None:
+    fit = read_mapping(TOY / "networks.yaml")
+    removal = read_mapping(TOY / "removal.yaml")["command"]["init_args"]
+    data = fit["data"]["init_args"]
+    assert (fit["routine"]["init_args"]["num_members"], data["orders"], data["points"]) == (10_000, 10_000, 200)
+    assert (data["batch_size"], fit["trainer"]["max_epochs"], fit["optimizer"]["init_args"]["lr"]) == (10, 10, 2.0)
+    assert (removal["largest_loss"], removal["norm"]) == (0.01, 3.0)
+    assert removal["data"]["init_args"] == {key: data[key] for key in ("points", "centers", "spread")}
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:], ids=["mnist", "fashion-mnist"])
+def test_the_cost_recipes_compare_decay_with_none(folder: Path) -> None:
+    """Every weight decay has the same seeds, and the profiles name each run under its own decay."""
+    table = load_table(folder)
+    fits = [c for c in table.commands if c.command == "fit"]
+    seeds: dict[float, list[int]] = {}
+    folders: dict[str, list[str]] = {}
+    for c in fits:
+        assert c.set["seed_everything"] == c.set["data.seed"]
+        seeds.setdefault(c.set["optimizer.weight_decay"], []).append(c.set["seed_everything"])
+        folders.setdefault(f"{c.set['optimizer.weight_decay']:g}", []).append(c.set["trainer.default_root_dir"])
+        assert c.set["trainer.logger.save_dir"] == c.set["trainer.default_root_dir"]
+    assert min(seeds) == 0 and len(seeds) > 2 and set(map(tuple, seeds.values())) == {(0, 1, 2)}
+    assert read_mapping(folder / "profiles.yaml")["command"]["init_args"]["runs"] == folders
+
+
+def test_toy_networks_are_trained_as_by_hand(toy: tuple[Path, dict[str, Any], str]) -> None:
+    """A member from its own initialization and order, by a plain loop; those that fit are the ones that are kept."""
+    out, results, _ = toy
+    trained = SampleStore.open(out / "networks" / "samples").load()
+    x, y = TwoGroupsDataModule().points.x, TwoGroupsDataModule().points.y
+    for m in (0, 7):
+        model = initialized(Perceptron(), derived_seed(0, 1, m))
+        loader: Any = TwoGroupsDataModule(seed=m).train_dataloader()
+        points: Any = TwoGroupsDataModule(seed=0).points
+        loader.dataset.x, loader.dataset.y = points.x, points.y
+        for epoch in range(10):
+            loader.set_epoch(epoch)
+            for inputs, targets in loader:
+                model.zero_grad()
+                torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), targets).backward()
+                with torch.no_grad():
+                    for p in model.parameters():
+                        assert p.grad is not None
+                        p -= 2.0 * p.grad
+        for name, p in model.state_dict().items():
+            torch.testing.assert_close(trained[name][m], p, rtol=1e-3, atol=1e-3)
+    hidden, output = trained["hidden.weight"], trained["output.weight"][:, 0]
+    outputs = torch.einsum("nh,nhp->np", output, torch.einsum("nhi,pi->nhp", hidden, x).relu())
+    losses = torch.nn.functional.softplus((1 - 2 * y) * outputs).mean(1)
+    assert results["removal"]["kept"] == int((losses <= 0.01).sum())
+    assert results["removal"]["trained"] == NETWORKS
+
+
+def weights(forms: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    return forms[f"{name}/hidden.weight"], forms[f"{name}/output.weight"][:, 0]
+
+
+def test_toy_forms(toy: tuple[Path, dict[str, Any], str]) -> None:
+    """Each form by the paper's words, from the raw weights: rows of norm 3, last layer's weights in order."""
+    out, results, _ = toy
+    forms = load_file(out / "removal" / FORMS)
+    hidden, output = weights(forms, "raw")
+    kept = results["removal"]["kept"]
+    assert hidden.shape == (kept, 2, 2) and 20 < kept < 150
+    norm = hidden.norm(dim=-1)
+    scaled = hidden * 3 / norm.unsqueeze(-1), output * norm / 3
+    torch.testing.assert_close(weights(forms, "scaled"), scaled)
+    order = scaled[1].argsort(-1)
+    both = scaled[0].gather(1, order.unsqueeze(-1).expand(-1, -1, 2)), scaled[1].gather(1, order)
+    torch.testing.assert_close(weights(forms, "both"), both)
+    hidden, output = weights(forms, "cost")
+    torch.testing.assert_close(hidden.norm(dim=-1), output.abs(), rtol=1e-6, atol=1e-9)  # a unit's sides balance
+    assert (output.diff(dim=-1) >= 0).all()
+    assert results["removal"]["output_error"] < 1e-12
+
+
+def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
+    out, results, text = toy
+    forms = load_file(out / "removal" / FORMS)
+    numbers = results["removal"]["forms"]
+    for name in ("raw", "scaled", "sorted", "both"):
+        hidden, output = weights(forms, name)
+        variance = sum(float(w[:, i].var()) for w in (hidden.flatten(1), output) for i in range(w.shape[1]))
+        assert numbers[name]["variance"] == pytest.approx(variance)
+    assert numbers["raw"]["modes"] == 2 and numbers["sorted"]["modes"] == 1
+    assert numbers["both"]["modes"] == numbers["cost"]["modes"] == 1
+    assert numbers["both"]["variance"] < 0.1 * numbers["raw"]["variance"]
+    assert f"{numbers['both']['variance']:.3g}" in text
+    assert (out / "report" / "posterior.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_toy_skips_what_is_done(toy: tuple[Path, dict[str, Any], str]) -> None:
+    out, results, _ = toy
+    again, text = run(TOY, out, TINY_TOY)
+    assert again == results and "▸" not in text
+
+
+def test_a_training_that_fits_nothing_says_so(toy: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+    samples = toy[0] / "networks" / "samples"
+    with pytest.raises(ValueError, match="of 150 networks 0 end with a mean loss of at most 1e-09"):
+        remove(tmp_path, Perceptron(), TwoGroupsDataModule(), samples, largest_loss=1e-9)
+
+
+def test_two_groups() -> None:
+    data = TwoGroupsDataModule(points=5000, centers=((2.0, 0.0), (0.0, -3.0)), spread=0.5, orders=3)
+    x, y = data.points.x, data.points.y
+    assert y.tolist() == [0.0] * 5000 + [1.0] * 5000
+    torch.testing.assert_close(x[:5000].mean(0), torch.tensor([2.0, 0.0]), atol=0.05, rtol=0)
+    torch.testing.assert_close(x[5000:].mean(0), torch.tensor([0.0, -3.0]), atol=0.05, rtol=0)
+    torch.testing.assert_close(x[:5000].std(0), torch.full((2,), 0.5), atol=0.05, rtol=0)
+    (first, *_), alone = iter(data.train_dataloader()), TwoGroupsDataModule(points=5000, seed=2).train_dataloader()
+    assert first[0].shape == (3, 10, 2) and first[1].shape == (3, 10)
+    assert torch.equal(first[1][2], next(iter(alone))[1])
+    with pytest.raises(ValueError, match="two points in the plane"):
+        TwoGroupsDataModule(centers=((1.0, 0.0),))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_perceptrons_are_rescaled_and_sorted_without_change(bias: bool) -> None:
+    torch.manual_seed(1)
+    model = Perceptron(bias).double()
+    x = torch.randn(20, 2, dtype=torch.float64)
+    graph = discover_symmetries(model, x[:2])
+    expected = model(x)
+    state = {k: t.clone() for k, t in model.state_dict().items()}
+    for norm in (3.0, None):
+        made = sorted_by_output(graph, rescaled(graph, state, norm))
+        model.load_state_dict(made)
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-13)
+        if norm is not None:
+            torch.testing.assert_close(made["hidden.weight"].norm(dim=-1), torch.full((2,), norm, dtype=torch.float64))
+
+
+def test_modes_are_counted_where_they_were_planted() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centers = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    sizes = (60, 30, 10)
+    points = torch.cat([c + 0.02 * torch.randn(n, 2, generator=generator) for c, n in zip(centers, sizes, strict=True)])
+    assert cluster_shares(points.double(), 0.1, 5) == pytest.approx([0.6, 0.3, 0.1])
+    assert cluster_shares(points.double(), 0.1, 20) == pytest.approx([0.6, 0.3])
+    assert cluster_shares(7 * points.double(), 0.1, 5) == pytest.approx([0.6, 0.3, 0.1])  # in units of the rms norm
+    assert cluster_shares(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 0.1, 5) == []
+
+
+def test_cost_runs(cost: tuple[Path, Path, list[str], dict[str, Any], str]) -> None:
+    _, out, _, results, _ = cost
+    runs = results["profiles"]["runs"]
+    assert [(r["weight_decay"], r["seed"]) for r in runs] == [("0", 0), ("0", 1), ("0.05", 0), ("0.05", 1)]
+    for r, name in zip(runs, FITS, strict=True):
+        assert r["step"] == [0, 16, 32, 48, 64, 80, 96]
+        assert r["ratio"] == pytest.approx([m / c for m, c in zip(r["mass"], r["minimal_mass"], strict=True)])
+        last = sum(float(t.square().sum()) for t in last_weights(out / name).values())
+        assert r["mass"][-1] == pytest.approx(last, rel=1e-5)
+        assert min(r["ratio"]) > 1
+    for seed in (0, 1):  # the same start, another way
+        plain, decayed = runs[seed], runs[2 + seed]
+        assert plain["mass"][0] == decayed["mass"][0]
+        assert decayed["mass"][-1] < plain["mass"][-1]
+        assert decayed["ratio"][-1] < plain["ratio"][-1]
+    assert runs[0]["mass"][0] != runs[1]["mass"][0]
+
+
+def test_cost_profiles_and_report(cost: tuple[Path, Path, list[str], dict[str, Any], str]) -> None:
+    """A profile passes through the network's own mass at factor one; around the optimum one is the lowest point."""
+    _, out, _, results, text = cost
+    found = results["profiles"]
+    middle = min(range(81), key=lambda i: abs(found["log_factors"][i]))
+    assert found["log_factors"][middle] == pytest.approx(0, abs=1e-12)
+    for i, r in enumerate(found["runs"]):
+        mine = found["profiles"][r["weight_decay"]]
+        assert set(mine["last"]) == {"conv1", "conv2", "hidden"}
+        for group in mine["last"]:
+            last, optimum = mine["last"][group][i % 2], mine["optimum"][group][i % 2]
+            assert last[middle] == pytest.approx(r["ratio"][-1], rel=1e-5)
+            assert min(last) >= 1 - 1e-9
+            lowest = found["log_factors"][last.index(min(last))]
+            assert lowest == pytest.approx(mine["minimum"][group][i % 2], abs=0.013)  # half a step of the grid
+            assert min(optimum) == optimum[middle] == pytest.approx(1, rel=1e-6)
+    last = [r["ratio"][-1] for r in found["runs"][2:]]
+    assert f"{sum(last) / 2:.4f}" in text
+    assert "mass.png" in (out / "report" / "report.md").read_text()
+    assert (out / "report" / "mass.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_cost_skips_what_is_done(cost: tuple[Path, Path, list[str], dict[str, Any], str]) -> None:
+    folder, out, tiny, results, _ = cost
+    again, text = run(folder, out, tiny)
+    assert again == results and "▸" not in text
+    _, text = run(folder, out, [*tiny, "strong-1.optimizer.weight_decay=0.04"])
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["strong-1", "profiles", "report"]
+
+
+@pytest.mark.parametrize("side", [8, 28])
+def test_every_hidden_unit_of_the_conv_net_can_be_rescaled(side: int) -> None:
+    graph = discover_symmetries(ConvNet(side**2, 10, channels=(3, 5), hidden=7), torch.randn(2, 1, side, side))
+    graph.require_verified()
+    assert {g.name: g.size for g in graph.scales} == {"conv1": 3, "conv2": 5, "hidden": 7}
+    assert math.prod(graph.shapes["hidden.weight"]) == 7 * 5 * (side // 4) ** 2

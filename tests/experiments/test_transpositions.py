@@ -1,0 +1,128 @@
+"""Figure 3 of arXiv 2401.00611: every file parses, the recipe runs end to end, and starts are permuted as planned."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.experiments.compact_posterior.transpositions import make_pairs, permutation_with_count
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.tables.commands import load_table, run_commands
+from tu_symmetry.tables.functions import build_parser
+from tu_symmetry.tables.lightning import SymmetryCLI
+from tu_symmetry.tables.models import MLP
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "compact_posterior"
+DIGITS = RECIPES / "transpositions"
+FILES = [(folder, c) for folder in (DIGITS, RECIPES / "transpositions-mnist") for c in load_table(folder).commands]
+TINY = [
+    "pairs.command.counts=3",
+    "pairs.command.runs=2",
+    "pairs.command.model.hidden=[8]",
+    "matching.command.model.hidden=[8]",
+    "matching.command.data.train_size=128",
+    "matching.command.points=5",
+    "networks.routine.model.hidden=[8]",
+    "networks.routine.num_members=8",
+    "networks.data.orders=8",
+    "networks.data.train_size=128",
+    "networks.trainer.max_epochs=3",
+]
+
+
+def run(out: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
+    console = Console(record=True, width=80, file=io.StringIO())
+    display = Display(console)
+    results = run_commands(DIGITS, out=out, overrides=overrides, display=display)
+    display.tables(results)
+    return results, console.export_text()
+
+
+@pytest.mark.parametrize(("folder", "command"), FILES, ids=[f"{f.name}-{c.name}" for f, c in FILES])
+def test_every_file_is_a_configuration_of_its_command(
+    folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(folder / command.config)
+    if command.command == "run":
+        assert build_parser().parse_args(["--config", path]).command.class_path
+        return
+    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
+    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
+    config = SymmetryCLI(args=[command.command, "--config", path]).config[command.command]
+    routine, pairs = config.routine.init_args, build_parser().parse_args(["--config", str(folder / "pairs.yaml")])
+    made = pairs.command.init_args
+    assert routine.num_members == config.data.init_args.orders == made.runs * (1 + made.counts)
+    assert str(routine.initial_states) == f"{made.out}/initial"
+    assert config.trainer.callbacks[-1].init_args.save_last
+
+
+def test_transpositions_run_end_to_end(tmp_path: Path) -> None:
+    results, text = run(tmp_path, TINY)
+    assert results["pairs"]["initial"] == [1, 4, 7]
+    panels = results["matching"]["panels"]
+    assert all(len(panels[key]) == 2 and len(panels[key][0]) == 3 for key in panels)
+    start, end = (SampleStore.open(tmp_path / name) for name in ("pairs/initial", "networks/samples"))
+    a, b = start.load()["layers.0.weight"], end.load()["layers.0.weight"]
+    moved = (b - a).flatten(1).norm(dim=1) / a.flatten(1).norm(dim=1)
+    assert ((moved > 1e-3) & (moved < 0.5)).all(), "trained from the given states, and not far from them"
+    for r in range(2):  # three epochs of few steps: what the copies were permuted by is found again
+        assert panels["transpositions"][r] == [1, 4, 7]
+        assert all(m < u for m, u in zip(panels["distance"][r], panels["distance_unmatched"][r], strict=True))
+        assert results["matching"]["walk"]["transpositions"][r][0] == 0
+        assert results["matching"]["walk"]["transpositions"][r][-1] == 7
+    assert "NoT after training" in text
+    assert (tmp_path / "report" / "transpositions.png").read_bytes().startswith(b"\x89PNG")
+    again, text = run(tmp_path, TINY)
+    assert again == results and "▸" not in text
+    _, text = run(tmp_path, [*TINY, "matching.command.points=3"])
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["matching", "report"]
+
+
+def test_copies_compute_the_same_function_and_take_the_wanted_transpositions(tmp_path: Path) -> None:
+    model = MLP(64, 10, (8,))
+    made = make_pairs(tmp_path, model, DigitsDataModule(train_size=20), counts=3, runs=2, seed=4).results
+    store = SampleStore.open(tmp_path / "initial")
+    assert store.chains == [0] * 4 + [1] * 4 and store.steps == [0, 1, 2, 3] * 2
+    x = DigitsDataModule(train_size=20).train.x
+    for r in range(2):
+        first, *copies = store[4 * r : 4 * r + 4]
+        model.load_state_dict(first)
+        expected = model(x)
+        for copied, count in zip(copies, made["initial"], strict=True):
+            model.load_state_dict(copied)
+            torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
+            rows = [first["layers.0.bias"].tolist().index(v) for v in copied["layers.0.bias"].tolist()]
+            assert 8 - cycles(rows) == count
+    assert not torch.equal(store[0]["layers.0.weight"], store[4]["layers.0.weight"])
+    with pytest.raises(FileExistsError, match="not empty"):
+        make_pairs(tmp_path, model, DigitsDataModule(train_size=20))
+    with pytest.raises(ValueError, match="one hidden layer, the model has 2"):
+        make_pairs(tmp_path / "two", MLP(64, 10, (8, 8)), DigitsDataModule(train_size=20))
+
+
+def cycles(p: list[int]) -> int:
+    seen: set[int] = set()
+    found = 0
+    for start in range(len(p)):
+        found += start not in seen
+        while start not in seen:
+            seen.add(start)
+            start = p[start]
+    return found
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 11])
+def test_permutations_take_exactly_the_wanted_number_of_transpositions(count: int) -> None:
+    p = permutation_with_count(12, count, torch.Generator().manual_seed(count)).tolist()
+    assert sorted(p) == list(range(12)) and 12 - cycles(p) == count
+    with pytest.raises(ValueError, match="0 to 11"):
+        permutation_with_count(12, 12, torch.Generator())

@@ -1,0 +1,459 @@
+"""The library's files: whole or not at all, and no damage goes unnoticed, whatever byte it is in."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tu_symmetry import files
+from tu_symmetry.files import FileError, FolderInUseError, UnsealedFileWarning
+from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import SampleFileError
+
+ROOT = Path(__file__).parents[2]
+
+
+def tensors() -> dict[str, Tensor]:
+    """One of every dtype, and the odd ones: scalars, nothing, transposed, tied, conjugated."""
+    generator = torch.Generator().manual_seed(0)
+    found = {
+        str(dtype): torch.randint(0, 2, (3, 5), generator=generator).to(dtype)
+        for dtype in files.DTYPES.values()
+        if "float8" not in str(dtype)
+    }
+    turned = torch.randn(3, 4, generator=generator).T
+    return found | {
+        "scalar": torch.tensor(3.0),
+        "nothing": torch.zeros(0, 3),
+        "turned": turned,
+        "tied": turned,
+        "conjugated": torch.randn(3, dtype=torch.complex64, generator=generator).conj(),
+    }
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype
+        and a[n].shape == b[n].shape
+        and bytes(files._content(a[n])) == bytes(files._content(b[n]))
+        for n in a
+    )
+
+
+def test_tensors_come_back_and_the_safetensors_library_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    files.write_safetensors(path, tensors(), {"b": "1", "a": "2"})
+    back, header = files.read_safetensors(path)
+    assert equal(back, tensors()) and equal(load_file(path), tensors())
+    assert header.metadata == {"a": "2", "b": "1"} and header.versions == files.versions()
+    assert {n: (tuple(t.shape), t.dtype) for n, t in tensors().items()} == header.layout
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata()["tu_symmetry.blake2b"] == header.digest
+    first = path.read_bytes()
+    files.write_safetensors(path, dict(reversed(tensors().items())), {"a": "2", "b": "1"})
+    assert path.read_bytes() == first  # the same content, the same bytes
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [torch.eye(2).to_sparse(), torch.zeros(2, device="meta"), torch.zeros(2, dtype=torch.complex128)],
+    ids=["sparse", "meta", "complex128"],
+)
+def test_what_a_file_cannot_hold_is_named(bad: Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'bad' is a tensor"):
+        files.write_safetensors(tmp_path / "w.safetensors", {"good": torch.ones(2), "bad": bad})
+    assert not list(tmp_path.iterdir())
+
+
+def damages(content: bytes, step: int = 1) -> list[tuple[str, bytes]]:
+    """One flipped bit in every ``step``-th byte, and the file cut off, grown, or overwritten with zeros, anywhere."""
+    draw = random.Random(0)
+    found = []
+    for at in range(0, len(content), step):
+        flipped = bytearray(content)
+        flipped[at] ^= 1 << draw.randrange(8)
+        found.append((f"bit in byte {at}", bytes(flipped)))
+    for at in range(0, len(content), 7 * step):
+        found.append((f"cut at {at}", content[:at]))
+        zeros = bytearray(content)
+        zeros[at : at + 16] = bytes(len(zeros[at : at + 16]))
+        if bytes(zeros) != content:
+            found.append((f"zeros at {at}", bytes(zeros)))
+    return [*found, ("grown", content + b"\0"), ("empty", b""), ("noise", draw.randbytes(len(content)))]
+
+
+def undetected(path: Path, read: Callable[[], object], error: type[Exception], step: int = 1) -> list[str]:
+    """Damages after which reading goes through, or ends in another error than the one that names the file."""
+    whole, left = path.read_bytes(), []
+    read()
+    for what, content in damages(whole, step):
+        path.write_bytes(content)
+        try:
+            read()
+            left.append(f"{what}: read")
+        except error as found:
+            if path.name not in str(found) or "\n" in str(found):
+                left.append(f"{what}: {found}")
+        except Exception as found:  # what a damaged file makes of a reader can be anything
+            left.append(f"{what}: {type(found).__name__}: {found}")
+    path.write_bytes(whole)
+    read()
+    return left
+
+
+def test_no_damage_of_tensors_goes_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    files.write_safetensors(path, {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.ones(2).half()}, {"k": "v"})
+    assert undetected(path, lambda: files.read_safetensors(path), FileError) == []
+
+
+def test_no_damage_of_json_goes_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    files.write_json(path, {"a": [1, 2.5, None], "b": {"c": "text", "d": True}}, seal=True)
+
+    def read() -> None:
+        content, written_by = files.read_json(path)
+        same = content == {"a": [1, 2.5, None], "b": {"c": "text", "d": True}}  # spaces and line ends do not matter
+        if written_by != files.versions() or not same:
+            raise FileError(f"{path.name} has no seal")
+
+    left = undetected(path, read, FileError)
+    assert all(entry.endswith("read") for entry in left) and len(left) < 60  # white space only, seen by `read`
+
+
+def networks() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    state = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).state_dict()
+    return [{n: torch.randn(t.shape, generator=generator) for n, t in state.items()} for _ in range(4)]
+
+
+def test_no_damage_of_a_sample_store_goes_unnoticed(tmp_path: Path) -> None:
+    store = SampleStore.create(tmp_path / "s", architecture="a", method="m", seed=1)
+    for i, state in enumerate(networks()[:2]):
+        store.append(state, step=i)
+    shard = store.records[1].shard
+
+    def read() -> None:
+        opened = SampleStore.open(store.folder)
+        assert opened.metadata == {"architecture": "a", "method": "m", "seed": 1} and len(list(opened)) == 2
+
+    left = undetected(shard, read, SampleFileError, step=3)
+    left += undetected(store.folder / "store.json", read, SampleFileError)
+    assert [entry for entry in left if "cut at" in entry or "AssertionError" in entry] == []
+    white = store.folder.joinpath("store.json").read_bytes()
+    assert all(white[int(entry.split()[3][:-1])] in b" \n" for entry in left if entry.startswith("bit")), left
+
+
+def test_no_damage_of_a_compact_posterior_goes_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "q.safetensors"
+    CompactPosterior.from_states(networks(), align=False).save(path)
+    assert undetected(path, lambda: CompactPosterior.load(path), SampleFileError, step=3) == []
+
+
+def test_no_damage_of_a_laplace_file_goes_unnoticed(tmp_path: Path) -> None:
+    path, model = tmp_path / "l.safetensors", nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x = torch.randn(6, 2, dtype=torch.float64)
+    LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, torch.arange(6) % 2)]).save(path)
+    assert undetected(path, lambda: LinearizedLaplace.load(path, model), FileError, step=11) == []
+
+
+# --- copied, swapped, deleted, replaced
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> SampleStore:
+    store = SampleStore.create(tmp_path / "s", architecture="a", method="m", seed=1)
+    for i, state in enumerate(networks()):
+        store.append(state, step=i)
+    return store
+
+
+def refused(folder: Path, message: str) -> None:
+    before = {p: p.read_bytes() for p in sorted(folder.iterdir())}
+    with pytest.raises(SampleFileError, match=message) as raised:
+        list(SampleStore.open(folder))
+    assert "\n" not in str(raised.value)
+    assert {p: p.read_bytes() for p in sorted(folder.iterdir())} == before
+
+
+@pytest.mark.parametrize("which", [0, 1, 3])
+def test_a_shard_that_is_gone_is_missed(which: int, store: SampleStore) -> None:
+    shard = store.records[which].shard
+    shard.unlink()
+    refused(store.folder, rf"{shard.name} is gone \(1 of 4 shards\)")
+    log = store.folder / "shards.log"
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if shard.name not in line) + "\n")
+    assert len(SampleStore.open(store.folder)) == 3  # as the message says
+
+
+def test_shards_that_were_copied_or_swapped_are_refused(store: SampleStore, tmp_path: Path) -> None:
+    first, second = store.records[0].shard, store.records[1].shard
+    whole = first.read_bytes()
+    shutil.copy(second, first)
+    refused(store.folder, f"{first.name} is a copy of {second.name}")
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(whole)
+    refused(store.folder, f"{first.name} is a copy of {second.name}")
+    second.write_bytes(first.read_bytes())
+    first.write_bytes(whole)
+    shutil.copy(second, store.folder / "00000009-copied.safetensors")
+    refused(store.folder, f"copied.safetensors is a copy of {second.name}")
+
+
+def test_shards_of_another_store_are_refused(store: SampleStore, tmp_path: Path) -> None:
+    other = SampleStore.create(tmp_path / "o", architecture="a", method="m", seed=1)
+    other.append(networks()[0], step=7)
+    shutil.copy(other.records[0].shard, store.folder)
+    refused(store.folder, "belongs to another store")
+    (store.folder / other.records[0].shard.name).unlink()
+    shutil.copy(other.folder / "store.json", store.folder)
+    refused(store.folder, "belongs to another store")
+
+
+def test_a_shard_that_was_written_again_with_other_weights_is_refused(store: SampleStore) -> None:
+    """Whole, sealed, under its own name, of its own store; only the log can tell."""
+    shard = store.records[2].shard
+    header = files.read_header(shard)
+    states = {n: t + 1 for n, t in load_file(shard).items()}
+    files.write_safetensors(shard, states, header.metadata)
+    refused(store.folder, f"{shard.name} was replaced or damaged")
+    save_file(states, shard, metadata=header.metadata)  # without a seal
+    refused(store.folder, f"{shard.name} carries no digest")
+
+
+def test_a_shard_that_holds_nan_is_refused(store: SampleStore) -> None:
+    shard = store.folder / "00000009-made.safetensors"
+    said = files.read_header(store.records[0].shard).metadata | {"file": shard.name, "step": "[9]"}
+    states = load_file(store.records[0].shard)
+    states["0.bias"][0, 0] = torch.nan
+    files.write_safetensors(shard, states, said)
+    assert len(SampleStore.open(store.folder)) == 5  # no weights are read
+    refused(store.folder, rf"{shard.name} holds NaN .* '0\.bias'")
+
+
+def test_a_lost_or_damaged_log_is_no_silence(store: SampleStore) -> None:
+    log = store.folder / "shards.log"
+    whole = log.read_bytes()
+    log.unlink()
+    with pytest.raises(SampleFileError, match=r"shards\.log is gone"):
+        SampleStore.open(store.folder)
+    log.write_bytes(whole.replace(b".safetensors", b".safetensor-", 1))
+    refused(store.folder, r"shards\.log is damaged")
+    log.write_bytes(whole[:-20])  # a line that a killed run did not write out
+    again = SampleStore.open(store.folder)
+    again.append({n: t + 1 for n, t in networks()[0].items()}, step=9)
+    assert len(SampleStore.open(store.folder)) == 5 and len(again._read_log()) == 4
+
+
+def test_a_state_is_read_again_after_its_shard_was_changed(store: SampleStore) -> None:
+    opened = SampleStore.open(store.folder)
+    opened[0]
+    shard = store.records[0].shard
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 4
+    shard.write_bytes(content)
+    os.utime(shard, ns=(1, 1))
+    with pytest.raises(SampleFileError, match="changed or damaged"):
+        opened[0]
+
+
+def test_opening_a_thousand_shards_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SampleStore.create(tmp_path / "s", architecture="a", method="m")
+    for i in range(30):
+        store.append({"w": torch.full((1000,), float(i))}, step=i)
+    checked: list[Path] = []
+    check = files.check_file
+
+    def counting(path: Path, **options: Any) -> files.Header:
+        checked.append(path)
+        return check(path, **options)
+
+    monkeypatch.setattr("tu_symmetry.posterior.samples.check_file", counting)
+    opened = SampleStore.open(store.folder)
+    assert checked == []
+    opened[3], opened[3], opened[4]
+    assert checked == [opened.records[3].shard, opened.records[4].shard]  # each once
+
+
+# --- files of the version before
+
+
+def unsealed_store(folder: Path) -> list[dict[str, Tensor]]:
+    """What version 0.1.0 wrote before there were seals, written out by hand."""
+    folder.mkdir()
+    content = {"format": "tu_symmetry.samples", "version": "1", "metadata": {"architecture": "a", "method": "m"}}
+    (folder / "store.json").write_text(json.dumps(content))
+    for i, state in enumerate(networks()):
+        header = {"format": "tu_symmetry.samples", "version": "1", "chain": "[0]", "step": f"[{i}]", "metadata": "{}"}
+        save_file({n: t[None] for n, t in state.items()}, folder / f"{i:08d}-0a0b0c0d.safetensors", metadata=header)
+    return networks()
+
+
+def test_stores_without_seals_are_read_with_a_notice_and_go_on(tmp_path: Path) -> None:
+    states = unsealed_store(tmp_path / "s")
+    with pytest.warns(UnsealedFileWarning, match=r"store\.json was written by an older version") as found:
+        store = SampleStore.open(tmp_path / "s")
+    assert len(found) == 1 and store.written_by == {}
+    assert all(equal(a, b) for a, b in zip(store, states, strict=True))
+    store.append({n: t + 1 for n, t in states[0].items()}, step=9)
+    with pytest.warns(UnsealedFileWarning):
+        again = SampleStore.open(tmp_path / "s")
+    assert len(again) == 5
+    new = again.records[-1].shard
+    content = bytearray(new.read_bytes())
+    content[-1] ^= 1
+    new.write_bytes(content)
+    with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match="changed or damaged"):
+        SampleStore.open(tmp_path / "s")[4]
+
+
+def test_an_unsealed_shard_is_still_looked_at(tmp_path: Path) -> None:
+    unsealed_store(tmp_path / "s")
+    shard = next((tmp_path / "s").glob("00000001*"))
+    shutil.copy(shard, shard.with_name("00000007-copied00.safetensors"))
+    with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match=f"{shard.name} holds too"):
+        SampleStore.open(tmp_path / "s")
+
+
+def test_compact_and_laplace_files_without_seals_are_read_with_a_notice(tmp_path: Path) -> None:
+    path = tmp_path / "q.safetensors"
+    q = CompactPosterior.from_states(networks(), align=False)
+    q.save(path)
+    save_file(load_file(path), path, metadata=files.read_header(path).metadata)
+    with pytest.warns(UnsealedFileWarning, match=r"q\.safetensors was written by an older version"):
+        assert equal(CompactPosterior.load(path).mean, q.mean)
+    content = load_file(path)
+    content["mean/0.weight"][0, 0] = torch.nan
+    save_file(content, path, metadata=files.read_header(path).metadata)
+    with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match=r"mean\['0\.weight'\] holds NaN"):
+        CompactPosterior.load(path)
+
+
+# --- writes
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    for write in (
+        lambda n: files.write_text(path, str(n)),
+        lambda n: files.write_json(path, {"n": n}, seal=True),
+        lambda n: files.write_safetensors(path, {"n": torch.tensor(n)}),
+    ):
+        write(1)
+        before = path.read_bytes()
+
+        def full(source: object, target: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", full)
+            with pytest.raises(OSError, match="No space"):
+                write(2)
+        assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """In a process that may not write files of more than 64 kB: what safetensors reports without a number."""
+    script = (
+        "import resource, signal, sys, torch\nfrom tu_symmetry import files\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+        "try: files.write_safetensors(sys.argv[1], {'w': torch.ones(1 << 20)})\n"
+        "except OSError as error: sys.exit(0 if files.full_disk(error) else 3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "w.safetensors")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Run something in a copy of this process (torch takes seconds to import); its number."""
+    number = os.fork()
+    if number == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return number
+
+
+def test_kill_9_leaves_folders_whole_or_not_there(tmp_path: Path) -> None:
+    draw = random.Random(0)
+
+    def make() -> None:
+        while True:
+            with files.new_folder(tmp_path / "made") as folder:
+                for i in range(20):
+                    (folder / str(i)).write_text("x")
+            files.remove_folder(tmp_path / "made")
+
+    for _ in range(30):
+        child = forked(make)
+        time.sleep(draw.random() / 30)
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        if (tmp_path / "made").exists():
+            assert len(list((tmp_path / "made").iterdir())) == 20
+        files.clear_scratch(tmp_path)
+        assert {p.name for p in tmp_path.iterdir()} <= {"made"}
+        files.remove_folder(tmp_path / "made")
+    files.remove_folder(tmp_path / "made")  # not there: nothing to do
+
+
+def test_scratch_of_others_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in (".a.1a2b3c4d.tmp", "sub/.b.1a2b3c4d.tmp", "a.tmp", ".a.tmp", ".a.1a2b3c4d", ".a.xyzxyzxy.tmp"):
+        (tmp_path / name).write_text("x")
+    files.clear_scratch(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".a.1a2b3c4d", ".a.tmp", ".a.xyzxyzxy.tmp", "a.tmp", "sub"]
+    assert len(list((tmp_path / "sub").iterdir())) == 1
+    files.clear_scratch(tmp_path, recursive=True)
+    assert not list((tmp_path / "sub").iterdir())
+
+
+def test_a_folder_is_locked_for_others_and_free_afterwards(tmp_path: Path) -> None:
+    def take() -> None:
+        try:
+            with files.lock_folder(tmp_path):
+                os._exit(0)
+        except FolderInUseError:
+            os._exit(3)
+
+    def other() -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(forked(take), 0)[1])
+
+    with files.lock_folder(tmp_path):
+        with pytest.raises(FolderInUseError, match="in use by another run"), files.lock_folder(tmp_path):
+            pass
+        assert other() == 3
+    assert other() == 0  # and it ended without letting go
+    with files.lock_folder(tmp_path):
+        pass
+
+
+def test_versions_of_others_are_said() -> None:
+    assert files.other_versions(files.versions()) == ""
+    assert files.other_versions({"tu_symmetry": "0.0.1", "torch": files.versions()["torch"]}) == "tu_symmetry 0.0.1"
+    assert files.other_versions(None) == files.other_versions({}) == "an older version"

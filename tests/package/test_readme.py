@@ -1,0 +1,73 @@
+"""Every Python block of the README and the docs runs, every YAML block is accepted, every link and recipe exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """(line number, text) of every fenced block of a language."""
+    text = page.read_text(encoding="utf-8")
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text[: match.start(1)].count("\n"), match.group(1)) for match in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run_in_order_and_print_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page, "python")
+    assert found
+    names: dict[str, object] = {"__name__": "example"}
+    for line, block in found:
+        source = "\n" * line + block  # so that a traceback has the page's line numbers
+        exec(compile(source, str(page), "exec"), names)
+    printed = capsys.readouterr().out.splitlines()
+    shown = [line for _, block in blocks(page, "text") for line in block.splitlines() if line != "..."]
+    assert [line for line in shown if line not in printed] == []
+
+
+def test_yaml_blocks_are_accepted() -> None:
+    from jsonargparse import ArgumentParser
+    from lightning.pytorch import Callback
+
+    callbacks = []
+    for _, block in blocks(ROOT / "README.md", "yaml"):
+        callbacks += yaml.safe_load(block)["trainer"]["callbacks"]
+    assert callbacks
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--callbacks", type=list[Callback])
+    parsed = parser.instantiate_classes(parser.parse_object({"callbacks": callbacks}))
+    assert [type(c).__name__ for c in parsed.callbacks] == [c["class_path"].rpartition(".")[2] for c in callbacks]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_exist(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_commands_name_recipes_targets_and_subcommands_that_exist() -> None:
+    from tu_symmetry.cli import COMMANDS, LIGHTNING
+
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    lines = [line for _, block in blocks(ROOT / "README.md", "sh") for line in block.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines]
+    for program, first, *rest in (w for w in words if len(w) > 1):
+        if program == "make":
+            assert first in targets
+        elif program.endswith("tu-symmetry"):
+            assert first in COMMANDS | LIGHTNING
+            assert all((ROOT / w).exists() for w in rest if w.startswith("recipes/"))

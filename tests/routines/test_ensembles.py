@@ -1,0 +1,131 @@
+"""A compact posterior, evaluated by TorchUncertainty's routine as an ensemble."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines import posterior_ensemble
+from tu_symmetry.states import SampleFileError
+from tu_symmetry.symmetry.discovery import discover_symmetries
+
+pytest.importorskip("torch_uncertainty")
+from torch_uncertainty.models.mlp import mlp as tu_mlp
+from torch_uncertainty.routines import ClassificationRoutine
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SAMPLES, CLASSES = 5, 3
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+@pytest.fixture(scope="module")
+def posterior() -> CompactPosterior:
+    torch.manual_seed(0)
+    members = [mlp().state_dict() for _ in range(4)]
+    return CompactPosterior.from_states(members, discover_symmetries(mlp(), torch.randn(2, 4)), align=True)
+
+
+@pytest.fixture(scope="module")
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(50, 4, generator=generator), torch.randint(CLASSES, (50,), generator=generator)
+
+
+def probabilities(posterior: CompactPosterior, x: Tensor) -> Tensor:
+    """Sample by sample, the softmax outputs ``[samples, inputs, classes]`` of the same draws."""
+    stack = posterior.sample(SAMPLES, generator=torch.Generator().manual_seed(7))
+    draws = [{name: t[i] for name, t in stack.items()} for i in range(SAMPLES)]
+    return torch.stack([functional_call(mlp(), draw, (x,)).softmax(-1) for draw in draws])
+
+
+def test_metrics_equal_a_hand_computation(posterior: CompactPosterior, data: tuple[Tensor, Tensor]) -> None:
+    x, y = data
+    module = posterior.as_module(mlp(), SAMPLES, torch.Generator().manual_seed(7))
+    routine = ClassificationRoutine(
+        module, num_classes=CLASSES, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information"
+    )
+    assert not list(routine.parameters()) or all(not p.requires_grad for p in routine.parameters())
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    far = DataLoader(TensorDataset(5 * x, y), batch_size=16)
+    (results,) = trainer.test(routine, [DataLoader(TensorDataset(x, y), batch_size=16), far], verbose=False)[:1]
+    p = probabilities(posterior, x)
+    mean = p.mean(0)
+    accuracy = float((mean.argmax(-1) == y).float().mean())
+    nll = float(-mean[torch.arange(len(y)), y].log().mean())
+
+    def entropy(q: Tensor) -> Tensor:
+        return -(q * q.log()).sum(-1)
+
+    mutual_information = float((entropy(mean) - entropy(p).mean(0)).mean())
+    found: dict[str, Any] = {k.split("/dataloader")[0]: v for k, v in results.items()}
+    assert found["test/cls/Acc"] == pytest.approx(accuracy, abs=1e-6)
+    assert found["test/cls/NLL"] == pytest.approx(nll, rel=1e-4)
+    assert found["test/ens_MI"] == pytest.approx(mutual_information, rel=1e-3, abs=1e-6)
+    assert mutual_information > 1e-3, "vacuous: all samples agree"
+
+
+def test_saved_posterior_is_evaluated_alike(
+    posterior: CompactPosterior, data: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
+    posterior.save(tmp_path / "q.safetensors")
+    module = posterior_ensemble(tmp_path / "q.safetensors", mlp(), SAMPLES, seed=7)
+    outputs = module(data[0]).reshape(SAMPLES, -1, CLASSES).softmax(-1)
+    torch.testing.assert_close(outputs, probabilities(posterior, data[0]))
+    with pytest.raises(ValueError, match="does not say how many"):
+        posterior_ensemble(tmp_path / "q.safetensors", mlp())
+    with pytest.raises(ValueError, match="do not belong to Linear"):
+        posterior_ensemble(tmp_path / "q.safetensors", nn.Linear(4, 3), SAMPLES)
+
+
+def test_stored_samples_as_an_ensemble(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    nets = [mlp() for _ in range(5)]
+    store = SampleStore.create(tmp_path / "s", architecture="mlp", method="test")
+    for i, net in enumerate(nets):
+        store.append(net.state_dict(), chain=0, step=i)
+    for number, chosen in ((None, [0, 1, 2, 3, 4]), (3, [0, 2, 4])):
+        expected = torch.cat([nets[i](data[0]) for i in chosen])
+        torch.testing.assert_close(posterior_ensemble(tmp_path / "s", mlp(), number)(data[0]), expected)
+    with pytest.raises(ValueError, match="holds 5 samples"):
+        posterior_ensemble(tmp_path / "s", mlp(), 6)
+    with pytest.raises(SampleFileError, match="another architecture"):
+        posterior_ensemble(tmp_path / "s", nn.Linear(4, 3))
+
+
+def test_posterior_ensemble_in_yaml(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+    nets = [tu_mlp(in_features=4, num_outputs=3, hidden_dims=[8]) for _ in range(3)]
+    q = CompactPosterior.from_states([n.state_dict() for n in nets], align=False)
+    q.save(tmp_path / "q.safetensors")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ClassificationRoutine, "routine")
+    parser.add_argument("--config", action="config")
+    (tmp_path / "c.yaml").write_text(f"""
+routine:
+  num_classes: 3
+  is_ensemble: true
+  model:
+    class_path: tu_symmetry.routines.posterior_ensemble
+    init_args:
+      posterior: {tmp_path}/q.safetensors
+      num_samples: 5
+      seed: 7
+      model:
+        class_path: torch_uncertainty.models.mlp.mlp
+        init_args: {{in_features: 4, num_outputs: 3, hidden_dims: [8]}}
+""")
+    routine = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).routine
+    expected = q.as_module(nets[0], 5, torch.Generator().manual_seed(7))(data[0])
+    torch.testing.assert_close(routine(data[0]), expected)

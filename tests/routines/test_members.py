@@ -1,0 +1,276 @@
+"""Members trained at once: each as if trained alone, in float64; orders, clipping, resuming, files, YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.posterior.network import derived_seed, initialized
+from tu_symmetry.posterior.samplers import deep_ensemble
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines import MembersRoutine
+from tu_symmetry.states import SampleFileError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(nn.Module):
+    """A convolution, BatchNorm with running statistics, and weights used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.tied = nn.Linear(4, 4)
+        self.again = nn.Linear(4, 4)
+        self.again.weight = self.tied.weight
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.conv(x)).relu().mean((2, 3))
+        return self.head(self.again(self.tied(h).tanh()))
+
+
+class Plain(nn.Module):
+    """No buffers at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 7), nn.Linear(7, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.flatten(1)).relu())
+
+
+def data(orders: int | None = None, seed: int = 5, **more: Any) -> DigitsDataModule:
+    return DigitsDataModule(batch_size=40, train_size=150, test_size=60, seed=seed, orders=orders, **more)
+
+
+def trainer(folder: Path, epochs: int = 3, **more: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    common: dict[str, Any] = {"enable_checkpointing": False, "precision": "64-true", "limit_val_batches": 0}
+    return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, max_epochs=epochs, **(quiet | common | more))
+
+
+def alone(network: nn.Module, m: int, make: Callable[[Any], Any], clip: float | None, shared: bool) -> nn.Module:
+    """Member ``m`` by a plain loop."""
+    model = initialized(network, derived_seed(0, 1, m)).double().train()
+    optimizer = make(model.parameters())
+    loader = data(seed=5 if shared else 5 + m).train_dataloader()
+    for epoch in range(3):
+        loader.set_epoch(epoch)  # type: ignore[attr-defined]
+        for x, y in loader:
+            loss = F.cross_entropy(model(x.double()), y)
+            loss = loss + 2.0 / (2 * 150) * sum(p.square().sum() for p in model.parameters())
+            optimizer.zero_grad()
+            loss.backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return model
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    "network, make, clip, more",
+    [
+        (Net, sgd, None, {}),
+        (Net, adam, None, {"chunk_size": 2}),
+        (Net, adam, 0.05, {}),
+        (Plain, adam, None, {"data_order": "shared"}),
+    ],
+)
+def test_members_are_what_they_are_alone(
+    tmp_path: Path, network: Any, make: Any, clip: float | None, more: dict[str, Any]
+) -> None:
+    shared = more.get("data_order") == "shared"
+    torch.manual_seed(3)
+    routine = MembersRoutine(network(), 3, prior_precision=2.0, optimizer=make, **more)
+    trainer(tmp_path, gradient_clip_val=clip).fit(routine, datamodule=data(None if shared else 3))
+    states = routine.states()
+    for m in range(3):
+        expected = alone(network(), m, make, clip, shared).state_dict()
+        assert states.keys() == expected.keys()
+        for name, t in expected.items():
+            assert torch.allclose(states[name][m].to(t.dtype), t, rtol=1e-10, atol=1e-10), (m, name)
+    assert not torch.equal(states["head.bias" if network is Net else "b.bias"][0], states[next(iter(states))][1, :1])
+
+
+def test_members_do_not_depend_on_their_number(tmp_path: Path) -> None:
+    few, many = MembersRoutine(Plain(), 2), MembersRoutine(Plain(), 4)
+    trainer(tmp_path).fit(few, datamodule=data(2))
+    trainer(tmp_path).fit(many, datamodule=data(4))
+    for name, t in few.states().items():
+        assert torch.allclose(t, many.states()[name][:2], rtol=1e-10, atol=1e-10)
+
+
+def test_optimum_is_that_of_the_core(tmp_path: Path) -> None:
+    """Other orders of the data, the same objective: full batches give the core's ensemble."""
+    module = DigitsDataModule(batch_size="full", train_size=100, orders=3)
+    module.setup("fit")
+    torch.manual_seed(0)
+    model = Plain().double()
+    expected = deep_ensemble(
+        model, module.train.x.double(), module.train.y, members=3, epochs=20, batch_size=100, prior_precision=1.0
+    )
+    routine = MembersRoutine(model, 3)
+    trainer(tmp_path, 20).fit(routine, datamodule=module)
+    for name, t in expected.states.items():
+        assert torch.allclose(routine.states()[name], t, rtol=1e-8, atol=1e-9)
+
+
+def test_a_thousand_small_networks(tmp_path: Path) -> None:
+    routine = MembersRoutine(Plain(), 1000, chunk_size=250)
+    trainer(tmp_path, 1, max_steps=2, precision="32-true").fit(routine, datamodule=data(1000))
+    (found,) = trainer(tmp_path, precision="32-true").test(routine, datamodule=data(), verbose=False)
+    assert routine.member_scores["Acc"].shape == (1000,)
+    assert found["test/members/Acc_min"] <= found["test/members/Acc_mean"] <= found["test/members/Acc_max"]
+
+
+def test_metrics_are_those_of_the_members_and_their_mean(tmp_path: Path) -> None:
+    routine = MembersRoutine(Net(), 3)
+    trainer(tmp_path).fit(routine, datamodule=data(3))
+    (found, _) = trainer(tmp_path).test(routine, datamodule=data(eval_ood=True), verbose=False)
+    module = data()
+    module.setup("test")
+    x, y = module.test.x.double(), module.test.y
+    probs = []
+    for m in range(3):
+        model = Net().double().eval()
+        model.load_state_dict({n: t[m] for n, t in routine.states().items()})
+        outputs = model(x)
+        probs.append(outputs.softmax(-1))
+        assert routine.member_scores["NLL"][m] == pytest.approx(F.cross_entropy(outputs, y).item(), rel=1e-10)
+        assert routine.member_scores["Acc"][m] == pytest.approx((outputs.argmax(-1) == y).double().mean().item())
+    mean = torch.stack(probs).mean(0)
+    assert found["test/cls/NLL"] == pytest.approx(F.nll_loss(mean.log(), y).item(), rel=1e-6)
+    assert found["test/cls/Acc"] == pytest.approx((mean.argmax(-1) == y).double().mean().item(), abs=1e-6)
+    assert 0 <= found["ood/AUROC"] <= 1
+
+
+def test_members_are_written_and_a_cut_run_resumes(tmp_path: Path) -> None:
+    # Lightning restores weights before it makes them double, so the networks are double from the start.
+    whole = MembersRoutine(Net().double(), 3, optimizer=adam, samples=tmp_path / "whole")
+    trainer(tmp_path, 3).fit(whole, datamodule=data(3))
+    saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
+    cut = MembersRoutine(Net().double(), 3, optimizer=adam)
+    trainer(tmp_path, -1, max_steps=6, callbacks=[saving], enable_checkpointing=True).fit(cut, datamodule=data(3))
+    rest = MembersRoutine(Net().double(), 3, optimizer=adam, samples=tmp_path / "rest")
+    trainer(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
+    a, b = SampleStore.open(tmp_path / "whole"), SampleStore.open(tmp_path / "rest", like=Net().double().state_dict())
+    assert a.chains == b.chains == [0, 1, 2] and a.steps == b.steps == [12] * 3
+    assert all(torch.equal(t, b.load()[name]) for name, t in a.load().items())
+    with pytest.raises(FileExistsError, match="--ckpt_path"):
+        trainer(tmp_path).fit(MembersRoutine(Net(), 3, samples=tmp_path / "rest"), datamodule=data(3))
+
+
+def test_members_start_from_given_states(tmp_path: Path) -> None:
+    """No step: the states come out as they went in. Steps: as if fresh initializations had been those states."""
+    torch.manual_seed(3)
+    fresh = MembersRoutine(Net().double(), 3, seed=7)
+    given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
+    given.append(fresh.states(), chain=range(3), step=[0] * 3)
+    routine = MembersRoutine(Net().double(), 3, initial_states=tmp_path / "given")
+    assert not torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"])
+    routine.setup("test")
+    assert not torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"])
+    routine.setup("fit")
+    for name, t in fresh.states().items():
+        assert torch.equal(routine.states()[name], t)
+    for made in (fresh, routine):
+        trainer(tmp_path).fit(made, datamodule=data(3))
+    for name, t in fresh.states().items():
+        assert torch.equal(routine.states()[name], t), name
+    trainer(tmp_path, 0).fit(routine, datamodule=data(3))
+    assert torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"]), "a second fit goes on"
+
+
+def test_a_resumed_fit_starts_from_its_checkpoint_and_not_from_the_given_states(tmp_path: Path) -> None:
+    given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
+    given.append(MembersRoutine(Net().double(), 3, seed=7).states(), chain=range(3), step=[0] * 3)
+    common: dict[str, Any] = {"optimizer": adam, "initial_states": tmp_path / "given"}
+    whole = MembersRoutine(Net().double(), 3, **common)
+    trainer(tmp_path, 3).fit(whole, datamodule=data(3))
+    saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
+    cut = MembersRoutine(Net().double(), 3, **common)
+    trainer(tmp_path, -1, max_steps=6, callbacks=[saving], enable_checkpointing=True).fit(cut, datamodule=data(3))
+    rest = MembersRoutine(Net().double(), 3, **common)
+    trainer(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
+    assert all(torch.equal(t, rest.states()[name]) for name, t in whole.states().items())
+
+
+def test_given_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
+    given.append(MembersRoutine(Plain(), 2).states(), chain=range(2), step=[0] * 2)
+    with pytest.raises(ValueError, match="holds 2 states, but num_members is 3"):
+        MembersRoutine(Plain(), 3, initial_states=tmp_path / "given").setup("fit")
+    with pytest.raises(SampleFileError, match="another architecture"):
+        MembersRoutine(Net(), 2, initial_states=tmp_path / "given").setup("fit")
+    with pytest.raises(SampleFileError, match="nowhere"):
+        MembersRoutine(Net(), 2, initial_states=tmp_path / "nowhere").setup("fit")
+
+
+def test_says_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"orders: 3.*data_order: shared"):
+        trainer(tmp_path).fit(MembersRoutine(Plain(), 3), datamodule=data())
+    with pytest.raises(ValueError, match="LBFGS mixes"):
+        trainer(tmp_path).fit(MembersRoutine(Plain(), 3, optimizer=torch.optim.LBFGS), datamodule=data(3))
+    with pytest.raises(ValueError, match="num_members must be positive"):
+        MembersRoutine(Plain(), 0)
+
+
+YAML = """
+seed_everything: 0
+trainer: {{accelerator: cpu, devices: 1, fast_dev_run: 3, enable_progress_bar: false, logger: false}}
+{key}:
+  class_path: tu_symmetry.routines.MembersRoutine
+  init_args:
+    num_members: 4
+    metrics:
+      ECE: {{class_path: torchmetrics.classification.MulticlassCalibrationError, init_args: {{num_classes: 10}}}}
+    model:
+      class_path: tu_symmetry.tables.models.MLP
+      init_args: {{in_features: 64, num_classes: 10, hidden: [8]}}
+    optimizer: {{class_path: torch.optim.SGD, init_args: {{lr: 0.01, momentum: 0.9}}}}
+data:
+  class_path: tu_symmetry.datamodules.DigitsDataModule
+  init_args: {{batch_size: 100, orders: 4, val_size: 100, resident: true}}
+"""
+
+
+@pytest.mark.parametrize("tu", [False, True])
+def test_from_yaml(tmp_path: Path, tu: bool) -> None:
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    made: Any = LightningCLI
+    if tu:
+        pytest.importorskip("torch_uncertainty")
+        from torch_uncertainty.utils.cli import TULightningCLI as made
+    (tmp_path / "c.yaml").write_text(YAML.format(key="routine" if tu else "model"))
+    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
+    for command in ("fit", "validate", "test", "predict"):
+        args = [command, "--config", str(tmp_path / "c.yaml")]
+        if command == "fit" and tu:
+            args += ["--optimizer=Adam", "--optimizer.lr=0.003"]
+        cli = made(LightningModule, LightningDataModule, args=args, **common)
+        if command == "fit":
+            (optimizer,) = cli.trainer.optimizers
+            assert type(optimizer) is (torch.optim.Adam if tu else torch.optim.SGD)
+            assert "val/cls/ECE" in cli.trainer.callback_metrics

@@ -1,0 +1,400 @@
+"""Laws of canonical scales, in float64 over the zoo."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import CASES, Case
+from torch import Tensor, nn
+from zoo import assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
+
+import tu_symmetry as tus
+from tu_symmetry.scaling import canonical as canonical_module
+from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
+from tu_symmetry.scaling.masses import MassTables, counted_parameters
+from tu_symmetry.symmetry.verification import random_state
+
+
+def mass(graph: tus.SymmetryGraph, state: Mapping[str, Tensor]) -> float:
+    return sum(float(state[n].square().sum()) for n in graph.shapes if n not in graph.buffers and n in state)
+
+
+@every_case
+def test_minimal_mass_keeps_the_function_and_is_constant_on_orbits(case: Case) -> None:
+    model, graph, state = weights(case)
+    form = tus.canonicalize(graph, state)
+    inexact = any(not g.exact for g in graph.scales)
+    assert relative(outputs(model, state, case.inputs()), outputs(model, form.state, case.inputs())) < (
+        1e-3 if inexact else 1e-9
+    )
+    assert form.mass_after <= form.mass_before * (1 + 1e-12)
+    assert form.mass_before == pytest.approx(mass(graph, state), rel=1e-12)
+    assert form.mass_after == pytest.approx(mass(graph, form.state), rel=1e-12)
+    assert form.gradient_norm <= 1e-12 and 0 <= form.relative_gap <= 1e-12 and not form.degenerate
+    assert form.unfixed == tuple(g.name for g in graph.normalizations)
+    assert_equal_states(form.state, tus.apply_scale(graph, form.log_scale, state))
+    assert_equal_states(form.state, tus.canonicalize(graph, form.state).state)
+    assert_equal_states(form.state, tus.canonicalize(graph, tus.apply_scale(graph, scale_only(graph, 1), state)).state)
+    assert tus.representation_cost(graph, state) == pytest.approx(form.mass_after, rel=1e-12)
+
+
+@every_case
+def test_canonical_scale_commutes_with_permutations(case: Case) -> None:
+    _, graph, state = weights(case)
+    p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(5))
+    for method, fixing in (("min_mass", "leave"), ("min_mass", "unit_norm"), ("unit_norm", "leave")):
+        one = tus.canonicalize(graph, tus.apply_permutation(graph, p, state), method, normalizations=fixing).state
+        other = tus.apply_permutation(graph, p, tus.canonicalize(graph, state, method, normalizations=fixing).state)
+        assert_equal_states(one, other)
+
+
+@every_case
+@pytest.mark.parametrize("method", ["unit_norm", "unit_variance"])
+def test_unit_forms_keep_the_function_and_are_constant_on_orbits(case: Case, method: Any) -> None:
+    model, graph, state = weights(case)
+    form = tus.canonicalize(graph, state, method)
+    inexact = any(not g.exact for g in graph.scales)
+    change = relative(outputs(model, state, case.inputs()), outputs(model, form.state, case.inputs()))
+    assert change < (1e-3 if inexact else 1e-9)
+    assert math.isnan(form.gradient_norm) and math.isnan(form.relative_gap) and not form.degenerate
+    assert_equal_states(form.state, tus.canonicalize(graph, form.state, method).state, rtol=1e-9)
+    moved = tus.apply_scale(graph, scale_only(graph, 2), state)
+    assert_equal_states(form.state, tus.canonicalize(graph, moved, method).state, rtol=1e-9)
+
+
+def filters_of(graph: tus.SymmetryGraph, group: tus.NormalizationGroup) -> float:
+    """Filters that each factor of a group multiplies, or entries where it multiplies vectors alone."""
+    filters, entries = 0, 0
+    for member in group.members:
+        shape = graph.shapes[member.parameter]
+        if len(shape) > 1:
+            filters += shape[0] if member.index is None else member.index.shape[1]
+        elif not member.buffer:
+            entries += math.prod(shape) if member.index is None else member.index.shape[1]
+    return float(filters or entries)
+
+
+NORMALIZED = [c for c in CASES if c.normalizations]
+
+
+@pytest.mark.parametrize("case", NORMALIZED, ids=lambda c: c.name)
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
+def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case, method: Any) -> None:
+    model, graph, state = weights(case)
+    epsilons = normalization_epsilons(model)
+    form = tus.canonicalize(graph, state, method, normalizations="unit_norm", epsilons=epsilons)
+    assert form.unfixed == () and not form.degenerate
+    folded = all(
+        g.exact or any(m.parameter in epsilons for m in g.members) for g in (*graph.scales, *graph.normalizations)
+    )
+    change = relative(outputs(model, state, case.inputs()), outputs(model, form.state, case.inputs()))
+    assert change < (1e-9 if folded else 1e-3)
+    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(8), std=0.4)
+    moved = scale_with_epsilon(graph, draw, state, epsilons)
+    again = tus.canonicalize(graph, moved, method, normalizations="unit_norm", epsilons=epsilons)
+    assert_equal_states(form.state, again.state)
+    for group in graph.normalizations:
+        total = torch.zeros(group.size, dtype=torch.float64)
+        for member in group.members:
+            square = form.state[member.parameter].square()
+            if member.buffer or (method == "unit_norm" and square.ndim == 1):
+                continue
+            if member.axis is None:
+                total += square.sum()
+            elif member.index is not None and member.within_axis is None:
+                total += square.movedim(member.axis, 0)[member.index].flatten(1).sum(1)
+        if method == "min_mass" or all(m.axis == 0 for m in group.members):
+            torch.testing.assert_close(total, torch.full_like(total, filters_of(graph, group)))
+
+
+def test_epsilon_is_folded_exactly() -> None:
+    """Folded, the function changes by rounding errors only; unfolded by what epsilon is relative to the variance."""
+    model, graph, state = named("batchnorm_cnn")
+    inputs = next(c for c in CASES if c.name == "batchnorm_cnn").inputs()
+    state = {n: 1e-4 * t if n.endswith("running_var") else t for n, t in state.items()}
+    log_scale = {g.name: torch.full((g.size,), -1.0).double() for g in graph.normalizations}
+    epsilons = normalization_epsilons(model)
+    assert epsilons == {"1.running_var": 1e-5, "4.running_var": 1e-5}
+    before = outputs(model, state, inputs)
+    assert relative(before, outputs(model, scale_with_epsilon(graph, log_scale, state, epsilons), inputs)) < 1e-12
+    assert relative(before, outputs(model, tus.apply_scale(graph, log_scale, state), inputs)) > 1e-3
+    with pytest.raises(tus.SymmetryError, match="named after running variances"):
+        scale_with_epsilon(graph, log_scale, state, {"nope": 1e-5})
+    half = {n: t.float() for n, t in state.items()}
+    assert scale_with_epsilon(graph, log_scale, half, epsilons)["1.running_var"].dtype == torch.float32
+
+
+@every_case
+def test_gradient_and_curvature_match_autograd(case: Case) -> None:
+    _, graph, state = weights(case)
+    tables = MassTables(graph, state, normalizations=True)
+    if tables.count == 0:
+        pytest.skip("no scale symmetries")
+    point = 0.3 * torch.randn(tables.count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    direction = torch.randn(tables.count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def total(s: Tensor) -> Tensor:
+        """The definition, on scaled weights."""
+        padded = torch.cat([s, s.new_zeros(1)])
+        mass = torch.zeros((), dtype=torch.float64)
+        for name in graph.shapes:
+            if name not in graph.buffers and state[name].is_floating_point():
+                log_factor = sum((t.exponent * padded[t.index] for t in graph.scale_terms.get(name, ())), 0 * padded[0])
+                mass = mass + (state[name] * log_factor.exp()).square().sum()
+        return mass
+
+    at = tables.at(point.numpy())
+    assert at.value == pytest.approx(float(total(point)), rel=1e-12)
+    product = torch.autograd.functional.vhp(total, point, direction)[1]
+    np.testing.assert_allclose(at.gradient(), torch.func.grad(total)(point), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(at.curvature_product(direction.numpy()), product, rtol=1e-10, atol=1e-12)
+    assert bool((at.curvature_diagonal() >= 0).all())
+
+
+def test_a_hidden_unit_balances_its_sides() -> None:
+    """For one hidden layer: lambda = (out / in)^(1/2), so that both sides carry equal mass."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)).double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 4, dtype=torch.float64))
+    state = random_state(model, torch.Generator().manual_seed(0))
+    form = tus.canonicalize(graph, state)
+    inside = state["0.weight"].square().sum(1) + state["0.bias"].square()
+    outside = state["2.weight"].square().sum(0)
+    torch.testing.assert_close(form.log_scale["0"], 0.25 * (outside / inside).log())
+    expected = float((2 * (inside * outside).sqrt()).sum() + state["2.bias"].square().sum())
+    assert form.mass_after == pytest.approx(expected, rel=1e-12)
+
+
+def with_cvxpy(graph: tus.SymmetryGraph, state: Mapping[str, Tensor], linear: Tensor | None = None) -> float:
+    """The least of the mass minus ``2 linear . s``, straight from the definition, by a general convex solver."""
+    cvxpy = pytest.importorskip("cvxpy")
+    count = sum(g.size for g in graph.scales) if linear is None else len(linear)
+    s = cvxpy.Variable(count)
+    masses: dict[tuple[tuple[int, float], ...], float] = {}
+    for name in graph.shapes:
+        if name in graph.buffers:
+            continue
+        flat = state[name].square().flatten().tolist()
+        powers: list[dict[int, float]] = [{} for _ in flat]
+        for term in graph.scale_terms.get(name, ()):
+            for power, i in zip(powers, term.index.expand(state[name].shape).flatten().tolist(), strict=True):
+                if 0 <= i < count:
+                    power[i] = power.get(i, 0.0) + term.exponent
+        for m, power in zip(flat, powers, strict=True):
+            key = tuple(sorted(power.items()))
+            masses[key] = masses.get(key, 0.0) + m
+    terms = [m * cvxpy.exp(2 * sum(c * s[i] for i, c in key)) for key, m in masses.items() if key]
+    objective = cvxpy.sum(cvxpy.hstack(terms)) + masses.get((), 0.0)
+    if linear is not None:
+        objective = objective - 2 * (linear.numpy() @ s)
+    problem = cvxpy.Problem(cvxpy.Minimize(objective))
+    problem.solve()
+    return float(problem.value)
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "resnet_batchnorm", "GroupedConv", "BilinearGate", "CalledTwice"])
+def test_a_general_convex_solver_agrees(name: str) -> None:
+    _, graph, state = named(name)
+    assert tus.representation_cost(graph, state) == pytest.approx(with_cvxpy(graph, state), rel=1e-6)
+
+
+def test_a_general_convex_solver_agrees_on_fixed_normalizations() -> None:
+    _, graph, state = named("batchnorm_cnn")
+    linear = torch.tensor([0.0] * 9 + [1.0] * 9, dtype=torch.float64)
+    form = tus.canonicalize(graph, state, normalizations="unit_norm")
+    s = torch.cat([form.log_scale[g.name] for g in (*graph.scales, *graph.normalizations)])
+    assert form.mass_after - 2 * float(linear @ s) == pytest.approx(with_cvxpy(graph, state, linear), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "resnet_frn", "transformer_separate", "unet_concat"])
+def test_the_gap_bounds_the_distance_to_the_minimum(name: str) -> None:
+    _, graph, state = named(name)
+    least = tus.representation_cost(graph, state)
+    rough = tus.canonicalize(graph, state, tolerance=3e-2)
+    assert rough.gradient_norm > 1e-6
+    assert 0 < (rough.mass_after - least) / rough.mass_after <= rough.relative_gap < 0.1
+
+
+def test_far_starts_converge() -> None:
+    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    least = tus.canonicalize(graph, state)
+    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(0), std=20.0)
+    assert_equal_states(least.state, tus.canonicalize(graph, tus.apply_scale(graph, draw, state)).state, rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
+def test_weights_whose_squares_overflow_are_refused(method: Any) -> None:
+    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    with pytest.raises(tus.SymmetryError, match="leave the range of float64"):
+        tus.canonicalize(graph, {name: 1e160 * t for name, t in state.items()}, method)
+    form = tus.canonicalize(graph, {name: 1e70 * t for name, t in state.items()}, method)
+    assert all(bool(t.isfinite().all()) for t in form.state.values())
+
+
+def test_no_convergence_is_an_error() -> None:
+    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    with pytest.raises(RuntimeError, match="did not reach its minimum in 0 Newton steps"):
+        tus.canonicalize(graph, state, max_iterations=0)
+
+
+@pytest.mark.parametrize(("name", "first"), [("mlp_relu", "0.weight"), ("cnn_flatten", "0.weight")])
+def test_unit_forms_by_hand(name: str, first: str) -> None:
+    _, graph, state = named(name)
+    rows = tus.canonicalize(graph, state, "unit_norm").state[first].flatten(1)
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)).double())
+    rows = tus.canonicalize(graph, state, "unit_variance").state[first].flatten(1)
+    torch.testing.assert_close(rows.square().mean(1), torch.ones(len(rows)).double())
+
+
+def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average() -> None:
+    _, graph, state = named("layernorm_mlp")
+    assert [filters_of(graph, g) for g in graph.normalizations] == [6.0, 7.0]
+    least = tus.canonicalize(graph, state, normalizations="unit_norm").state
+    assert float(least["0.weight"].square().sum() + least["0.bias"].square().sum()) == pytest.approx(6.0)
+    unit = tus.canonicalize(graph, state, "unit_norm", normalizations="unit_norm").state
+    assert float(unit["3.weight"].square().sum()) == pytest.approx(7.0)
+    mean = tus.canonicalize(graph, state, "unit_variance", normalizations="unit_norm").state
+    assert float(mean["3.weight"].square().mean()) == pytest.approx(1.0)
+
+
+def test_negative_gains_stay_negative() -> None:
+    _, graph, state = named("batchnorm_cnn")
+    state["1.weight"][:2] *= -state["1.weight"][:2].sign()
+    for method, normalizations in (("min_mass", "leave"), ("unit_norm", "unit_norm"), ("min_mass", "unit_norm")):
+        found = tus.canonicalize(graph, state, method, normalizations=normalizations).state["1.weight"]
+        assert torch.equal(found.sign(), state["1.weight"].sign()) and bool((found[:2] < 0).all())
+        if method == "unit_norm":  # lambda = 1 / |gamma|
+            torch.testing.assert_close(found.abs(), torch.ones(4).double())
+
+
+def dead_units() -> tuple[tus.SymmetryGraph, dict[str, Tensor]]:
+    """Unit 3 is read by nothing, unit 1 hears nothing, unit 4 neither."""
+    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    state["2.weight"][:, [3, 4]] = 0.0
+    state["0.weight"][[1, 4]] = 0.0
+    state["0.bias"][[1, 4]] = 0.0
+    return graph, state
+
+
+def test_dead_units_are_named_and_left_alone() -> None:
+    graph, state = dead_units()
+    form = tus.canonicalize(graph, state)
+    assert {n: d.tolist() for n, d in form.degenerate.items()} == {"0": [1, 3, 4]}
+    assert torch.equal(form.log_scale["0"][[1, 3, 4]], torch.zeros(3).double())
+    assert torch.equal(form.state["0.weight"][3], state["0.weight"][3])
+    assert form.mass_after < form.mass_before
+    assert all(bool(torch.isfinite(t).all()) for t in form.state.values())
+
+
+def test_dead_units_are_fixed_by_unit_norm() -> None:
+    graph, state = dead_units()
+    form = tus.canonicalize(graph, state, degenerate="unit_norm")
+    assert form.degenerate["0"].tolist() == [1, 3, 4]
+    incoming = form.state["0.weight"][3].square().sum() + form.state["0.bias"][3].square()
+    assert float(incoming) == pytest.approx(1.0)
+    assert float(form.state["2.weight"][:, 1].square().sum()) == pytest.approx(1.0)
+    assert form.log_scale["0"][4] == 0.0
+    moved = tus.apply_scale(graph, scale_only(graph, 2), state)
+    assert_equal_states(form.state, tus.canonicalize(graph, moved, degenerate="unit_norm").state)
+    unit = tus.canonicalize(graph, state, "unit_norm")  # nothing makes unit 1 and 4
+    assert unit.degenerate["0"].tolist() == [1, 4]
+
+
+def test_a_unit_that_feeds_only_dead_units_keeps_its_balance() -> None:
+    graph, state = small(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 3))
+    state["2.weight"][0, 1], state["4.weight"][:, 1] = 0.0, 0.0  # 1 -> 1 -> nothing
+    form = tus.canonicalize(graph, state)
+    assert {n: d.tolist() for n, d in form.degenerate.items()} == {"2": [1]}
+    row = form.state["0.weight"][1].square().sum() + form.state["0.bias"][1].square()
+    torch.testing.assert_close(row, form.state["2.weight"][1, 1].square())
+
+
+class Stream(nn.Module):
+    """Two residual branches on one stream; unit 0 of the stream hears nothing from outside of unit 0 of the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(3, 2, bias=False), nn.Linear(2, 3)
+        self.up, self.down = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        return self.head(x + self.down(torch.relu(self.up(x))))
+
+
+def test_dead_cycles_are_found() -> None:
+    """Each of the two factors has mass on both sides, yet together they scale the head's weights away."""
+    model = Stream().double().eval()
+    graph = tus.discover_symmetries(model, torch.randn(2, 3, dtype=torch.float64))
+    state = random_state(model, torch.Generator().manual_seed(0))
+    state["stem.weight"][0] = 0.0
+    state["up.weight"] *= torch.eye(2).double()
+    state["down.weight"] *= torch.eye(2).double()
+    for convention in ("leave", "unit_norm"):
+        form = tus.canonicalize(graph, state, degenerate=convention)
+        assert sorted((n, d.tolist()) for n, d in form.degenerate.items()) == [("stem", [0]), ("up", [0])]
+        assert torch.equal(form.state["head.weight"][:, 0], state["head.weight"][:, 0])
+        assert not torch.equal(form.state["head.weight"][:, 1], state["head.weight"][:, 1])
+
+
+def test_nothing_but_zeros() -> None:
+    graph, state = dead_units()
+    zeros = {n: torch.zeros_like(t) for n, t in state.items()}
+    for method in ("min_mass", "unit_norm", "unit_variance"):
+        form = tus.canonicalize(graph, zeros, method, degenerate="unit_norm", normalizations="unit_norm")
+        assert form.mass_after == 0.0 and all(len(d) == graph[n].size for n, d in form.degenerate.items())
+        assert len(form.degenerate) == 2 and all(bool(torch.isfinite(t).all()) for t in form.state.values())
+
+
+def test_only_the_counted_parameters_are_weighed() -> None:
+    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    form = tus.canonicalize(graph, state, parameters=["0.weight", "2.weight"])
+    inside, outside = state["0.weight"].square().sum(1), state["2.weight"].square().sum(0)
+    torch.testing.assert_close(form.log_scale["0"], 0.25 * (outside / inside).log())
+    torch.testing.assert_close(form.state["0.bias"], state["0.bias"] * form.log_scale["0"].exp())
+    assert form.mass_before == pytest.approx(float(inside.sum() + outside.sum()))
+    for same in ("*.weight", ["0.w*", "2.weight"], lambda n: n.endswith("weight")):
+        assert_equal_states(form.state, tus.canonicalize(graph, state, parameters=same).state)
+    with pytest.raises(ValueError, match="no parameters 'nope'"):
+        tus.canonicalize(graph, state, parameters=["nope"])
+    lonely = tus.canonicalize(graph, state, parameters=["0.weight"])
+    assert lonely.degenerate["0"].tolist() == [0, 1, 2, 3, 4] and lonely.mass_after == lonely.mass_before
+
+
+def test_tied_parameters_count_once_under_any_name() -> None:
+    _, graph, state = named("TinyLlama")
+    assert counted_parameters(graph, ["head.weight"]) == counted_parameters(graph, ["embed.weight"])
+    assert tus.canonicalize(graph, state, parameters=["head.weight"]).mass_before == pytest.approx(
+        float(state["embed.weight"].square().sum())
+    )
+
+
+def test_wrong_arguments() -> None:
+    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    with pytest.raises(ValueError, match="unknown method 'least'"):
+        tus.canonicalize(graph, state, "least")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="normalizations must be 'leave' or 'unit_norm'"):
+        tus.canonicalize(graph, state, normalizations="fold")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one state"):
+        tus.canonicalize(graph, {n: t.unsqueeze(0) for n, t in state.items()})
+    with pytest.raises(tus.SymmetryError, match="NaN"):
+        tus.canonicalize(graph, state | {"0.bias": state["0.bias"] * math.nan})
+
+
+def test_the_input_is_left_alone_and_dtypes_stay() -> None:
+    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    single = {n: t.float() for n, t in state.items()}
+    copies = {n: t.clone() for n, t in single.items()}
+    form = tus.canonicalize(graph, single)
+    assert all(torch.equal(single[n], t) for n, t in copies.items())
+    assert all(t.dtype == torch.float32 for t in form.state.values())
+    torch.testing.assert_close(form.state["0.weight"].double(), tus.canonicalize(graph, state).state["0.weight"])
+
+
+def test_every_method_is_documented() -> None:
+    for method in ("min_mass", "unit_norm", "unit_variance"):
+        assert method in str(canonical_module.__doc__) and method in str(tus.canonicalize.__doc__)

@@ -1,0 +1,130 @@
+"""Laws of symmetry removal and of mass profiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from torch import Tensor, nn
+from zoo import assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
+
+import tu_symmetry as tus
+from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
+from tu_symmetry.scaling.units import incoming_weights
+
+
+@every_case
+def test_networks_that_differ_by_a_symmetry_become_equal(case: Case) -> None:
+    """Permutations, scales and normalizations at once."""
+    model, graph, state = weights(case)
+    epsilons = normalization_epsilons(model)
+    p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(4))
+    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(5), std=0.4)
+    copied = scale_with_epsilon(graph, draw, tus.apply_permutation(graph, p, state), epsilons)
+    one, two = (tus.remove_symmetries(graph, s, epsilons=epsilons) for s in (state, copied))
+    assert_equal_states(one, two, rtol=1e-6)
+    groups = (*graph.scales, *graph.normalizations)
+    folded = all(g.exact or any(m.parameter in epsilons for m in g.members) for g in groups)
+    change = relative(outputs(model, state, case.inputs()), outputs(model, one, case.inputs()))
+    assert change < (1e-9 if folded else 1e-3)
+
+
+@pytest.mark.parametrize("sort", ["max", "first", "mean", "median"])
+@pytest.mark.parametrize(
+    "name", ["cnn_flatten", "resnet_batchnorm", "GroupNormNet", "transformer_fused", "DenseConcat"]
+)
+def test_every_key_gives_one_order(name: str, sort: Any) -> None:
+    _, graph, state = named(name)
+    p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(4))
+    one = tus.remove_symmetries(graph, state, scale=None, sort=sort)
+    two = tus.remove_symmetries(graph, tus.apply_permutation(graph, p, state), scale=None, sort=sort)
+    assert_equal_states(one, two)
+    for group in graph.permutations:
+        if group.parent is None and not graph.children(group.name):
+            rows = incoming_weights(graph, group, one)
+            key = {"max": rows.amax(-1), "first": rows[:, 0], "mean": rows.mean(-1), "median": rows.median(-1).values}
+            assert torch.equal(key[sort], key[sort].sort(descending=True).values), group.name
+
+
+def test_ties_are_broken_by_all_other_weights() -> None:
+    """Units with the same incoming weights differ in what reads them alone."""
+    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    state["0.weight"][:] = state["0.weight"][0]
+    state["0.bias"][:] = 0.5
+    one = tus.remove_symmetries(graph, state, scale=None)
+    assert torch.equal(one["2.weight"].amax(0), one["2.weight"].amax(0).sort(descending=True).values)
+    roll = {"0": torch.tensor([2, 0, 1, 4, 3])}
+    assert_equal_states(one, tus.remove_symmetries(graph, tus.apply_permutation(graph, roll, state), scale=None))
+
+
+def test_stacks_are_treated_sample_by_sample() -> None:
+    model, graph, _ = named("resnet_batchnorm")
+    states = [weights(case_of("resnet_batchnorm"), seed)[2] for seed in (3, 4, 5)]
+    stack = {n: torch.stack([s[n] for s in states]) for n in states[0]}
+    for options in ({}, {"sort": "mean", "scale": "unit_norm"}, {"reference": states[0]}):
+        found = tus.remove_symmetries(graph, stack, **options)  # type: ignore[arg-type]
+        for i, state in enumerate(states):
+            single = tus.remove_symmetries(graph, state, **options)  # type: ignore[arg-type]
+            assert all(torch.equal(found[n][i], t) for n, t in single.items())
+    with pytest.raises(ValueError, match="2 sample axes"):
+        tus.remove_symmetries(graph, {n: t.unsqueeze(0) for n, t in stack.items()})
+    with pytest.raises(ValueError, match="unknown key 'least'"):
+        tus.remove_symmetries(graph, stack, sort="least")  # type: ignore[arg-type]
+    assert "eps" not in model.state_dict()
+
+
+def case_of(name: str) -> Case:
+    from cases import CASES
+
+    return next(c for c in CASES if c.name == name)
+
+
+def test_aligning_to_a_reference_instead_of_sorting() -> None:
+    _, graph, state = named("resnet_batchnorm")
+    p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(4))
+    moved = tus.apply_scale(graph, scale_only(graph, 5), tus.apply_permutation(graph, p, state))
+    found = tus.remove_symmetries(graph, moved, reference=state)
+    assert_equal_states(tus.canonicalize(graph, state, normalizations="unit_norm").state, found, rtol=1e-6)
+
+
+def definition(graph: tus.SymmetryGraph, state: dict[str, Tensor], group: tus.ScaleGroup, log_factor: float) -> float:
+    moved = tus.apply_scale(graph, {group.name: torch.full((group.size,), log_factor, dtype=torch.float64)}, state)
+    return sum(float(moved[n].square().sum()) for n in graph.shapes if n not in graph.buffers)
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "resnet_batchnorm", "transformer_fused", "BilinearGate", "CalledTwice"])
+def test_profiles_are_the_mass_of_scaled_networks(name: str) -> None:
+    _, graph, state = named(name)
+    factors = [-1.0, -0.3, 0.0, 0.7]
+    profile = tus.mass_profile(graph, state, factors, normalizations=True)
+    assert profile.masses.keys() == {g.name for g in (*graph.scales, *graph.normalizations)}
+    for group in (*graph.scales, *graph.normalizations):
+        masses = profile.masses[group.name]
+        expected = [definition(graph, state, group, f) for f in factors]
+        torch.testing.assert_close(masses, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0)
+        assert float(masses[2]) == pytest.approx(profile.mass, rel=1e-12)
+    assert all(profile.minima[g.name] == float("-inf") for g in graph.normalizations)
+
+
+@pytest.mark.parametrize("name", ["mlp_relu", "resnet_batchnorm", "transformer_fused", "BilinearGate"])
+def test_profiles_have_their_minimum_at_the_canonical_form(name: str) -> None:
+    _, graph, state = named(name)
+    least = tus.mass_profile(graph, tus.canonicalize(graph, state).state, torch.linspace(-1, 1, 9))
+    assert least.masses.keys() == {g.name for g in graph.scales}
+    assert all(int(m.argmin()) == 4 for m in least.masses.values())
+    assert all(abs(s) < 1e-9 for s in least.minima.values())
+
+
+def test_profile_of_one_hidden_layer() -> None:
+    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    profile = tus.mass_profile(graph, state, [0.0])
+    inside = float(state["0.weight"].square().sum() + state["0.bias"].square().sum())
+    outside, rest = float(state["2.weight"].square().sum()), float(state["2.bias"].square().sum())
+    assert profile.coefficients["0"] == pytest.approx({1.0: inside, -1.0: outside, 0.0: rest})
+    assert profile.minima["0"] == pytest.approx(0.25 * torch.tensor(outside / inside).log().item(), abs=1e-6)
+    only = tus.mass_profile(graph, state, [0.0], parameters="2.*")
+    assert only.minima["0"] == float("inf") and only.mass == pytest.approx(outside + rest)
+    with pytest.raises(ValueError, match="one state"):
+        tus.mass_profile(graph, {n: t.unsqueeze(0) for n, t in state.items()}, [0.0])

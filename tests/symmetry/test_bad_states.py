@@ -1,0 +1,314 @@
+"""States that are no tensors, or no numbers of the network's kind, in every public function that takes states.
+
+Two laws over the whole public API: what cannot be used is named (the tensor, what it is, what to do) by the library's
+own error, and torch's global random state is what it was before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import tu_symmetry as tus
+from tu_symmetry.alignment import barrier, repair
+from tu_symmetry.alignment.straight_through import straight_through_matching
+from tu_symmetry.metrics import functional
+from tu_symmetry.posterior.compact import prune
+from tu_symmetry.states import stack_states
+
+State = dict[str, Tensor]
+NAMED = "0.weight"
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@functools.cache
+def graph() -> tus.SymmetryGraph:
+    found = tus.discover_symmetries(network(), torch.zeros(2, 4))
+    found.require_verified()
+    return found
+
+
+MODEL = network().eval()
+
+
+def state(seed: int = 0) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        n: torch.randn(t.shape, generator=generator).abs() if t.ndim else t.clone()
+        for n, t in MODEL.state_dict().items()
+    }
+
+
+def stacked(*members: State) -> State:
+    return {n: torch.stack([m[n] for m in members]) for n in members[0]}
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+
+
+BAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "numpy": (lambda t: t.numpy(), r"is a numpy.ndarray of float32, not a tensor; .*torch.as_tensor"),
+    "list": (lambda t: t.tolist(), r"is a list, not a tensor; .*torch.as_tensor"),
+    "int8": (lambda t: (t * 10).to(torch.int8), r"torch.int8.* dequantize"),
+    "bool": (lambda t: t > 1, r"torch.bool.* pass the weights themselves"),
+    "complex": (lambda t: t.to(torch.complex64), r"torch.complex64.*\(\.real\)"),
+    "sparse": (lambda t: t.to_sparse(), r"torch.sparse_coo.*\.to_dense\(\)"),
+    "quantized": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), r"torch.qint8.*\.dequantize\(\)"),
+}
+KINDLESS = {"numpy", "list", "sparse", "quantized"}  # wrong for every network, also where none is at hand
+
+
+def spoiled(kind: str, good: Mapping[str, Tensor]) -> State:
+    return {**good, NAMED: BAD[kind][0](good[NAMED])}
+
+
+# name -> call with one (possibly bad) state; the other arguments are right
+ONE: dict[str, Callable[[State], Any]] = {
+    "apply_permutation": lambda s: tus.apply_permutation(graph(), tus.random_permutation(graph()), s),
+    "apply_scale": lambda s: tus.apply_scale(graph(), tus.random_scale(graph()), s),
+    "scale_with_epsilon": lambda s: tus.scale_with_epsilon(graph(), tus.random_scale(graph()), s, {}),
+    "weight_matching reference": lambda s: tus.weight_matching(graph(), s, state(1)),
+    "weight_matching": lambda s: tus.weight_matching(graph(), state(1), s),
+    "activation_matching reference": lambda s: tus.activation_matching(graph(), MODEL, s, state(1), loader()),
+    "activation_matching": lambda s: tus.activation_matching(graph(), MODEL, state(1), s, loader()),
+    "straight_through_matching": lambda s: straight_through_matching(
+        graph(), MODEL, state(1), s, loader(), F.cross_entropy, epochs=1
+    ),
+    "align": lambda s: tus.align(graph(), [state(1), s]),
+    "align medoid": lambda s: tus.align(graph(), [state(1), s], reference="medoid"),
+    "align mean": lambda s: tus.align(graph(), [state(1), s], reference="mean"),
+    "align universe": lambda s: tus.align(graph(), [state(1), s], reference="universe"),
+    "align reference": lambda s: tus.align(graph(), [state(1)], reference=s),
+    "align activation": lambda s: tus.align(
+        graph(), [state(1), s], match_on="activations", model=MODEL, dataloader=loader()
+    ),
+    "canonicalize": lambda s: tus.canonicalize(graph(), s),
+    "canonicalize unit_norm": lambda s: tus.canonicalize(graph(), s, "unit_norm"),
+    "representation_cost": lambda s: tus.representation_cost(graph(), s),
+    "representation_costs": lambda s: functional.representation_costs(graph(), s),
+    "RepresentationCost": lambda s: tus.RepresentationCost(graph()).update(s),
+    "mass_profile": lambda s: tus.mass_profile(graph(), s, [0.0, 1.0]),
+    "remove_symmetries": lambda s: tus.remove_symmetries(graph(), s),
+    "remove_symmetries reference": lambda s: tus.remove_symmetries(graph(), state(1), reference=s),
+    "CompactPosterior.from_states": lambda s: tus.CompactPosterior.from_states([state(1), s], graph()),
+    "CompactPosterior.from_states q_d": lambda s: tus.CompactPosterior.from_states([state(1), s], graph(), align=False),
+    "from_states without graph": lambda s: tus.CompactPosterior.from_states([state(1), s], align=False, buffers=()),
+    "interpolate": lambda s: barrier.interpolate(state(1), s, 0.5),
+    "interpolate from": lambda s: barrier.interpolate(s, state(1), 0.5),
+    "mean_loss": lambda s: barrier.mean_loss(MODEL, s, loader(), F.cross_entropy),
+    "loss_barrier": lambda s: tus.loss_barrier(MODEL, state(1), s, loader(), F.cross_entropy, points=3),
+    "loss_barrier from": lambda s: tus.loss_barrier(MODEL, s, state(1), loader(), F.cross_entropy, points=3),
+    "tempered_loss_barrier": lambda s: barrier.tempered_loss_barrier(MODEL, state(1), s, loader(), points=3),
+    "barrier_matrix": lambda s: barrier.barrier_matrix(MODEL, [state(1), s], loader(), F.cross_entropy, points=3),
+    "mean_model_loss": lambda s: barrier.mean_model_loss(MODEL, [state(1), s], loader(), F.cross_entropy),
+    "mean_state": lambda s: barrier.mean_state([state(1), s]),
+    "reestimate_batchnorm": lambda s: repair.reestimate_batchnorm(MODEL, s, loader()),
+    "repair": lambda s: repair.repair(MODEL, [state(1), s], [0.5, 0.5], state(2), loader()),
+    "repair merged": lambda s: repair.repair(MODEL, [state(1), state(2)], [0.5, 0.5], s, loader()),
+}
+
+# name -> call with a (possibly bad) stack
+STACK: dict[str, Callable[[State], Any]] = {
+    "align": lambda s: tus.align(graph(), s),
+    "from_states": lambda s: tus.CompactPosterior.from_states(s, graph()),
+    "remove_symmetries": lambda s: tus.remove_symmetries(graph(), s),
+    "apply_permutation": lambda s: tus.apply_permutation(graph(), tus.random_permutation(graph()), s),
+    "representation_costs": lambda s: functional.representation_costs(graph(), s),
+    "network_discrepancy": lambda s: functional.network_discrepancy(s, stacked(*map(state, (4, 5, 6))), graph=graph()),
+    "MaximumMeanDiscrepancy": lambda s: tus.MaximumMeanDiscrepancy(graph=graph()).update(s, reference=True),
+    "unit_samples": lambda s: functional.unit_samples(graph(), s),
+    "MarginalHomogeneity": lambda s: tus.MarginalHomogeneity(graph()).update(s),
+}
+
+
+# what looks at the values of the weights; an action alone needs none
+VALUED = ("canonicalize", "canonicalize unit_norm", "representation_cost", "representation_costs", "RepresentationCost",
+          "mass_profile", "remove_symmetries", "weight_matching", "align", "CompactPosterior.from_states")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUED)
+def test_a_state_without_values_is_named(name: str) -> None:
+    with pytest.raises(tus.SymmetryError, match=r"meta device, where tensors have no values"):
+        ONE[name]({n: t.to("meta") for n, t in state().items()})
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_state_of_another_kind_is_named(kind: str) -> None:
+    good = state()
+    for name, call in ONE.items():
+        either = kind == "complex" and name.startswith("interpolate")  # which of the two is meant, nobody knows
+        with pytest.raises(tus.SymmetryError, match=NAMED if either else BAD[kind][1]) as caught:
+            call(spoiled(kind, good))
+        assert NAMED in str(caught.value), name
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_stack_of_another_kind_is_named(kind: str) -> None:
+    good = stacked(state(0), state(1), state(2))
+    for name, call in STACK.items():
+        with pytest.raises(tus.SymmetryError, match=BAD[kind][1]) as caught:
+            call(spoiled(kind, good))
+        assert NAMED in str(caught.value), name
+
+
+@pytest.mark.parametrize("kind", sorted(KINDLESS))
+def test_without_a_network_what_is_no_dense_tensor_is_named(kind: str) -> None:
+    good, bad = state(), spoiled(kind, state())
+    calls: list[Callable[[], Any]] = [
+        lambda: barrier.mean_state([bad, bad]),
+        lambda: stack_states([bad, bad]),
+        lambda: barrier.interpolate(bad, bad, 0.5),
+        lambda: prune(bad, {}),
+        lambda: prune(good, spoiled(kind, {NAMED: good[NAMED]})),
+        lambda: functional.network_discrepancy({NAMED: bad[NAMED]}, {NAMED: good[NAMED]}),
+        lambda: tus.MaximumMeanDiscrepancy().update({NAMED: bad[NAMED]}, reference=True),
+    ]
+    for call in calls:
+        with pytest.raises(tus.SymmetryError, match=NAMED):
+            call()
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str) -> None:
+    bad = BAD[kind][0]
+    samples, rows = torch.rand(5, 4, 3), torch.rand(4, 3)
+    probs = torch.full((4, 3), 1 / 3)
+    calls: list[Callable[[], Any]] = [
+        lambda: functional.marginal_homogeneity(bad(samples)),
+        lambda: functional.maximum_mean_discrepancy(bad(rows), rows),
+        lambda: functional.maximum_mean_discrepancy(rows, bad(rows)),
+        lambda: functional.predictive_agreement(bad(probs), probs),
+        lambda: functional.predictive_total_variation(probs, bad(probs)),
+        lambda: functional.pairwise_mutual_information(bad(probs.expand(2, 4, 3).contiguous())),
+        lambda: tus.PredictiveAgreement().update(bad(probs), probs),
+        lambda: tus.PredictiveTotalVariation().update(bad(probs), probs),
+        lambda: tus.PairwiseMutualInformation(2).update(bad(probs.expand(2, 4, 3).contiguous())),
+    ]
+    for call in calls:
+        with pytest.raises((tus.SymmetryError, ValueError), match=r"samples|^x |^y |probs"):
+            call()
+
+
+@pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], network()])
+def test_what_is_no_state_dict_is_named(given: Any) -> None:
+    for name, call in ONE.items():
+        if (name == "align reference" and isinstance(given, str)) or (name.endswith("s reference") and given is None):
+            continue  # the name of a reference; none
+        with pytest.raises(TypeError, match=r"not a state dict|not a list of state dicts"):
+            call(given)
+
+
+@pytest.mark.parametrize("bad", [np.arange(7), list(range(7)), torch.zeros(7, dtype=torch.bool), torch.zeros(7) * 1j])
+def test_elements_that_are_no_tensors_are_named(bad: Any) -> None:
+    p, s = tus.random_permutation(graph()), tus.random_scale(graph())
+    wrong_p, wrong_s = {**p, next(iter(p)): bad}, {**s, next(iter(s)): bad}
+    calls: list[Callable[[], Any]] = [
+        lambda: tus.apply_permutation(graph(), wrong_p, state()),
+        lambda: tus.apply_scale(graph(), wrong_s, state()),
+        lambda: tus.compose(wrong_p, p),
+        lambda: tus.compose(p, wrong_p),
+        lambda: tus.invert(wrong_p),
+        lambda: tus.transposition_count(wrong_p),
+        lambda: tus.TranspositionCount().update(wrong_p),
+        lambda: tus.weight_matching(graph(), state(), state(1), solver="descent", init=wrong_p),
+    ]
+    for call in calls:
+        with pytest.raises(tus.SymmetryError, match=r"(permutation|log_scale)\[.* pass a tensor"):
+            call()
+
+
+class Complex(nn.Module):
+    """Complex weights are right where the network's own are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(4, 6, dtype=torch.complex64), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.a(x.to(torch.complex64)).real))
+
+
+def test_a_state_is_compared_with_the_kind_that_discovery_saw() -> None:
+    model = Complex()
+    found = tus.discover_symmetries(model, torch.randn(2, 4))
+    assert found.kinds == {"a.weight": "complex", "a.bias": "complex", "c.weight": "real", "c.bias": "real"}
+    good = model.state_dict()
+    assert found.check_state(good) == 0
+    with pytest.raises(tus.SymmetryError, match=r"a.weight.* torch.float32, but .* complex numbers; .*complex64"):
+        found.check_state({**good, "a.weight": good["a.weight"].real.contiguous()})
+    with pytest.raises(tus.SymmetryError, match=r"a.weight.* NaN or infinite"):
+        found.check_state({**good, "a.weight": good["a.weight"] * torch.nan})
+    assert graph().kinds["1.num_batches_tracked"] == "integer"
+    assert graph().check_state({**state(), "1.num_batches_tracked": torch.tensor(3.0)}) == 0  # a counter, averaged
+
+
+def test_right_states_are_taken_and_no_public_function_advances_the_global_random_state() -> None:
+    good, many = state(), stacked(state(0), state(1), state(2))
+    posterior = tus.CompactPosterior.from_states(many, graph())
+    samples, probs = torch.rand(5, 4, 3), torch.full((2, 4, 3), 1 / 3)
+    tensors = [torch.rand(6, 3), torch.rand(6, 3)]
+    own, again = network().eval(), network()
+    others: dict[str, Callable[[], Any]] = {
+        "discover_symmetries": lambda: tus.discover_symmetries(again, torch.zeros(2, 4)),
+        "discover recording": lambda: tus.discover_symmetries(again, torch.zeros(2, 4), branches="record"),
+        "verify_symmetries": lambda: tus.verify_symmetries(graph(), own, torch.zeros(2, 4)),
+        "random_permutation": lambda: tus.random_permutation(graph()),
+        "random_scale": lambda: tus.random_scale(graph()),
+        "identity_permutation": lambda: tus.identity_permutation(graph()),
+        "compose": lambda: tus.compose(tus.random_permutation(graph()), tus.random_permutation(graph())),
+        "invert": lambda: tus.invert(tus.random_permutation(graph())),
+        "restarts": lambda: tus.weight_matching(graph(), good, state(1), solver="descent", restarts=3),
+        "sample": lambda: posterior.sample(2),
+        "low rank": lambda: tus.CompactPosterior.from_states(many, graph(), rank=1).sample(2),
+        "as_module": lambda: posterior.as_module(MODEL, 2)(torch.zeros(2, 4)),
+        "pruning_mask": lambda: posterior.pruning_mask(0.5),
+        "marginal_homogeneity": lambda: functional.marginal_homogeneity(samples, draws=3),
+        "maximum_mean_discrepancy": lambda: functional.maximum_mean_discrepancy(*tensors),
+        "pairwise_mutual_information": lambda: functional.pairwise_mutual_information(probs),
+        "normalization_epsilons": lambda: tus.normalization_epsilons(MODEL),
+        "Laplace": lambda: tus.LinearizedLaplace(own, "classification").fit(loader()),
+        "report": lambda: (str(graph()), graph().to_html()),
+    }
+    for calls in (
+        {f"{n} of one": functools.partial(c, good) for n, c in ONE.items()},
+        {f"{n} of a stack": functools.partial(c, many) for n, c in STACK.items()},
+        others,
+    ):
+        for name, call in calls.items():
+            before = torch.random.get_rng_state()
+            call()
+            assert torch.equal(torch.random.get_rng_state(), before), name
+
+
+def test_every_public_function_that_takes_states_is_in_the_table() -> None:
+    covered = {name.split()[0] for name in (*ONE, *STACK)}
+    words = {"state", "states", "reference_state", "state_a"}
+    found = set()
+    for name in tus.__all__:
+        value = getattr(tus, name)
+        if inspect.isfunction(value) and words & inspect.signature(value).parameters.keys():
+            found.add(name)
+    assert found <= covered, found - covered
+    assert len(found) > 8
+
+
+def test_draws_without_a_generator_differ() -> None:
+    big = tus.discover_symmetries(nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 3)), torch.zeros(2, 3))
+    one, other = tus.random_permutation(big), tus.random_permutation(big)
+    assert any(not torch.equal(p, other[n]) for n, p in one.items())
+    assert any(not torch.equal(s, t) for s, t in zip(*(tus.random_scale(big).values() for _ in "ab"), strict=True))

@@ -1,0 +1,323 @@
+"""Laws of group elements, against permutations of single units written out one by one."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.elements import (
+    check_permutation,
+    compose,
+    identity_permutation,
+    invert,
+    parent_of,
+    random_permutation,
+    random_scale,
+    transposition_count,
+)
+from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryGraph
+
+Element = dict[str, Tensor]
+Flat = tuple[int, ...]
+
+
+def graph_of(*groups: tuple[str, tuple[int, ...]], scales: int = 0, normalizations: int = 0) -> SymmetryGraph:
+    """A graph of groups without members: name and element shape of each, parents first."""
+    names = [name for name, _ in groups]
+    permutations = []
+    for name, (*blocks, size) in groups:
+        parent = name.rpartition("/")[0]
+        permutations.append(PermutationGroup(name, size, (), parent if parent in names else None, tuple(blocks)))
+    return SymmetryGraph(
+        permutations=tuple(permutations),
+        scales=(ScaleGroup("s", scales, ()),) if scales else (),
+        normalizations=(NormalizationGroup("n", normalizations, ()),) if normalizations else (),
+        shapes={},
+        aliases={},
+        verified=True,
+    )
+
+
+def chain(*sizes: int) -> SymmetryGraph:
+    """Wreath product of symmetric groups: blocks of blocks of ... units, outermost first."""
+    names = ["/".join("abc"[: depth + 1]) for depth in range(len(sizes))]
+    return graph_of(*((name, sizes[: depth + 1]) for depth, name in enumerate(names)))
+
+
+def flatten(p: Element) -> Flat:
+    """The permutation of single units that a chain's element is: unit ``i`` comes from unit ``flat[i]``."""
+    levels = [p[name] for name in sorted(p, key=len)]
+    shape = levels[-1].shape
+    flat = []
+    for place in itertools.product(*map(range, shape)):
+        source = [int(level[place[: depth + 1]]) for depth, level in enumerate(levels)]
+        number = 0
+        for size, index in zip(shape, source, strict=True):
+            number = number * size + index
+        flat.append(number)
+    return tuple(flat)
+
+
+def after(p: Flat, q: Flat) -> Flat:
+    """First ``q``, then ``p``: ``new[i] = moved[p[i]]`` and ``moved[j] = old[q[j]]``."""
+    return tuple(q[i] for i in p)
+
+
+def inverse(p: Flat) -> Flat:
+    inverted = [0] * len(p)
+    for i, source in enumerate(p):
+        inverted[source] = i
+    return tuple(inverted)
+
+
+def all_elements(*sizes: int) -> list[Element]:
+    """Every element of a chain."""
+    choices = []
+    for depth, size in enumerate(sizes):
+        rows = itertools.product(itertools.permutations(range(size)), repeat=math.prod(sizes[:depth]))
+        choices.append([torch.tensor(row).reshape(sizes[: depth + 1]) for row in rows])
+    names = [group.name for group in chain(*sizes).permutations]
+    return [dict(zip(names, levels, strict=True)) for levels in itertools.product(*choices)]
+
+
+def swaps(*sizes: int) -> list[tuple[int, Flat]]:
+    """The generators: (depth, exchange of two siblings at that depth, what is inside them matched in any way)."""
+    size, *inner = sizes
+    width = math.prod(inner)
+    matchings = {flatten(e) for e in all_elements(*inner)} if inner else {(0,)}
+    found = []
+    for first, second in itertools.combinations(range(size), 2):
+        for matching in matchings:
+            flat = list(range(size * width))
+            for slot, partner in enumerate(matching):
+                flat[first * width + slot] = second * width + partner
+                flat[second * width + partner] = first * width + slot
+            found.append((0, tuple(flat)))
+    for block in range(size):
+        for depth, swap in swaps(*inner) if inner else []:
+            flat = list(range(size * width))
+            flat[block * width : (block + 1) * width] = [block * width + s for s in swap]
+            found.append((depth + 1, tuple(flat)))
+    return found
+
+
+def fewest_swaps(*sizes: int) -> dict[Flat, tuple[int, ...]]:
+    """How many swaps of each depth make each element, with as few as possible of the outermost, and so on inward.
+
+    Dijkstra's algorithm on the Cayley graph, with costs that are compared lexicographically.
+    """
+    identity = tuple(range(math.prod(sizes)))
+    costs = [(tuple(int(depth == d) for d in range(len(sizes))), swap) for depth, swap in swaps(*sizes)]
+    best, queue = {identity: (0,) * len(sizes)}, [((0,) * len(sizes), identity)]
+    while queue:
+        spent, element = heapq.heappop(queue)
+        if spent > best[element]:
+            continue
+        for cost, swap in costs:
+            reached, total = after(swap, element), tuple(map(sum, zip(spent, cost, strict=True)))
+            if reached not in best or total < best[reached]:
+                best[reached] = total
+                heapq.heappush(queue, (total, reached))
+    return best
+
+
+CHAINS = [(7,), (4, 5), (3, 2, 4), (1, 6), (6, 1)]
+
+
+@pytest.fixture(params=CHAINS, ids=str)
+def elements(request: pytest.FixtureRequest, generator: torch.Generator) -> list[Element]:
+    graph = chain(*request.param)
+    return [random_permutation(graph, generator=generator) for _ in range(6)]
+
+
+def test_an_element_moves_each_unit_once(elements: list[Element]) -> None:
+    for p in elements:
+        assert sorted(flatten(p)) == list(range(len(flatten(p))))
+
+
+def test_compose_acts_as_the_second_and_then_the_first(elements: list[Element]) -> None:
+    for p, q in itertools.product(elements, repeat=2):
+        assert flatten(compose(p, q)) == after(flatten(p), flatten(q))
+
+
+def test_compose_is_associative(elements: list[Element]) -> None:
+    for p, q, r in itertools.combinations(elements, 3):
+        left, right = compose(compose(p, q), r), compose(p, compose(q, r))
+        assert all(torch.equal(left[name], right[name]) for name in p)
+
+
+def test_invert_undoes_on_both_sides(elements: list[Element]) -> None:
+    for p in elements:
+        identity = tuple(range(len(flatten(p))))
+        assert flatten(compose(p, invert(p))) == identity == flatten(compose(invert(p), p))
+        assert flatten(invert(p)) == inverse(flatten(p))
+        twice = invert(invert(p))
+        assert all(torch.equal(twice[name], p[name]) for name in p)
+
+
+def test_invert_reverses_products(elements: list[Element]) -> None:
+    for p, q in itertools.combinations(elements, 2):
+        left, right = invert(compose(p, q)), compose(invert(q), invert(p))
+        assert all(torch.equal(left[name], right[name]) for name in p)
+
+
+def test_identity_is_neutral_and_counts_nothing() -> None:
+    graph = chain(3, 2, 4)
+    identity = identity_permutation(graph)
+    p = random_permutation(graph, generator=torch.Generator().manual_seed(3))
+    assert flatten(identity) == tuple(range(24))
+    assert flatten(compose(p, identity)) == flatten(p) == flatten(compose(identity, p))
+    assert transposition_count(identity) == 0
+
+
+def test_invert_does_not_depend_on_the_order_of_names() -> None:
+    p = random_permutation(chain(3, 4), generator=torch.Generator().manual_seed(1))
+    swapped = {name: p[name] for name in reversed(list(p))}
+    inverted = invert(swapped)
+    assert list(inverted) == list(swapped)
+    assert all(torch.equal(inverted[name], invert(p)[name]) for name in p)
+
+
+def test_a_nested_element_by_hand() -> None:
+    p = {"heads": torch.tensor([1, 0]), "heads/units": torch.tensor([[0, 2, 1], [2, 0, 1]])}
+    assert flatten_named(p) == (3, 5, 4, 2, 0, 1)
+    # Undone: unit (0, 0) went to (1, 1), so it has to come from there; and so on.
+    inverted = invert(p)
+    assert inverted["heads"].tolist() == [1, 0]
+    assert inverted["heads/units"].tolist() == [[1, 2, 0], [0, 2, 1]]
+    # One cycle of two blocks, whose inner product is [0, 2, 1] after [2, 0, 1]: one swap and one more.
+    assert transposition_count(p) == 2
+
+
+def flatten_named(p: Element) -> Flat:
+    return flatten({"abc"[name.count("/")] * (1 + name.count("/")): value for name, value in p.items()})
+
+
+def test_blocks_that_nothing_moves_compose_apart(generator: torch.Generator) -> None:
+    graph = graph_of(("stack", (4, 6)))
+    assert graph.permutations[0].parent is None
+    p, q = (random_permutation(graph, generator=generator) for _ in range(2))
+    composed, inverted = compose(p, q)["stack"], invert(p)["stack"]
+    for b in range(4):
+        pb, qb = tuple(p["stack"][b].tolist()), tuple(q["stack"][b].tolist())
+        assert tuple(composed[b].tolist()) == after(pb, qb)
+        assert tuple(inverted[b].tolist()) == inverse(pb)
+    assert transposition_count(p) == sum(transposition_count(row) for row in p["stack"])
+
+
+@pytest.mark.parametrize("sizes", [(5,), (2, 3), (3, 2), (4, 2), (3, 3), (2, 2, 2), (1, 4), (4, 1)], ids=str)
+def test_transposition_count_is_the_fewest_swaps_outermost_first(sizes: tuple[int, ...]) -> None:
+    fewest = fewest_swaps(*sizes)
+    elements = all_elements(*sizes)
+    assert len(fewest) == len(elements)  # swaps reach the whole group
+    for p in elements:
+        assert transposition_count(p) == sum(fewest[flatten(p)]), p
+
+
+def test_more_swaps_of_blocks_can_save_swaps_inside() -> None:
+    """Why blocks count first: two exchanges of two blocks make a 3-cycle in each, which takes four swaps inside."""
+    turn = torch.tensor([1, 2, 0])
+    inside = {"a": torch.arange(2), "a/b": torch.stack([turn, turn])}
+    swapped = {"a": torch.tensor([1, 0]), "a/b": torch.arange(3).expand(2, 3)}
+    matched = {"a": torch.tensor([1, 0]), "a/b": torch.stack([turn, turn.argsort()])}
+    product = compose(swapped, matched)
+    assert transposition_count(swapped) == transposition_count(matched) == 1
+    assert transposition_count(product) == transposition_count(inside) == 4
+
+
+def test_transposition_count_is_invariant_under_inversion_and_conjugation(elements: list[Element]) -> None:
+    for p, q in itertools.permutations(elements, 2):
+        assert transposition_count(invert(p)) == transposition_count(p)
+        assert transposition_count(compose(compose(q, p), invert(q))) == transposition_count(p)
+
+
+def test_transposition_count_of_a_plain_group_is_a_metric(generator: torch.Generator) -> None:
+    p, q, r = (random_permutation(chain(9), generator=generator) for _ in range(3))
+    between = [transposition_count(compose(x, invert(y))) for x, y in ((p, q), (q, r), (p, r))]
+    assert between[2] <= between[0] + between[1]
+    assert min(between) > 0
+    assert transposition_count(compose(p, invert(p))) == 0
+
+
+def test_transposition_count_of_one_cycle_and_of_rows() -> None:
+    n = 512
+    assert transposition_count(torch.arange(n).roll(1)) == n - 1
+    assert transposition_count(torch.arange(n).flip(0)) == n // 2
+    assert transposition_count(torch.stack([torch.arange(n).roll(1), torch.arange(n)])) == n - 1
+    assert transposition_count({"a": torch.arange(4).roll(1), "b": torch.tensor([1, 0])}) == 4
+
+
+def test_random_permutation_is_uniform_reproducible_and_leaves_the_global_state() -> None:
+    graph = chain(2, 3)
+    state = torch.random.get_rng_state()
+    generator = torch.Generator().manual_seed(0)
+    draws = Counter(flatten(random_permutation(graph, generator=generator)) for _ in range(7200))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert len(draws) == 72  # 2! * 3!^2
+    chi_squared = sum((count - 100) ** 2 / 100 for count in draws.values())
+    assert chi_squared < 112  # 99.9 % quantile with 71 degrees of freedom
+    first, second = (random_permutation(graph, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_random_scale_draws_every_factor_in_float64(generator: torch.Generator) -> None:
+    graph = graph_of(scales=2000, normalizations=3)
+    drawn = random_scale(graph, generator=generator, std=0.5)
+    assert {name: tuple(value.shape) for name, value in drawn.items()} == {"s": (2000,), "n": (3,)}
+    assert drawn["s"].dtype == torch.float64
+    assert drawn["s"].std().item() == pytest.approx(0.5, rel=0.1)
+    assert abs(drawn["s"].mean().item()) < 0.05
+
+
+def test_names_alone_say_how_groups_nest() -> None:
+    names = {"blocks.0": torch.arange(2), "blocks.0/heads": torch.arange(2), "other/heads": torch.arange(2)}
+    assert parent_of("blocks.0/heads", names) == "blocks.0"
+    assert parent_of("other/heads", names) is None
+    assert parent_of("blocks.0", names) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor([0, 1, 1]), "missing or repeated"),
+        (torch.tensor([0, 1, 3]), "missing or repeated"),
+        (torch.tensor([[0, 1], [0, 0]]), "missing or repeated"),
+        (torch.tensor([0.0, 1.0]), "integer tensor, got torch.float32"),
+        (torch.tensor(0), "integer tensor"),
+    ],
+)
+def test_what_is_no_permutation_is_refused(value: Tensor, message: str) -> None:
+    with pytest.raises(SymmetryError, match=message) as error:
+        check_permutation({"fc1": value})
+    assert "fc1" in str(error.value)
+
+
+def test_elements_of_different_groups_do_not_compose() -> None:
+    with pytest.raises(SymmetryError, match="different groups"):
+        compose({"a": torch.arange(3)}, {"b": torch.arange(3)})
+    with pytest.raises(SymmetryError, match="different groups"):
+        compose({"a": torch.arange(3)}, {"a": torch.arange(4)})
+
+
+def test_a_level_that_is_left_out_stays_where_it_is() -> None:
+    """A graph may lose the group between two others: elements act as if it were the identity."""
+    graph = chain(3, 2, 3)
+    generator = torch.Generator().manual_seed(0)
+    for gone in ("a", "a/b"):
+        p, q = (random_permutation(graph, generator=generator) for _ in range(2))
+        for element in (p, q):
+            element[gone] = torch.arange(element[gone].shape[-1]).expand(element[gone].shape).clone()
+
+        def less(element: Element, gone: str = gone) -> Element:
+            return {name: index for name, index in element.items() if name != gone}
+
+        assert all(torch.equal(compose(less(p), less(q))[n], compose(p, q)[n]) for n in less(p))
+        assert all(torch.equal(invert(less(p))[n], invert(p)[n]) for n in less(p))
+        assert transposition_count(less(p)) == transposition_count(p)

@@ -1,0 +1,220 @@
+"""Brute force on small networks: which permutations of hidden units are symmetries, and which of them were claimed.
+
+Each network comes with its candidates: for a layer, the axes that its units index in the parameters. Every
+transposition of two units of a layer, and every product of transpositions in up to four layers, is tried out on
+random weights. What the graph claims must be among the symmetries, always; on these networks it must be all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import Net
+
+import tu_symmetry as tus
+from tu_symmetry.symmetry.action import permute_tensors
+
+relu = torch.relu
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``width`` units; unit k lies at ``start + k * step`` along an axis, for each (parameter, axis, start, step)."""
+
+    width: int
+    places: tuple[tuple[str, int, int, int], ...]
+
+    def exchange(self, i: int, j: int, state: State) -> State:
+        """The state with two units exchanged."""
+        state = dict(state)
+        for name, axis, start, step in self.places:
+            order = torch.arange(state[name].shape[axis])
+            order[[start + i * step, start + j * step]] = order[[start + j * step, start + i * step]]
+            state[name] = state[name].index_select(axis, order)
+        return state
+
+
+def rows(width: int, name: str, *columns: str, start: int = 0) -> Layer:
+    """The output units of a linear layer: its rows, its bias, and the columns of others (``"c+4"``: from column 4)."""
+    places = [(f"{name}.weight", 0, start, 1), (f"{name}.bias", 0, start, 1)]
+    for column in columns:
+        other, _, offset = column.partition("+")
+        places.append((f"{other}.weight", 1, int(offset or 0), 1))
+    return Layer(width, tuple(places))
+
+
+NETWORKS: dict[str, tuple[Callable[[], Net], list[Layer], Callable[[], Tensor]]] = {}
+
+
+def network(*layers: Layer, inputs: tuple[int, ...] = (40, 5)) -> Callable[[Any], Any]:
+    def add(build: Callable[[], Net]) -> Callable[[], Net]:
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(inputs, generator=generator, dtype=torch.float64)
+        NETWORKS[build.__name__] = build, list(layers), lambda: x
+        return build
+
+    return add
+
+
+@network(rows(3, "a", "b"), rows(2, "b", "c"))
+def chain() -> Net:
+    return Net(lambda m, x: m.c(relu(m.b(relu(m.a(x))))), a=nn.Linear(5, 3), b=nn.Linear(3, 2), c=nn.Linear(2, 2))
+
+
+@network(rows(3, "a", "b"), rows(3, "b", "c"), rows(3, "c", "d"))
+def deep_chain() -> Net:
+    layers = {"a": nn.Linear(5, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3), "d": nn.Linear(3, 2)}
+    return Net(lambda m, x: m.d(torch.tanh(m.c(F.gelu(m.b(relu(m.a(x))))))), **layers)
+
+
+@network(rows(3, "a", "b"), rows(3, "b"), Layer(3, (("c.weight", 1, 0, 1),)))
+def residual() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c(relu(h + m.b(h)))
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(2, "a", "c"), rows(3, "b", "c+2"), Layer(5, (("c.weight", 1, 0, 1),)))
+def concatenated() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(torch.cat([relu(m.a(x)), torch.tanh(m.b(x))], -1))
+
+    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(5, 3), c=nn.Linear(5, 2))
+
+
+@network(rows(2, "a", "b", "c+3"), rows(3, "b", "c"))
+def dense() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c(torch.cat([relu(m.b(h)), h], -1))
+
+    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(2, 3), c=nn.Linear(5, 2))
+
+
+@network(rows(2, "a"), rows(4, "b", "c"), Layer(4, (("c.weight", 1, 0, 1),)), rows(2, "b", "c+1", start=1))
+def padded() -> Net:
+    """Zeros beside the units of ``a``: the first and the last unit of ``b`` are alike, the others follow ``a``."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(F.pad(relu(m.a(x)), (1, 1)) + m.b(x)))
+
+    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(5, 4), c=nn.Linear(4, 2))
+
+
+@network(rows(3, "a", "c", "c+3"), rows(3, "a"), Layer(6, (("c.weight", 1, 0, 1),)))
+def twice() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c(torch.cat([h, h.sin()], -1))
+
+    return Net(forward, a=nn.Linear(5, 3), c=nn.Linear(6, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), Layer(3, (("c.weight", 1, 0, 1),)))
+def gated() -> Net:
+    return Net(
+        lambda m, x: m.c(m.a(x) * torch.sigmoid(m.b(x))), a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2)
+    )
+
+
+@network(rows(3, "a"), Layer(3, (("w", 0, 0, 1),)), Layer(3, (("w", 1, 0, 1),)), Layer(3, (("c.weight", 1, 0, 1),)))
+def beside_identity() -> Net:
+    """``h (W + 1)``: rows and columns of W change places together."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(relu(m.a(x)) @ (m.w + torch.eye(3, dtype=x.dtype))))
+
+    return Net(forward, a=nn.Linear(5, 3), w=nn.Parameter(torch.randn(3, 3)), c=nn.Linear(3, 2))
+
+
+@network(rows(2, "a", "b"), rows(3, "b", "c"), inputs=(2, 5, 4, 4))
+def convolutions() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(m.b(relu(m.a(x)))).mean((2, 3)))
+
+    return Net(forward, a=nn.Conv2d(5, 2, 3, padding=1), b=nn.Conv2d(2, 3, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(4, "a"), Layer(2, (("a.weight", 0, 0, 2), ("a.bias", 0, 0, 2), ("c.weight", 1, 0, 2))),
+         Layer(4, (("c.weight", 1, 0, 1),)), rows(4, "a", "c"))  # fmt: skip
+def every_other_unit_written() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = m.a(x)
+        h[:, ::2].relu_()
+        return m.c(h)
+
+    return Net(forward, a=nn.Linear(5, 4), c=nn.Linear(4, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b", "d"))
+def unused_sum() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h, g = relu(m.a(x)), relu(m.b(x))
+        _ = (h + g).cumsum(-1)
+        return m.c(h) * m.d(g)
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Linear(3, 2))
+
+
+def candidates(layers: list[Layer], state: State) -> Iterator[State]:
+    """The state after one transposition in one to four of the layers."""
+    pairs = [[(layer, i, j) for i, j in itertools.combinations(range(layer.width), 2)] for layer in layers]
+    for count in (1, 2, 3, 4):
+        for chosen in itertools.combinations(pairs, count):
+            for moves in itertools.product(*chosen):
+                moved = state
+                for layer, i, j in moves:
+                    moved = layer.exchange(i, j, moved)
+                yield moved
+
+
+def elements(graph: tus.SymmetryGraph) -> Iterator[dict[str, Tensor]]:
+    """All elements of all groups."""
+    each = []
+    for group in graph.permutations:
+        assert len(group.shape) == 1
+        each.append([(group.name, torch.tensor(p)) for p in itertools.permutations(range(group.size))])
+    for chosen in itertools.product(*each):
+        yield dict(chosen)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_symmetries_are_claimed_and_nothing_else(name: str) -> None:
+    build, layers, make = NETWORKS[name]
+    torch.manual_seed(0)
+    model, x = build().double(), make()
+    graph = tus.discover_symmetries(model, x)
+    generator = torch.Generator().manual_seed(1)
+    state = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in model.state_dict().items()}
+
+    def run(weights: State) -> Tensor:
+        with torch.no_grad():
+            return torch.func.functional_call(model, {n: t.clone() for n, t in weights.items()}, (x,))
+
+    def key(weights: State) -> bytes:
+        return b"".join(weights[n].numpy().tobytes() for n in state)
+
+    before = run(state)
+    found = set()
+    for element in elements(graph):
+        moved = permute_tensors(graph, element, state)
+        torch.testing.assert_close(run(moved), before, rtol=1e-9, atol=1e-9)
+        found.add(key(moved))
+    symmetries = 0
+    for moved in candidates(layers, state):
+        holds = torch.allclose(run(moved), before, rtol=1e-9, atol=1e-9)
+        symmetries += holds
+        claimed = key(moved) in found
+        assert holds == claimed
+    assert symmetries > 0 and len(found) > 1

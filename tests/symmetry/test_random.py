@@ -1,0 +1,165 @@
+"""Random and hand-written modules: none may be wrong and pass, none may crash, and hardly any be refused.
+
+Every module goes through discovery and verification as a user's would, and what is left of its groups is tried by an
+oracle that shares no code with them (``oracle.py``). A failure is shrunk, and printed as source code that runs.
+
+    pytest tests/symmetry/test_random.py             # 300 random modules, and all of the hand-written ones
+    pytest tests/symmetry/test_random.py -m slow     # 5,000 others
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from handwritten_modules import HANDWRITTEN, Handwritten
+from oracle import judge
+from random_modules import Module, random_module, shrink
+from torch import nn
+
+import tu_symmetry as tus
+
+# Right, but less is found than there is: a convolution of kernel one over positions, bags by offsets.
+OVER_PINNED = frozenset({"GatedMLP", "Bags"})
+WRONG, REFUSED, CRASHED, FINE = "wrong and passing", "refused", "crashed", "fine"
+
+
+@dataclass
+class Outcome:
+    """What became of one module.
+
+    ``verdict`` is one of the four words above. A module is refused where discovery or verification raises a
+    :class:`SymmetryError`, and where verification has to pin a group that discovery had claimed.
+    """
+
+    verdict: str
+    why: str = ""
+    found: frozenset[str] = frozenset()
+    groups: int = 0
+    tried: int = 0
+
+    @property
+    def cause(self) -> str:
+        """What tells this failure from others of its verdict, whatever the module's names and numbers."""
+        text = self.why.strip().splitlines()[-1] if self.why else ""
+        text = re.sub(r"\(.*?\)|'.*?'|[\d.]+(e[-+]\d+)?|\[.*?\]", "", text)
+        return f"{self.verdict}: {text[:30] if self.verdict in (REFUSED, CRASHED) else ''}"
+
+
+def examine(model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) -> Outcome:
+    """Discover, verify, and ask the oracle."""
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = tus.discover_symmetries(model, inputs)
+            claimed = {g.name for g in graph.groups()}
+            graph = tus.verify_symmetries(graph, model, inputs) or graph
+            pinned = claimed - {g.name for g in graph.groups()}
+            verdict = judge(graph, model, inputs, seed=seed)
+    except tus.SymmetryError as error:
+        return Outcome(REFUSED, f"{type(error).__name__}: {error}")
+    except Exception:
+        return Outcome(CRASHED, traceback.format_exc(limit=-6))
+    changed = [k for k, v in model.state_dict().items() if not torch.equal(v.nan_to_num(), before[k].nan_to_num())]
+    found = frozenset(m.parameter for g in graph.permutations for m in g.members if m.axis == 0 and g.parent is None)
+    outcome = Outcome(FINE, "", found, len(list(graph.groups())), verdict.tried)
+    if verdict.wrong:
+        outcome.verdict, outcome.why = WRONG, "; ".join(verdict.wrong[:3])
+    elif changed:
+        outcome.verdict, outcome.why = WRONG, f"the model's own tensors changed: {changed}"
+    elif pinned:
+        outcome.verdict, outcome.why = REFUSED, f"verification pinned {sorted(pinned)}"
+    return outcome
+
+
+def of_seed(seed: int) -> tuple[Module, Outcome]:
+    module = random_module(seed)
+    return module, examine(*module.build(), seed=seed)
+
+
+@dataclass
+class Census:
+    """Outcomes of many modules, with shrunk examples of what went wrong."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    reports: list[str] = field(default_factory=list)
+    planted: int = 0
+    found: int = 0
+    missed: list[str] = field(default_factory=list)
+
+    @property
+    def modules(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{self.counts[v]} {v}" for v in (WRONG, REFUSED, CRASHED, FINE))
+        return f"{self.modules} modules: {numbers}; planted layers found: {self.found} of {self.planted}"
+
+
+def census(seeds: Sequence[int], *, shrinks: int = 3) -> Census:
+    """Examine many random modules; the first few that fail are shrunk."""
+    total = Census()
+    for seed in seeds:
+        module, outcome = of_seed(seed)
+        total.counts[outcome.verdict] += 1
+        if outcome.verdict in (FINE, REFUSED) and outcome.found:
+            missed = [name for name in module.planted if name not in outcome.found]
+            total.planted += len(module.planted)
+            total.found += len(module.planted) - len(missed)
+            total.missed += [f"seed {seed}: {name}" for name in missed]
+        if outcome.verdict == FINE:
+            continue
+        verdict, small = outcome.verdict, module
+        if len(total.reports) < shrinks:
+            small = shrink(module, lambda m, c=outcome.cause, s=seed: examine(*m.build(), seed=s).cause == c)  # type: ignore[misc]
+        why = examine(*small.build(), seed=seed).why
+        total.reports.append(f"# seed {seed}, {verdict}: {why}\n{small.source}")
+    return total
+
+
+def check(total: Census) -> None:
+    reports = "\n\n".join(total.reports)
+    assert not total.counts[WRONG], f"{total}\n{reports}"
+    assert not total.counts[CRASHED], f"{total}\n{reports}"
+    assert total.counts[REFUSED] < 0.02 * total.modules, f"{total}\n{reports}"
+    assert total.found >= 0.98 * total.planted, f"{total}\n{total.missed}"
+
+
+def test_random_modules() -> None:
+    check(census(range(300)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(10))
+def test_many_random_modules(block: int) -> None:
+    check(census(range(1000 + 500 * block, 1500 + 500 * block)))
+
+
+@functools.cache
+def of_name(name: str) -> Outcome:
+    entry = next(h for h in HANDWRITTEN if h.name == name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return examine(entry.build().eval(), entry.inputs)
+
+
+@pytest.mark.parametrize("entry", HANDWRITTEN, ids=lambda h: h.name)
+def test_handwritten_module(entry: Handwritten) -> None:
+    outcome = of_name(entry.name)
+    assert outcome.verdict in (FINE, REFUSED), outcome.why
+    if outcome.verdict == FINE and entry.name not in OVER_PINNED:
+        assert not set(entry.finds) - outcome.found, f"only {sorted(outcome.found)} were found"
+
+
+def test_hardly_any_handwritten_module_is_refused() -> None:
+    refused = {h.name: of_name(h.name).why for h in HANDWRITTEN if of_name(h.name).verdict == REFUSED}
+    assert len(refused) < 0.02 * len(HANDWRITTEN), refused

@@ -1,0 +1,199 @@
+"""A table of commands: skips what is done, resumes what was cut, and knows when a result was changed."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import toy_commands
+from lightning.pytorch import Callback
+from rich.console import Console
+
+from tu_symmetry.configs import ConfigError
+from tu_symmetry.files import FolderInUseError, lock_folder
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.tables.commands import TableInterrupted, load_table, run_commands
+
+TABLE = """
+title: Toy
+root: runs/toy
+commands:
+  - {name: line, command: fit, config: line.yaml}
+  - {name: double, command: run, config: double.yaml, needs: [line]}
+"""
+LINE = """
+seed_everything: 0
+trainer:
+  accelerator: cpu
+  max_epochs: 3
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  default_root_dir: runs/toy/line
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {dirpath: runs/toy/line/checkpoints, every_n_epochs: 1, save_last: true, save_top_k: 0}
+routine: {class_path: toy_commands.Line, init_args: {out: runs/toy/line}}
+data: {class_path: toy_commands.Points, init_args: {root: data}}
+"""
+DOUBLE = """
+command:
+  class_path: toy_commands.double
+  init_args: {out: runs/toy/double, line: runs/toy/line}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    for name, text in (("table", TABLE), ("line", LINE), ("double", DOUBLE)):
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def run(recipe: Path, **options: object) -> tuple[dict[str, dict], list[str], str]:
+    """Results, what was called, and what was shown."""
+    toy_commands.CALLS.clear()
+    console = Console(record=True, width=100, file=io.StringIO())
+    options.setdefault("out", recipe.parent / "out")
+    results = run_commands(recipe, display=Display(console), **options)  # type: ignore[arg-type]
+    return results, list(toy_commands.CALLS), console.export_text()
+
+
+def test_commands_run_in_order_and_are_skipped_when_done(recipe: Path) -> None:
+    out = recipe.parent / "out"
+    before = sys.argv
+    results, calls, _ = run(recipe)
+    assert calls == ["fit 3", "double"] and sys.argv is before
+    weight = float((out / "line" / "weight.txt").read_text())
+    assert results["double"]["value"] == 2 * weight
+    assert json.loads((out / "results.json").read_text())["commands"]["double"]["results"]["value"] == 2 * weight
+    again, calls, text = run(recipe)
+    assert again == results and not calls and "▸" not in text
+    _, calls, _ = run(recipe, overrides=["double.command.factor=3"])
+    assert calls == ["double"]
+    _, calls, _ = run(recipe, fresh=True)
+    assert calls == ["fit 3", "double"]
+
+
+def test_a_changed_configuration_runs_again_with_what_needs_it(recipe: Path) -> None:
+    run(recipe)
+    (recipe / "line.yaml").write_text(LINE.replace("max_epochs: 3", "max_epochs: 4"))
+    _, calls, _ = run(recipe)
+    assert calls == ["fit 4", "double"]
+
+
+@pytest.mark.parametrize("damage", ["changed", "removed", "added"])
+def test_a_result_that_was_touched_is_made_again_and_kept_aside(recipe: Path, damage: str) -> None:
+    first, _, _ = run(recipe)
+    folder = recipe.parent / "out" / "line"
+    if damage == "changed":
+        (folder / "weight.txt").write_text("17.0")
+    elif damage == "removed":
+        (folder / "weight.txt").unlink()
+    else:
+        (folder / "notes.txt").write_text("mine")
+    results, calls, text = run(recipe)
+    assert calls == ["fit 3", "double"] and results["double"] == first["double"]
+    assert "it is made again" in text
+    kept = folder.with_name("line.changed-1")
+    assert kept.is_dir()
+    if damage == "changed":
+        assert (kept / "weight.txt").read_text() == "17.0"
+
+
+class Stop(Callback):
+    """Fails in the second epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module) -> None:
+        if trainer.current_epoch == 1 and not (Path(pl_module.out) / "second").exists():
+            Path(pl_module.out).mkdir(parents=True, exist_ok=True)
+            (Path(pl_module.out) / "second").touch()
+            raise RuntimeError("killed")
+
+
+def test_a_cut_training_resumes_from_its_checkpoint(recipe: Path) -> None:
+    whole, _, _ = run(recipe, out=recipe.parent / "whole")
+    toy_commands.Stop = Stop  # type: ignore[attr-defined]
+    Stop.__module__ = "toy_commands"
+    line = LINE.replace("  callbacks:\n", "  callbacks:\n    - class_path: toy_commands.Stop\n")
+    (recipe / "line.yaml").write_text(line)
+    with pytest.raises(RuntimeError, match="killed"):
+        run(recipe)
+    results, calls, text = run(recipe)
+    assert "resuming" in text and calls == ["fit 3", "double"]
+    assert results["double"]["value"] == whole["double"]["value"]
+
+
+def test_time_that_is_over_cuts_and_goes_on(recipe: Path) -> None:
+    whole, _, _ = run(recipe, out=recipe.parent / "whole")
+    (recipe / "line.yaml").write_text(LINE.replace("max_epochs: 3", "max_epochs: 100000"))
+    with pytest.raises(TableInterrupted, match="resumes with line"):
+        run(recipe, max_time=timedelta(seconds=2))
+    (recipe / "line.yaml").write_text(LINE)
+    results, _, _ = run(recipe)  # another configuration: from the start
+    assert results["double"]["value"] == whole["double"]["value"]
+    with pytest.raises(TableInterrupted):
+        run(recipe, max_time=timedelta(seconds=0), fresh=True)
+
+
+def test_data_root_and_flags_reach_the_commands(recipe: Path) -> None:
+    out = recipe.parent / "out"
+    run(recipe, data_root="elsewhere", overrides=["line.trainer.max_epochs=1"])
+    config = (out / ".table" / "line.yaml").read_text()
+    assert "root: elsewhere" in config and str(out / "line") in config and "runs/toy" not in config
+    assert toy_commands.CALLS == ["fit 1", "double"]
+
+
+def test_one_run_at_a_time(recipe: Path) -> None:
+    out = recipe.parent / "out"
+    out.mkdir()
+    with lock_folder(out), pytest.raises(FolderInUseError):
+        run(recipe)
+
+
+def test_a_folder_that_the_table_has_not_made_is_left_alone(recipe: Path) -> None:
+    foreign = recipe.parent / "out" / "line"
+    foreign.mkdir(parents=True)
+    (foreign / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="this table has not made it"):
+        run(recipe)
+    assert (foreign / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("needs: [line]", "needs: [other]", "no earlier command"),
+        ("name: double", "name: line", "stands once"),
+        ("command: run", "command: train", "command"),
+        ("config: double.yaml", "config: triple.yaml", "triple.yaml is missing"),
+        ("root: runs/toy", "root: runs/other", "must be 'runs/other/line'"),
+        ("title: Toy", "titel: Toy", "unknown key 'titel'"),
+    ],
+)
+def test_a_wrong_table_is_refused(recipe: Path, old: str, new: str, message: str) -> None:
+    (recipe / "table.yaml").write_text(TABLE.replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        load_table(recipe)
+
+
+@pytest.mark.parametrize("override", ["nowhere.factor=3", "double", "double=3", "double.command.factor"])
+def test_overrides_that_name_nothing_are_refused(recipe: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"NAME\.FLAG=VALUE"):
+        run(recipe, overrides=[override])
+
+
+def test_only_functions_that_return_an_outcome_are_called(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (recipe / "double.yaml").write_text(
+        DOUBLE.replace("double\n", "not_a_command\n").replace(", line: runs/toy/line", "")
+    )
+    with pytest.raises(SystemExit):
+        run(recipe)
+    assert "not_a_command" not in toy_commands.CALLS
+    assert "Outcome" in capsys.readouterr().err

@@ -1,0 +1,100 @@
+"""What the tests share: the zoo's graphs, states and outputs, planted permutations, and modules made of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES, BasicBlock, Case
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+from tu_symmetry.symmetry.verification import random_state
+
+_GRAPHS: dict[str, tuple[nn.Module, tus.SymmetryGraph]] = {}
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+def discovered(case: Case) -> tuple[nn.Module, tus.SymmetryGraph]:
+    if case.name not in _GRAPHS:
+        torch.manual_seed(0)
+        model = case.build().double().eval()
+        _GRAPHS[case.name] = model, tus.discover_symmetries(model, case.inputs())
+    return _GRAPHS[case.name]
+
+
+def outputs(model: nn.Module, state: dict[str, Tensor], inputs: tuple) -> Tensor:  # type: ignore[type-arg]
+    with torch.no_grad():
+        out = torch.func.functional_call(model, state, inputs, tie_weights=False)
+    return torch.cat([o.flatten() for o in out]) if isinstance(out, tuple) else out.flatten()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / a.abs().max())
+
+
+def weights(case: Case, seed: int = 3) -> tuple[nn.Module, tus.SymmetryGraph, dict[str, Tensor]]:
+    model, graph = discovered(case)
+    return model, graph, random_state(model, torch.Generator().manual_seed(seed))
+
+
+def named(name: str) -> tuple[nn.Module, tus.SymmetryGraph, dict[str, Tensor]]:
+    return weights(next(c for c in CASES if c.name == name))
+
+
+def scale_only(graph: tus.SymmetryGraph, seed: int) -> dict[str, Tensor]:
+    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(seed), std=0.4)
+    return {g.name: draw[g.name] for g in graph.scales}
+
+
+def small(*layers: nn.Module, inputs: tuple[int, ...] = (2, 4)) -> tuple[tus.SymmetryGraph, dict[str, Tensor]]:
+    model = nn.Sequential(*layers).double().eval()
+    graph = tus.discover_symmetries(model, torch.randn(inputs, dtype=torch.float64))
+    return graph, random_state(model, torch.Generator().manual_seed(0))
+
+
+def assert_equal_states(a: Mapping[str, Tensor], b: Mapping[str, Tensor], rtol: float = 1e-7) -> None:
+    for name, tensor in a.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(b[name], tensor, rtol=rtol, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def planted(
+    case: Case, seed: int, noise: float = 0.0
+) -> tuple[tus.SymmetryGraph, dict[str, Tensor], dict[str, Tensor]]:
+    model, graph = discovered(case)
+    generator = torch.Generator().manual_seed(seed)
+    reference = random_state(model, generator)
+    noisy = {
+        n: t + noise * float(t.std()) * torch.randn(t.shape, generator=generator, dtype=t.dtype)
+        if t.is_floating_point() and t.numel() > 1
+        else t
+        for n, t in reference.items()
+    }
+    return graph, reference, tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator), noisy)
+
+
+def tied_resnet(width: int, blocks: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1), *(BasicBlock(width, width, nn.Identity) for _ in range(blocks)),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10),
+    )  # fmt: skip
+
+
+class Net(nn.Module):
+    """A function of named layers, parameters and buffers."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)

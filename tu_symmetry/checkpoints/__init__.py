@@ -1,0 +1,1 @@
+"""What `align`, `merge` and `inspect` do with checkpoint files."""

@@ -1,0 +1,306 @@
+"""The checkpoints that a run reads and the folder that it writes to: names, digests, checks, and whose files are whose.
+
+Files that a run has written carry a header under one key of safetensors' metadata; files without it are never
+overwritten. They are sealed (see :mod:`tu_symmetry.files`): one that was changed since is refused, not used.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from tu_symmetry.files import (
+    FileError,
+    FolderInUseError,
+    check_file,
+    clear_scratch,
+    lock_folder,
+    read_header,
+    read_safetensors,
+    write_safetensors,
+)
+from tu_symmetry.reporting.progress import Track, Tracker
+from tu_symmetry.states import SampleFileError, State, SymmetryError, load_state
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+FORMAT = "tu_symmetry.aligned"
+VERSION = 4
+PERMUTATION = ".permutation.safetensors"
+MEAN = "mean.safetensors"
+STATE = "state"
+
+T = TypeVar("T")
+
+
+class AlignFilesError(ValueError):
+    """Files that cannot be aligned, or that would be overwritten; the message names them."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One file to be aligned.
+
+    Attributes:
+        path: as given.
+        name: of its results, unique among the files of a run.
+        sha256: of its bytes.
+    """
+
+    path: Path
+    name: str
+    sha256: str
+
+
+class _Silent:
+    def update(self, done: int, **info: float | str) -> None:
+        """Show nothing."""
+
+
+def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
+    """A :data:`Track` that shows nothing."""
+    return nullcontext(_Silent())
+
+
+def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Files from paths and globs (``**`` descends into folders), in the order given, each once however it is written.
+
+    Raises:
+        AlignFilesError: a path or pattern that stands for no file.
+    """
+    found: dict[str, Path] = {}
+    for pattern in map(str, patterns):
+        path = Path(pattern)
+        matches = [path] if path.is_file() else sorted(p for p in map(Path, glob.glob(pattern, recursive=True)))
+        files = [p for p in matches if p.is_file()]
+        if not files:
+            hint = "a folder; name its files, for example with a glob" if path.is_dir() else "no file"
+            raise AlignFilesError(f"{pattern} is {hint}")
+        for file in files:
+            found.setdefault(os.path.abspath(file), file)
+    return list(found.values())
+
+
+def output_names(checkpoints: Sequence[Path]) -> list[str]:
+    """A name for each checkpoint's results: its stem, with its folders or suffix where stems are not unique.
+
+    Raises:
+        AlignFilesError: names that agree even then.
+    """
+    absolute = [Path(os.path.abspath(p)) for p in checkpoints]
+    shared = Path(os.path.commonpath([p.parent for p in absolute]))
+    relative = [p.relative_to(shared) for p in absolute]
+    for style in (
+        [p.stem for p in relative],
+        ["-".join(p.with_suffix("").parts) for p in relative],
+        ["-".join((*p.with_suffix("").parts, p.suffix.lstrip("."))) for p in relative],
+    ):
+        counts = Counter(name.lower() for name in style)
+        taken = [n for n in style if n.endswith(".permutation") or f"{n}.safetensors".lower() == MEAN]
+        if max(counts.values()) == 1 and not taken:
+            return style
+    twice = sorted(name for name, n in counts.items() if n > 1)
+    raise AlignFilesError(f"the checkpoints' names do not tell them apart ({(twice or taken)[:3]}); rename them")
+
+
+def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
+    """Read a network as :func:`read_state` does, and check that it belongs to the architecture.
+
+    Raises:
+        AlignFilesError: another architecture, NaN or infinite weights, a stack of networks, a file that is truncated,
+            foreign or not there.
+    """
+    state = read_state(path, prefix)
+    try:
+        stacked = graph.check_state(state, name=str(path))
+    except SymmetryError as error:
+        found = _prefix_of(graph, state)
+        raise AlignFilesError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
+    if stacked:
+        raise AlignFilesError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
+    return state
+
+
+def read_state(path: Path, prefix: str) -> State:
+    """Read a state dict and take a prefix off its names.
+
+    A file without any such name is read as it is, so that files with and without a prefix can be mixed.
+
+    Raises:
+        AlignFilesError: a file that is truncated, foreign or not there.
+    """
+    try:
+        state = load_state(path)
+    except SampleFileError as error:
+        raise AlignFilesError(str(error)) from error
+    except OSError as error:
+        raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
+
+
+def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:
+    """What stands before every name of the architecture in a state; empty if there is no such thing."""
+    names = [alias for aliases in graph.aliases.values() for alias in aliases]
+    for candidate in (n.removesuffix(names[0]) for n in state if n.endswith(f".{names[0]}")):
+        if all(candidate + name in state for name in names):
+            return candidate
+    return ""
+
+
+def check_checkpoints(
+    graph: SymmetryGraph, paths: Sequence[Path], names: Sequence[str], prefix: str, track: Track
+) -> list[Checkpoint]:
+    """Read every file once, before anything is written, so that a bad one is known at the start and not after hours.
+
+    Raises:
+        AlignFilesError: names every file that is truncated, foreign, of another architecture, or holds NaN.
+    """
+    found, errors = [], []
+    with track("checking the files", len(paths)) as tracker:
+        for k, (path, name) in enumerate(zip(paths, names, strict=True), 1):
+            try:
+                load_checkpoint(graph, path, prefix)
+                found.append(Checkpoint(path, name, sha256(path)))
+            except AlignFilesError as error:
+                errors.append(str(error))
+            tracker.update(k, file=path.name)
+    if len(errors) == 1:
+        raise AlignFilesError(errors[0])
+    if errors:
+        shown = "".join(f"\n  {e}" for e in errors[:10]) + (f"\n  and {len(errors) - 10} more" * (len(errors) > 10))
+        raise AlignFilesError(f"{len(errors)} of {len(paths)} files cannot be aligned:{shown}")
+    return found
+
+
+def sha256(path: Path) -> str:
+    """Digest of a file's bytes.
+
+    Raises:
+        AlignFilesError: no such file.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise AlignFilesError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+    """Write tensors with a header, whole or not at all."""
+    content = {"format": FORMAT, "version": VERSION, **header}
+    write_safetensors(path, tensors, {FORMAT: json.dumps(content, sort_keys=True)})  # one key: order is fixed
+
+
+def owned_header(path: Path) -> dict[str, Any] | None:
+    """What :func:`write_owned` wrote about a file; None if there is no file, or it is not its own.
+
+    Only its head is read; :func:`read_owned` and :func:`check_owned` compare its content with its seal.
+    """
+    try:
+        content = json.loads(read_header(path).metadata.get(FORMAT, "null"))
+    except (ValueError, OSError):
+        return None
+    return content if isinstance(content, dict) and content.get("format") == FORMAT else None
+
+
+def check_owned(path: Path) -> dict[str, str]:
+    """Compare a result with its seal; the versions that wrote it.
+
+    Raises:
+        AlignFilesError: it was changed after it was written.
+    """
+    try:
+        return check_file(path).versions
+    except (FileError, OSError) as error:
+        raise AlignFilesError(f"{error} (deleting it has it made again)") from error
+
+
+def read_owned(path: Path, remedy: str) -> dict[str, Tensor]:
+    """The tensors of a file that :func:`write_owned` wrote.
+
+    Args:
+        path: of the file.
+        remedy: what to do where it is damaged.
+
+    Raises:
+        AlignFilesError: it is damaged or gone.
+    """
+    try:
+        return read_safetensors(path)[0]
+    except (FileError, OSError) as error:
+        raise AlignFilesError(f"{path} is missing or damaged ({error}); {remedy}") from error
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Keep other runs from writing the folder of the results.
+
+    Raises:
+        AlignFilesError: another run does.
+    """
+    try:
+        with lock_folder(out):
+            yield
+    except FolderInUseError as error:
+        raise AlignFilesError(f"{error} with --out") from None
+
+
+def clear_left(tensors: Sequence[Path], texts: Mapping[Path, str]) -> None:
+    """Take away what killed runs have left of a run's files; only while the folder is locked."""
+    for folder in {path.parent for path in (*tensors, *texts)}:
+        clear_scratch(folder, of={path.name for path in (*tensors, *texts) if path.parent == folder})
+
+
+def refuse_foreign(tensors: Sequence[Path], texts: Mapping[Path, str], inputs: Sequence[Path]) -> None:
+    """Nothing that another program wrote may be overwritten.
+
+    Args:
+        tensors: safetensors files that a run will write.
+        texts: other files that it will write, with what stands in one that an earlier run wrote.
+        inputs: files that it reads.
+
+    Raises:
+        AlignFilesError: names the file that is in the way.
+    """
+    resolved = {p.resolve() for p in inputs}
+    for path in tensors:
+        if path.resolve() in resolved:
+            raise AlignFilesError(f"{path} is a checkpoint and would be overwritten; choose another folder with --out")
+        if path.exists() and owned_header(path) is None:
+            raise AlignFilesError(
+                f"{path} was not written by this command, or is damaged; move it away or choose another folder"
+            )
+    for path, mark in texts.items():
+        if path.exists() and mark.encode() not in path.read_bytes():
+            raise AlignFilesError(f"{path} was not written by this command; move it away or choose another folder")
+
+
+def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:
+    """Results as they come, with never more than ``threads`` items begun; the first error ends it."""
+    if threads == 1:
+        for item in items:
+            yield item, function(item)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        running: dict[Future[T], int] = {}
+        waiting = iter(items)
+        while True:
+            while len(running) < threads and (following := next(waiting, None)) is not None:
+                running[pool.submit(function, following)] = following
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()

@@ -1,0 +1,169 @@
+"""Configurations as plain values: safe YAML, dataclasses checked from mappings, and objects by their dotted names.
+
+What a configuration names is imported and called: it is trusted like code, so do not run one of someone whose Python
+files you would not run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import math
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+_LARGEST = 10**12  # of a number among options
+_BYTES, _NODES = 1_000_000, 100_000  # of a YAML text, and of its values with every alias written out
+
+
+class ConfigError(ValueError):
+    """A recipe, an option or a run folder that cannot be used; the message says where and what to do."""
+
+
+def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Build a config dataclass from plain values, with type checks.
+
+    Args:
+        config_class: a dataclass whose fields are plain values, lists, dicts or dataclasses.
+        values: field name to value.
+        where: what to call the values in an error, for example the file's name.
+
+    Raises:
+        ConfigError: unknown or missing keys, values of a wrong type.
+    """
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected a mapping of keys to values, got {values!r}")
+    fields = {f.name: f for f in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            close = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}; the keys are {', '.join(sorted(fields)) or 'none'}")
+    hints = typing.get_type_hints(config_class)
+    parser = ArgumentParser(exit_on_error=False)
+    parsed: dict[str, Any] = {}
+    for name in values:
+        if values[name] is None and type(None) not in typing.get_args(hints[name]) and hints[name] is not Any:
+            raise ConfigError(f"{where}: {name} has no value; give one, or leave the key out for the default")
+        if dataclasses.is_dataclass(hints[name]):
+            parsed[name] = parse(hints[name], values[name], f"{where}: {name}")
+        else:
+            parser.add_argument(f"--{name}", type=hints[name])
+    missing = [name for name, f in fields.items() if name not in values and _required(f)]
+    if missing:
+        raise ConfigError(f"{where}: the key {missing[0]!r} is missing")
+    try:
+        parsed |= parser.parse_object({k: v for k, v in values.items() if k not in parsed}).as_dict()
+    except ArgumentError as error:
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
+    return config_class(**parsed)
+
+
+def check_numbers(options: Any, where: str) -> None:
+    """Refuse numbers that no option can mean: integers below 1, other numbers below 0, NaN and infinite ones.
+
+    An integer whose default is 0 may be 0. A field of the options dataclass says otherwise by
+    ``field(default=..., metadata={"least": 0})``, where None stands for any finite number, or by ``{"above": 0}`` for
+    numbers that must be larger. Numbers in lists count too.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    for f in dataclasses.fields(options):
+        value = getattr(options, f.name)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            least = f.metadata.get("least", 1 if isinstance(number, int) and f.default != 0 else 0)
+            above = f.metadata.get("above", -math.inf)
+            if (isinstance(number, float) and not math.isfinite(number)) or number > _LARGEST:
+                raise ConfigError(f"{where}: {f.name} must be a finite number, at most {_LARGEST:g}, got {number:g}")
+            if number <= above or (least is not None and number < least):
+                bound = f"above {above}" if "above" in f.metadata else f"at least {least}"
+                raise ConfigError(f"{where}: {f.name} must be {bound}, got {number}")
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def resolve(path: str) -> Any:
+    """The object at ``module:name`` or ``module.name``.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # a module that fails when it is imported can raise anything
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"cannot import {path!r}: {said}") from error
+
+
+def read_yaml(content: str | bytes, where: str) -> Any:
+    """Plain values from YAML text.
+
+    Keys that stand twice in one mapping are refused (YAML would keep the last without a word), and so are texts whose
+    aliases, written out, are more than 100,000 values (ten lines of ``b: [*a, *a, *a]`` are a billion) or contain
+    themselves.
+
+    Raises:
+        ConfigError: no YAML in UTF-8, or one of those.
+    """
+    if len(content) > _BYTES:
+        raise ConfigError(f"{where} is too long for a recipe ({len(content)} bytes, at most {_BYTES})")
+    try:
+        text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _expanded(node, where, {}) > _NODES:
+            raise ConfigError(f"{where}: its aliases stand for more than {_NODES} values; write out what is meant")
+        return loader.construct_document(node)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is no text in UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except RecursionError as error:
+        raise ConfigError(f"{where} is nested too deeply, or an alias in it contains itself") from error
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where} is no valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _expanded(node: yaml.Node, where: str, known: dict[int, int]) -> int:
+    """Number of values below a node with every alias written out; each node is visited once."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = _NODES + 1  # what an alias to a node that is not finished stands for: infinitely many
+    children = list(node.value) if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.MappingNode):
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ConfigError(f"{where}: the key {twice[0]!r} stands twice (line {node.start_mark.line + 1} and below)")
+        children = [child for pair in node.value for child in pair]
+    known[id(node)] = 1 + sum(_expanded(child, where, known) for child in children)
+    return known[id(node)]
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping of keys to values.
+
+    Raises:
+        ConfigError: a file that is missing, no YAML (see :func:`read_yaml`) or no mapping.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing: each stage listed in table.yaml has a YAML file of its name beside it")
+    values = read_yaml(path.read_bytes(), str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values, it holds {type(values).__name__}")
+    return values

@@ -1,0 +1,272 @@
+"""State dicts: checked as users hand them in, stacked, averaged, and read from files.
+
+A state may come from anywhere: a checkpoint of integers, a numpy archive, a list. Torch's own error for these is raised
+deep inside a computation, or not at all (a bool times a float is a float). Every public function that takes states
+checks them here first, and the error says which tensor it is, what it is, and what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.files import FileError, read_safetensors
+
+State = dict[str, Tensor]
+_SUFFIX = ".safetensors"
+_REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class SymmetryError(RuntimeError):
+    """A symmetry that does not hold, or weights that do not belong to the graph; the message names the culprit."""
+
+
+class SampleFileError(FileError):
+    """A file or folder that is truncated, changed, foreign, or of another architecture; the message names it."""
+
+
+class Layout(NamedTuple):
+    """Shape and dtype of one tensor of a state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """The kind of number of a dtype: ``"real"``, ``"complex"``, ``"integer"``, ``"boolean"``, or its own name."""
+    if dtype in _REAL:
+        return "real"
+    if dtype.is_complex:
+        return "complex"
+    if dtype == torch.bool:
+        return "boolean"
+    coarse = dtype.is_floating_point or str(dtype).startswith(("torch.q", "torch.float"))
+    return str(dtype) if coarse else "integer"
+
+
+def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool = True) -> Tensor:
+    """A tensor that can be computed with, or an error that says what it is instead.
+
+    Args:
+        value: what was given.
+        what: its name in an error, such as ``state['0.weight']``.
+        kind: of the network's own tensor, see :func:`kind_of`. A real tensor must be real and a complex one complex;
+            one that is neither (a counter, a mask) may be of any kind but complex. None: not known, any kind will do.
+        values: whether its values are read, which a tensor without storage has not.
+
+    Raises:
+        SymmetryError: no tensor, one that is sparse, quantized or without values, or of another kind.
+    """
+    if not isinstance(value, Tensor):
+        own = type(value)
+        full = own.__name__ if own.__module__ == "builtins" else f"{own.__module__}.{own.__name__}"
+        kept = f" of {value.dtype}" if hasattr(value, "dtype") else ""
+        raise SymmetryError(f"{what} is a {full}{kept}, not a tensor; convert it with torch.as_tensor(...)")
+    if value.layout != torch.strided or value.is_quantized:
+        how = "dequantize" if value.is_quantized else "to_dense"
+        raise SymmetryError(
+            f"{what} is a {value.dtype} tensor of layout {value.layout}, and only dense tensors can be used; "
+            f"convert it with .{how}()"
+        )
+    if values and value.is_meta:
+        raise SymmetryError(f"{what} is on the meta device, where tensors have no values; load the weights first")
+    found = kind_of(value.dtype)
+    if found == kind or (kind is None and found in ("real", "complex", "integer", "boolean")):
+        return value
+    if kind in ("integer", "boolean") and found in ("integer", "boolean", "real"):
+        return value
+    wanted = {None: "a tensor of real numbers", "real": "real floating-point numbers", "complex": "complex numbers"}
+    advice = {
+        "integer": "integer checkpoints hold quantized weights: dequantize them, or convert with .float()",
+        "boolean": "a mask is no weight; pass the weights themselves",
+        "complex": "pass its real part (.real) if the imaginary part is zero",
+        "real": "convert it with .to(torch.complex64) if it was meant",
+    }
+    raise SymmetryError(
+        f"{what} is of {value.dtype}, but the network's own tensor holds {wanted.get(kind, f'{kind} numbers')}; "
+        + advice.get(found, "convert it with .float()")
+    )
+
+
+def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+    """A state dict of tensors, or an error that says what it is instead.
+
+    Args:
+        state: what was given.
+        name: what to call it in an error.
+        like: a state of the same network, such as ``model.state_dict()``; tensors must be of its tensors' kinds.
+
+    Raises:
+        TypeError: not a mapping of names to tensors.
+        SymmetryError: values that are no tensors, or of another kind than the network's.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{name} is a {type(state).__name__}, not a state dict; for a module pass module.state_dict()")
+    for key, value in state.items():
+        known = like is not None and isinstance(like.get(key), Tensor)
+        check_tensor(value, f"{name}[{key!r}]", kind_of(like[key].dtype) if like is not None and known else None)
+    return state
+
+
+def unstack(states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> list[State]:
+    """A stack with a leading sample axis, or a sequence of states, as a list of states (views).
+
+    Raises:
+        TypeError: members that are not state dicts.
+        SymmetryError: values that are no tensors.
+        ValueError: a dict of tensors without a common leading axis.
+    """
+    if isinstance(states, Mapping):
+        require_state(states, "states")
+        counts = {name: t.shape[0] if t.ndim else None for name, t in states.items()}
+        if not counts or None in counts.values() or len(set(counts.values())) != 1:
+            raise ValueError(
+                f"a stack of states needs the same leading sample axis on every tensor, got leading sizes {counts}; "
+                "pass a list of state dicts, or stack them with torch.stack for each name"
+            )
+        count = next(iter(counts.values()))
+        assert count is not None
+        return [{name: t[k] for name, t in states.items()} for k in range(count)]
+    if not isinstance(states, Iterable):
+        raise TypeError(f"states is a {type(states).__name__}, not a list of state dicts or a stack of states")
+    return [dict(require_state(s, f"states[{k}]")) for k, s in enumerate(states)]
+
+
+def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
+    """Stack states of one architecture along a new leading sample axis; ``unstack_states`` undoes it.
+
+    Raises:
+        ValueError: no states, or states whose names or shapes differ.
+    """
+    if not states:
+        raise ValueError("no states to stack: the list is empty")
+    first = layout_of(states[0])
+    for i, state in enumerate(states[1:], start=1):
+        require_same(layout_of(state), first, f"states[{i}]", "states[0]")
+    return {name: torch.stack([s[name] for s in states]) for name in first}
+
+
+def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str, Layout]:
+    """Shape and dtype of every tensor of a state; of a stack's single states with ``stacked``."""
+    held = require_state(state, "state")
+    return {name: Layout(tuple(t.shape[1:] if stacked else t.shape), t.dtype) for name, t in held.items()}
+
+
+def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first.
+
+    Raises:
+        ValueError: no networks.
+    """
+    members = unstack(states)
+    if not members:
+        raise ValueError("there is no network to take a mean of: the list of states is empty")
+    for k in range(1, len(members)):
+        require_state(members[k], f"states[{k}]", like=members[0])
+        require_state(members[0], "states[0]", like=members[k])
+    return {
+        name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
+        for name, t in members[0].items()
+    }
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean, also where the sum leaves the range of the dtype."""
+    stacked = torch.stack(list(tensors))
+    mean = stacked.mean(0)
+    return mean if torch.isfinite(mean).all() else (stacked / len(tensors)).sum(0)
+
+
+def sample_count(states: Mapping[str, Tensor]) -> int:
+    """Number of networks in a stack."""
+    return len(next(iter(states.values())))
+
+
+def require_same(
+    found: Mapping[str, Layout],
+    expected: Mapping[str, Layout],
+    what: str,
+    other: str,
+    error: type[ValueError] = ValueError,
+) -> None:
+    """Refuse states whose names, shapes or dtypes differ, by raising ``error`` with the first that does."""
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise error(f"{what} is of another architecture than {other}: missing {missing[:6]}, unexpected {extra[:6]}")
+    for name, entry in expected.items():
+        if found[name] != entry:
+            raise error(
+                f"{what} is of another architecture than {other}: {name!r} is {found[name].dtype} of shape "
+                f"{found[name].shape}, expected {entry.dtype} of {entry.shape}"
+            )
+
+
+def load_state(
+    path: str | os.PathLike[str], *, prefix: str = "", allow: Sequence[Any] = (), device: str | torch.device = "cpu"
+) -> State:
+    """Read one network's state dict from a checkpoint of any usual kind, without running code from it.
+
+    Args:
+        path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
+            checkpoint) that holds one under ``state_dict``.
+        prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
+        allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
+        device: where to put the tensors.
+
+    Raises:
+        SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
+            meta, quantized), or no name with that prefix.
+    """
+    path = Path(path)
+    content: Any
+    if path.suffix == _SUFFIX:
+        try:
+            content, _ = read_safetensors(path, device=device, warn=False)  # most are other programs'
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
+    else:
+        try:
+            with torch.serialization.safe_globals(list(allow)):
+                content = torch.load(path, map_location=device, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise SampleFileError(
+                f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
+                "names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: "
+                + _reason(error)
+            ) from error
+        except OSError:
+            raise  # no such file, no right to read it
+        except Exception as error:  # what a foreign file makes of the unpickler can be anything
+            raise SampleFileError(
+                f"{path} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
+            ) from error
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
+        held = f"a dict with keys {sorted(map(str, content))[:6]}" if isinstance(content, Mapping) else type(content)
+        raise SampleFileError(
+            f"{path} holds {held}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
+        )
+    for name, t in content.items():
+        if t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested:
+            kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
+            kind = "a quantized tensor" if t.is_quantized else kind
+            raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
+    state = {str(name)[len(prefix) :]: t for name, t in content.items() if str(name).startswith(prefix)}
+    if not state:
+        raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
+    return state
+
+
+def _reason(error: Exception) -> str:
+    """What torch's reader stumbled on, without its paragraphs of advice."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next((line for line in said if "WeightsUnpickler error" in line or line.startswith("Unsupported")), None)
+
+    return (found or next(iter(said), "nothing")).partition(" Please use")[0]
