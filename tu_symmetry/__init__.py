@@ -19,7 +19,7 @@ _EXPORTS: dict[str, str] = {
     "SymmetryWarning": "symmetry.graph",
     "apply_permutation": "symmetry.action",
     "apply_scale": "symmetry.action",
-    "move_optimizer_state": "symmetry.action",
+    "move_optimizer_state": "symmetry.in_place",
     "compose": "symmetry.elements",
     "identity_permutation": "symmetry.elements",
     "invert": "symmetry.elements",
@@ -81,7 +81,7 @@ __all__ = [*sorted(_EXPORTS), "__version__"]
 
 if TYPE_CHECKING:
     from tu_symmetry.states import SymmetryError
-    from tu_symmetry.symmetry.action import apply_permutation, apply_scale, move_optimizer_state
+    from tu_symmetry.symmetry.action import apply_permutation, apply_scale
     from tu_symmetry.symmetry.certificate import Certificate, certify, require_certificate
     from tu_symmetry.symmetry.elements import (
         compose,
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
         SymmetryGraph,
         SymmetryWarning,
     )
+    from tu_symmetry.symmetry.in_place import move_optimizer_state
 
 
 def __getattr__(name: str) -> Any:

@@ -196,7 +196,7 @@ def test_trajectory_is_unchanged_in_place(optimizer: str, interval: dict[str, in
 def test_without_moving_the_optimizer_the_trajectory_would_change(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = routine()
     fit(plain)
-    monkeypatch.setattr("tu_symmetry.callbacks.in_place.move_optimizer_state", lambda *args, **kwargs: None)
+    monkeypatch.setattr("tu_symmetry.symmetry.in_place.move_optimizer_state", lambda *args, **kwargs: None)
     broken = routine()
     fit(broken, mlp_rebasin(in_place=True, every_n_epochs=1))
     assert max(abs(a - b) for a, b in zip(plain.losses, broken.losses, strict=True)) > 1e-4

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.callbacks import ScaleCanonicalization
-from tu_symmetry.callbacks.scale import scale_in_place
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_scale
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.in_place import scale_in_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

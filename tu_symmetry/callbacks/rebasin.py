@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.alignment.barrier import loss_barrier
-from tu_symmetry.callbacks.in_place import permute_in_place
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     as_input,
@@ -35,6 +34,7 @@ from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.in_place import permute_in_place
 from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -30,10 +30,10 @@ from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.action import apply_scale, check_scalable_state, move_optimizer_state, scale_tensors
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.in_place import scale_in_place
 from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 
@@ -341,64 +341,3 @@ class ScaleCanonicalization(ScheduledCallback):
         # Lightning logs nothing at the end of training; what is logged here goes to other callbacks only.
         if hook in ("step", "epoch"):
             pl_module.log_dict(scalars, logger=False, on_step=hook == "step", on_epoch=hook == "epoch", sync_dist=True)
-
-
-@torch.no_grad()
-def scale_in_place(
-    graph: SymmetryGraph,
-    log_scale: LogScale,
-    network: nn.Module,
-    *,
-    mirrors: Iterable[nn.Module] = (),
-    swag: Iterable[tuple[dict[str, Tensor], str]] = (),
-    optimizers: Iterable[torch.optim.Optimizer] = (),
-) -> None:
-    """Rescale a network by positive factors without changing its function, with everything that follows its weights.
-
-    Parameters and buffers keep their identity. What happens to gradients, moments and averages, and what of the
-    training trajectory is not invariant, stands at :class:`ScaleCanonicalization`.
-
-    Args:
-        graph: the symmetry graph of the network.
-        log_scale: natural-log factors, on the CPU.
-        network: changed in place, with its gradients.
-        mirrors: averages of its weights, of the same architecture, changed in place.
-        swag: SWAG statistics and the prefix of the network's names in them, changed in place.
-        optimizers: whatever they hold for the network's parameters moves along.
-
-    Raises:
-        SymmetryError: before anything is changed, if an optimizer's state cannot follow.
-    """
-    if not any(bool(s.any()) for s in log_scale.values()):
-        return
-    optimizers = list(optimizers)
-    names = {id(p): name for name, p in network.named_parameters()}
-    for optimizer in optimizers:
-        check_scalable_state(optimizer, names)
-    for module in (network, *mirrors):
-        state = detached_state(module)
-        _replace(state, apply_scale(graph, log_scale, state))
-        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        _replace(grads, scale_tensors(graph, log_scale, grads, power=-1.0))
-    for statistics, prefix in swag:
-        _scale_swag(graph, log_scale, statistics, prefix)
-    for optimizer in optimizers:
-        move_optimizer_state(graph, optimizer, names, log_scale=log_scale)
-
-
-def _replace(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    for name, tensor in new.items():
-        if tensor is not old[name]:
-            old[name].copy_(tensor)
-
-
-def _scale_swag(graph: SymmetryGraph, log_scale: LogScale, stats: dict[str, Tensor], prefix: str) -> None:
-    """Scale SWAG's moments ``[*shape]`` and its flattened deviations ``[models, numel]``."""
-    for kind, power in (("_mean", 1.0), ("_sq_mean", 2.0), ("_covariance_sqrt", 1.0)):
-        keys = {name: f"{prefix}{name}{kind}" for name in graph.shapes if f"{prefix}{name}{kind}" in stats}
-        tensors = {}
-        for name, key in keys.items():
-            shape = graph.shapes[name]
-            tensors[name] = stats[key].reshape(stats[key].numel() // math.prod(shape), *shape)
-        for name, tensor in scale_tensors(graph, log_scale, tensors, power=power).items():
-            stats[keys[name]] = tensor.reshape(stats[keys[name]].shape)

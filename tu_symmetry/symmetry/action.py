@@ -1,6 +1,7 @@
-"""How group elements act on weights, and on everything that is shaped like weights (optimizer state, averages).
+"""How group elements act on weights, and on everything that is shaped like weights (gradients, averages).
 
-All functions are pure: they take a state dict (or a stack of states with leading sample axes) and return a new one.
+Functions take a state dict (or a stack of states with leading sample axes) and return a new one; those whose names end
+in an underscore change the tensors instead. Modules, with their optimizers, are moved by :mod:`.in_place`.
 
 Laws (tests/symmetry/test_laws.py, float64): the function of the network is unchanged; actions compose and invert.
 """
@@ -206,12 +207,17 @@ def scale_tensors_(
     Nothing is changed where a weight would leave the range of its dtype.
     """
     if power == 1.0:
-        for parameter, logs in _log_factors(graph, log_scale, power):
-            for tensor in _distinct(graph, parameter, tensors):
-                _require_range(tensor, logs, parameter)
+        require_range(graph, log_scale, tensors)
     for parameter, logs in _log_factors(graph, log_scale, power):
         for tensor in _distinct(graph, parameter, tensors):
             _multiply_(tensor, logs)
+
+
+def require_range(graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a SymmetryError if :func:`scale_tensors` would take a weight out of the range of its dtype."""
+    for parameter, logs in _log_factors(graph, log_scale, 1.0):
+        for tensor in _distinct(graph, parameter, tensors):
+            _require_range(tensor, logs, parameter)
 
 
 def _log_factors(graph: SymmetryGraph, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
@@ -310,87 +316,3 @@ def _exp_of_sum(logs: Sequence[Tensor]) -> Tensor:
     if sum(float(log.abs().max()) for log in logs) > 600:
         return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64)))
     return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64))
-
-
-def move_optimizer_state(
-    graph: SymmetryGraph,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    *,
-    permutation: Mapping[str, Tensor] | None = None,
-    log_scale: LogScale | None = None,
-) -> None:
-    """Move an optimizer's per-parameter state along with weights that were permuted or rescaled (in place).
-
-    After a permutation the next training step is exactly the permuted step, for every optimizer whose state is
-    elementwise (SGD with momentum, Adam and its kin). After a rescaling by factors ``c`` gradients and momenta scale
-    by ``1 / c``, second moments by ``1 / c**2`` (see :func:`check_scalable_state`). Plain SGD and Adam are *not*
-    equivariant under rescaling (their step would have to scale by ``c``), so only the stored statistics agree with the
-    new coordinates, not the trajectory.
-
-    Args:
-        graph: the symmetry graph.
-        optimizer: its ``state`` is changed in place.
-        names: ``id(parameter)`` to the parameter's name in the graph.
-        permutation: the one that was applied to the weights.
-        log_scale: the log-factors that were applied to the weights (after the permutation).
-
-    Raises:
-        SymmetryError: a state tensor of a known parameter that is neither a scalar nor of the parameter's shape
-            (factored statistics, as in Adafactor, cannot be moved); with ``log_scale``, state of which it is not known
-            how it scales.
-    """
-    if log_scale is not None:
-        check_scalable_state(optimizer, names)
-    for parameter, state in optimizer.state.items():
-        name = names.get(id(parameter))
-        if name is None:
-            continue
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 1 != parameter.numel():
-                continue
-            if value.shape != parameter.shape:
-                raise SymmetryError(
-                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: factored or flattened statistics cannot follow a symmetry"
-                )
-            moved: dict[str, Tensor] = {name: value}
-            if permutation is not None:
-                moved = permute_tensors(graph, permutation, moved)
-            if log_scale is not None:
-                moved = scale_tensors(graph, log_scale, moved, power=-2.0 if key in _LIKE_SQUARES else -1.0)
-            value.copy_(moved[name])
-
-
-_LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
-_LIKE_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
-
-
-def check_scalable_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse state of which it is not known how it follows a rescaling: what is neither like gradients nor squares.
-
-    RMSprop's momentum is of steps that were divided by their root mean square, so that it does not scale as gradients
-    do; it is refused like Adadelta's, Rprop's, ASGD's and LBFGS's own state.
-
-    Args:
-        optimizer: the optimizer.
-        names: ``id(parameter)`` to the parameter's name; other parameters are not looked at.
-
-    Raises:
-        SymmetryError: naming the optimizer, the entry and the parameter.
-    """
-    for parameter, state in optimizer.state.items():
-        if id(parameter) not in names:
-            continue
-        for key, value in state.items():
-            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-            if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
-                continue
-            preconditioned = key == "momentum_buffer" and "square_avg" in state
-            known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
-            if listed or not known or value.shape != parameter.shape:
-                raise SymmetryError(
-                    f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
-                    "rescaling is not known; leave the weights' scale as it is (in_place=False in a callback), or "
-                    "train with SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
-                )
