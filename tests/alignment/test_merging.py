@@ -13,6 +13,9 @@ from zoo import CASES, discovered, planted
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import (
     barrier_matrix,
+    chord,
+    chord_excess,
+    classifier_scores,
     fit_temperature,
     interpolate,
     mean_model_loss,
@@ -189,6 +192,30 @@ def test_temperatures_are_optimal() -> None:
     logits = torch.tensor([[gap, 0.0]], dtype=torch.float64).expand(100, 2)
     labels = torch.tensor([0] * right + [1] * (100 - right))
     assert fit_temperature(logits, labels) == pytest.approx(gap / math.log(4), rel=1e-5)
+
+
+def test_scores_of_a_classifier() -> None:
+    """Two classes with logit gap g by hand; with the temperature from other samples than it is measured on."""
+    model = nn.Sequential(nn.Linear(1, 2, bias=False)).double()
+    state = {"0.weight": torch.tensor([[7.0], [0.0]], dtype=torch.float64)}
+
+    def samples(right: int, wrong: int) -> list[tuple[Tensor, Tensor]]:
+        return [(torch.ones(right + wrong, 1).double(), torch.tensor([0] * right + [1] * wrong))]
+
+    found = classifier_scores(model, state, samples(60, 40), calibration=samples(80, 20))
+    gap = math.log(4)  # at the tuned temperature
+    assert found.accuracy == pytest.approx(0.6)
+    assert found.loss == pytest.approx(math.log1p(math.exp(-7)) + 0.4 * 7)
+    assert found.temperature == pytest.approx(7 / gap, rel=1e-5)
+    assert found.tempered_loss == pytest.approx(math.log1p(math.exp(-gap)) + 0.4 * gap, rel=1e-5)
+    own = classifier_scores(model, state, samples(60, 40))
+    assert own.temperature == pytest.approx(7 / math.log(1.5), rel=1e-5) and own.tempered_loss < found.tempered_loss
+
+
+def test_excess_over_the_chord() -> None:
+    curves = torch.tensor([[1.0, 5.0, 3.0], [1.0, 2.0, 3.0], [4.0, 0.0, 0.0], [0.0, math.inf, 0.0]])
+    assert chord(curves)[0].tolist() == [1.0, 2.0, 3.0]
+    assert chord_excess(curves).tolist() == [3.0, 0.0, 0.0, math.inf]
 
 
 def test_the_tempered_control_removes_a_barrier_of_scale() -> None:

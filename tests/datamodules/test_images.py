@@ -18,7 +18,7 @@ from torchvision.io import encode_jpeg
 
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.datamodules import CIFARDataModule, DataFileError, DigitsDataModule, IDXDataModule
-from tu_symmetry.datamodules.loading import SeededOrder, TensorPairs
+from tu_symmetry.datamodules.loading import SeededOrder, TensorPairs, flip_and_shift
 from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, read_idx, read_idx_images
 from tu_symmetry.tables.data import DataConfig, load_data
 
@@ -144,11 +144,54 @@ def test_orders_are_functions_of_seed_and_epoch() -> None:
         assert torch.equal(order.flatten(1).sort(0).values, make[0].train.x.flatten(1).sort(0).values)
 
 
-def test_rows_of_many_orders_are_single_orders() -> None:
-    many = orders_of(DigitsDataModule(batch_size=64, train_size=200, seed=5, orders=3))
+def augmented(augment: bool = True, **options: Any) -> DigitsDataModule:
+    module = DigitsDataModule(**options)
+    module.augment = augment
+    return module
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_rows_of_many_orders_are_single_orders(augment: bool) -> None:
+    many = orders_of(augmented(augment, batch_size=64, train_size=200, seed=5, orders=3))
     for m in range(3):
-        single = orders_of(DigitsDataModule(batch_size=64, train_size=200, seed=5 + m))
+        single = orders_of(augmented(augment, batch_size=64, train_size=200, seed=5 + m))
         assert all(torch.equal(rows[m], order) for rows, order in zip(many, single, strict=True))
+
+
+def test_augmented_images_are_flipped_and_shifted(generator: torch.Generator) -> None:
+    """Every result is a crop of the padded image or of its mirror image; all shifts and both sides occur."""
+    x = torch.rand(400, 2, 5, 6, generator=generator)
+    y = flip_and_shift(x, generator, shift=1)
+    seen = set()
+    for before, after in zip(x, y, strict=True):
+        padded = [nn.functional.pad(image, [1] * 4) for image in (before, before.flip(-1))]
+        places = [
+            (side, top, left)
+            for side, image in enumerate(padded)
+            for top in range(3)
+            for left in range(3)
+            if torch.equal(image[:, top : top + 5, left : left + 6], after)
+        ]
+        assert len(places) == 1
+        seen.add(places[0])
+    assert len(seen) == 18
+
+
+def test_augmentation_touches_training_batches_only() -> None:
+    """It is drawn anew for every batch and epoch; the data set, and all other loaders, stay as they are."""
+    module, same = (augmented(batch_size="full", train_size=100, seed=2) for _ in range(2))
+    first, second, third = orders_of(module)
+    assert torch.equal(first, orders_of(same)[0])
+    assert not torch.equal(first, second) and not torch.equal(second, third)
+    plain = DigitsDataModule(train_size=100)
+    assert torch.equal(module.train.x, plain.train.x)
+    assert torch.equal(torch.cat([x for x, _ in module.postprocess_dataloader()]), plain.train.x)
+    assert torch.equal(torch.cat([x for x, _ in module.test_dataloader()[0]]), plain.test.x)
+    twice = DigitsDataModule(batch_size=50, train_size=100)
+    twice.train.x[50:], twice.augment = twice.train.x[:50].clone(), True
+    a, b = (batch[0] for batch in twice.train_dataloader())
+    assert not torch.equal(a.flatten(1).sum(1).sort().values, b.flatten(1).sum(1).sort().values)
+    assert CIFARDataModule(augment=True).augment and not CIFARDataModule().augment
 
 
 def test_processes_share_an_epoch() -> None:
@@ -189,13 +232,14 @@ def trainer(folder: Path, **more: Any) -> Trainer:
     return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, **(quiet | more))
 
 
-@pytest.mark.parametrize("steps", [3, 4, 6])  # in an epoch, at its end, in the next one
-def test_a_resumed_run_sees_the_batches_that_were_left(tmp_path: Path, steps: int) -> None:
+@pytest.mark.parametrize(("steps", "augment"), [(3, False), (4, False), (6, False), (6, True)])
+def test_a_resumed_run_sees_the_batches_that_were_left(tmp_path: Path, steps: int, augment: bool) -> None:
+    """Cut in an epoch, at its end, in the next one."""
     torch.manual_seed(0)
     start = Seen().state_dict()
 
     def data() -> DigitsDataModule:
-        return DigitsDataModule(batch_size=50, train_size=190, seed=3, resident=True)
+        return augmented(augment, batch_size=50, train_size=190, seed=3, resident=True)
 
     whole, cut, rest = Seen(), Seen(), Seen()
     for module in (whole, cut):
@@ -213,7 +257,7 @@ def test_a_resumed_run_sees_the_batches_that_were_left(tmp_path: Path, steps: in
 
 
 def test_laplace_takes_the_training_data_in_order(tmp_path: Path) -> None:
-    module, data = Seen(), DigitsDataModule(batch_size=50, train_size=190)
+    module, data = Seen(), augmented(batch_size=50, train_size=190)
     run = trainer(tmp_path, max_steps=1, enable_checkpointing=False)
     run.fit(module, datamodule=data)
     plain = plain_training_loader(run, module)

@@ -61,10 +61,18 @@ def trainer(folder: Path, epochs: int = 3, **more: Any) -> Trainer:
     return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, max_epochs=epochs, **(quiet | common | more))
 
 
-def alone(network: nn.Module, m: int, make: Callable[[Any], Any], clip: float | None, shared: bool) -> nn.Module:
-    """Member ``m`` by a plain loop."""
+def alone(
+    network: nn.Module,
+    m: int,
+    make: Callable[[Any], Any],
+    clip: float | None,
+    shared: bool,
+    schedule: Callable[[Any], Any] | None = None,
+) -> nn.Module:
+    """Member ``m`` by a plain loop; the schedule goes on after every batch."""
     model = initialized(network, derived_seed(0, 1, m)).double().train()
     optimizer = make(model.parameters())
+    scheduler = None if schedule is None else schedule(optimizer)
     loader = data(seed=5 if shared else 5 + m).train_dataloader()
     for epoch in range(3):
         loader.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -76,6 +84,8 @@ def alone(network: nn.Module, m: int, make: Callable[[Any], Any], clip: float | 
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
     return model
 
 
@@ -87,6 +97,10 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12, anneal_strategy="linear")
+
+
 @pytest.mark.parametrize(
     "network, make, clip, more",
     [
@@ -94,6 +108,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
         (Net, adam, None, {"chunk_size": 2}),
         (Net, adam, 0.05, {}),
         (Plain, adam, None, {"data_order": "shared"}),
+        (Net, sgd, None, {"lr_scheduler": one_cycle}),
     ],
 )
 def test_members_are_what_they_are_alone(
@@ -105,7 +120,7 @@ def test_members_are_what_they_are_alone(
     trainer(tmp_path, gradient_clip_val=clip).fit(routine, datamodule=data(None if shared else 3))
     states = routine.states()
     for m in range(3):
-        expected = alone(network(), m, make, clip, shared).state_dict()
+        expected = alone(network(), m, make, clip, shared, more.get("lr_scheduler")).state_dict()
         assert states.keys() == expected.keys()
         for name, t in expected.items():
             assert torch.allclose(states[name][m].to(t.dtype), t, rtol=1e-10, atol=1e-10), (m, name)

@@ -51,6 +51,23 @@ class LossBarrier:
         return self.barrier
 
 
+@dataclass(frozen=True)
+class ClassifierScores:
+    """How one classifier does on labeled samples.
+
+    Attributes:
+        loss: mean cross-entropy in nats.
+        accuracy: share of samples whose most probable class is right.
+        temperature: softmax temperature that was tuned.
+        tempered_loss: mean cross-entropy in nats at that temperature.
+    """
+
+    loss: float
+    accuracy: float
+    temperature: float
+    tempered_loss: float
+
+
 def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
     """``(1 - ratio) a + ratio b`` for floating-point tensors (running statistics too); others come from ``a``.
 
@@ -172,15 +189,38 @@ def tempered_loss_barrier(
         merge: as for :func:`loss_barrier`.
     """
     batches = reusable(dataloader)
-    held = batches if calibration is None else reusable(calibration)
+    held = None if calibration is None else reusable(calibration)
     found = []
     for ratio, state in _path(model, state_a, state_b, points, recalibrate, merge):
-        logits, labels = _logits(model, state, held)
-        temperature = fit_temperature(logits, labels)
-        if held is not batches:
-            logits, labels = _logits(model, state, batches)
-        found.append((ratio, float(F.cross_entropy(logits / temperature, labels)), temperature))
+        scores = classifier_scores(model, state, batches, calibration=held)
+        found.append((ratio, scores.tempered_loss, scores.temperature))
     return _barrier(found)
+
+
+@leaves_randomness
+def classifier_scores(
+    model: nn.Module,
+    state: Mapping[str, Tensor],
+    dataloader: Iterable[Any],
+    *,
+    calibration: Iterable[Any] | None = None,
+) -> ClassifierScores:
+    """Loss and accuracy of a classifier, and its loss at a tuned temperature.
+
+    Args:
+        model: a classifier that returns logits ``[batch, classes]``.
+        state: its weights.
+        dataloader: batches ``(inputs, labels)`` on which it is measured.
+        calibration: batches on which the temperature is fitted; if left out, ``dataloader``.
+    """
+    logits, labels = _logits(model, state, dataloader)
+    temperature = fit_temperature(*((logits, labels) if calibration is None else _logits(model, state, calibration)))
+    return ClassifierScores(
+        loss=float(F.cross_entropy(logits, labels)),
+        accuracy=float((logits.argmax(-1) == labels).double().mean()),
+        temperature=temperature,
+        tempered_loss=float(F.cross_entropy(logits / temperature, labels)),
+    )
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -234,15 +274,25 @@ def _path(
 def _barrier(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
     """From ``(ratio, loss, temperature)`` along the path."""
     ratios, losses, temperatures = (list(column) for column in zip(*points, strict=True))
-    chord = [(1 - r) * losses[0] + r * losses[-1] for r in ratios]
     if not (math.isfinite(losses[0]) and math.isfinite(losses[-1])):
         raise ValueError(
             f"the losses at the ends of the path are {losses[0]} and {losses[-1]}, so there is no barrier to speak of; "
             "look for NaN or infinite weights, inputs or running variances"
         )
     losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the path
-    excess = [value - line for value, line in zip(losses, chord, strict=True)]
-    return LossBarrier(max(0.0, *excess), ratios, losses, chord, temperatures)
+    curve = torch.tensor(losses, dtype=torch.float64)
+    return LossBarrier(float(chord_excess(curve)), ratios, losses, chord(curve).tolist(), temperatures)
+
+
+def chord(losses: Tensor) -> Tensor:
+    """The straight line between both ends of curves ``[..., points]`` with evenly spaced points, at each of them."""
+    ratios = torch.linspace(0, 1, losses.shape[-1], dtype=losses.dtype, device=losses.device)
+    return torch.lerp(losses[..., :1], losses[..., -1:], ratios)
+
+
+def chord_excess(losses: Tensor) -> Tensor:
+    """The barriers ``[...]`` of curves ``[..., points]``: the largest excess over the chord, 0 at least."""
+    return (losses - chord(losses)).amax(-1).clamp(min=0)
 
 
 @leaves_randomness

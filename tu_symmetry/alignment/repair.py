@@ -9,7 +9,7 @@ hidden unit so that its mean and standard deviation are the interpolation of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.states import State, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
+Correction = Literal["none", "batchnorm", "repair"]
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -153,6 +154,8 @@ def repair(
                 f"layer {path!r} cannot be corrected: it is {type(modules.get(path)).__name__}, and repair rescales "
                 "the weight of nn.Linear and nn.Conv1d to nn.Conv3d (without parametrizations)"
             )
+    if not todo:
+        return result  # every hidden layer feeds a BatchNorm layer: re-estimation is all there is to do
     total = len(states) + len(todo)
     ends = []
     for k, end in enumerate(states):
@@ -172,6 +175,31 @@ def repair(
         if progress is not None:
             progress({"done": len(states) + k + 1, "total": total})
     return result
+
+
+def corrected(
+    model: nn.Module,
+    states: Sequence[Mapping[str, Tensor]],
+    ratios: Sequence[float],
+    merged_state: Mapping[str, Tensor],
+    dataloader: Iterable[Any],
+    correction: Correction,
+) -> State:
+    """A merged network as it is (``none``), re-estimated (``batchnorm``), or after :func:`repair`.
+
+    Args:
+        model: the module, left as it is.
+        states: the endpoints, aligned.
+        ratios: their weights in the merged network, which sum to one.
+        merged_state: the interpolated or averaged network.
+        dataloader: batches for the statistics; not read for ``none``.
+        correction: which of the three.
+    """
+    if correction == "none":
+        return dict(merged_state)
+    if correction == "batchnorm":
+        return reestimate_batchnorm(model, merged_state, dataloader)
+    return repair(model, states, ratios, merged_state, dataloader)
 
 
 def _measure(

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Alignment, align
-from tu_symmetry.alignment.barrier import loss_barrier
+from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     as_input,
@@ -346,9 +346,7 @@ class Rebasin(ScheduledCallback):
         losses = torch.tensor(curves, dtype=torch.float64)
         if trainer.world_size > 1:
             losses = trainer.strategy.reduce(losses.to(pl_module.device), reduce_op="mean").cpu()
-        ratio = torch.linspace(0, 1, losses.shape[-1], dtype=torch.float64)
-        chord = torch.lerp(losses[:, :1], losses[:, -1:], ratio)
-        before, after = (losses - chord).amax(-1).clamp(min=0).reshape(-1, 2).T.tolist()
+        before, after = chord_excess(losses).reshape(-1, 2).T.tolist()
         return {"barrier_before": before, "barrier_after": after}
 
     def _mirrors(

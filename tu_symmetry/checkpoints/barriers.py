@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
-from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
+from tu_symmetry.alignment.repair import Correction, corrected, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import (
@@ -428,19 +428,17 @@ def _measured(
     model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
 ) -> dict[str, Any]:
     """Barrier and losses along the path between two networks."""
-    statistics = (
-        data.statistics if correction == "batchnorm" or (correction == "tempered" and _has_batchnorm(model)) else None
-    )
+    also = "batchnorm" if _has_batchnorm(model) else "none"
+    how: Correction = also if correction == "tempered" else correction  # type: ignore[assignment]
+
+    def merge(state: State, ratio: float) -> State:
+        return corrected(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
+
     found: LossBarrier
     if correction == "tempered":
-        found = tempered_loss_barrier(model, a, b, data.evaluation, points=points, recalibrate=statistics)
+        found = tempered_loss_barrier(model, a, b, data.evaluation, points=points, merge=merge)
     else:
-
-        def corrected(state: State, ratio: float) -> State:
-            return repair(model, [a, b], [1 - ratio, ratio], state, data.statistics)
-
-        merge = corrected if correction == "repair" else None
-        found = loss_barrier(model, a, b, data.evaluation, loss, points=points, recalibrate=statistics, merge=merge)
+        found = loss_barrier(model, a, b, data.evaluation, loss, points=points, merge=merge)
     tuned = {"temperatures": found.temperatures} if correction == "tempered" else {}
     return {"barrier": found.barrier, "losses": found.losses, **tuned}
 

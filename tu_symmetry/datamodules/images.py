@@ -16,7 +16,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
 from tu_symmetry.datamodules.readers import (
     CIFAR_ARCHIVE,
     CIFARName,
@@ -62,6 +62,9 @@ class ImageDataModule(LightningDataModule):
             for each; the m-th is that of a data module with ``seed + m`` and no ``orders``.
         resident: keep the tensors on the trainer's device, so that nothing is copied there batch by batch.
         seed: of the orders.
+        augment: flip training images left to right at random, and shift them by up to 4 pixels over a border of zeros;
+            a function of the seed, the epoch and the place in it. All loaders but the training loader give the images
+            as they are.
 
     Attributes:
         num_classes: number of classes.
@@ -95,6 +98,7 @@ class ImageDataModule(LightningDataModule):
         orders: int | None,
         resident: bool,
         seed: int,
+        augment: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"eval_batch_size": eval_batch_size, "train_size": train_size, "test_size": test_size}
@@ -115,6 +119,7 @@ class ImageDataModule(LightningDataModule):
         self.orders = orders
         self.resident = resident
         self.seed = seed
+        self.augment = augment
         self._parts: dict[str, TensorPairs] = {}
 
     @abstractmethod
@@ -170,7 +175,8 @@ class ImageDataModule(LightningDataModule):
             SeededOrder(data, num_replicas=world, rank=rank, seed=self.seed + m, shuffle=not full)
             for m in range(self.orders or 1)
         )
-        return ResumableLoader(data, size, first, (first, *others) if self.orders else ())
+        orders = (first, *others) if self.orders else ()
+        return ResumableLoader(data, size, first, orders, flip_and_shift if self.augment else None)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches, in order."""
@@ -412,6 +418,7 @@ class CIFARDataModule(ImageDataModule):
         resident: keep the tensors on the trainer's device.
         download: have torchvision download what is missing.
         seed: of the orders.
+        augment: flip and shift training images at random.
 
     Raises:
         ValueError: an archive of CIFAR-100, which there is none of.
@@ -437,6 +444,7 @@ class CIFARDataModule(ImageDataModule):
         resident: bool = False,
         download: bool = True,
         seed: int = 0,
+        augment: bool = False,
     ) -> None:
         super().__init__(
             batch_size=batch_size,
@@ -450,6 +458,7 @@ class CIFARDataModule(ImageDataModule):
             orders=orders,
             resident=resident,
             seed=seed,
+            augment=augment,
         )
         if source == "archive" and dataset != "cifar10":
             raise ValueError(f"source 'archive' is {CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")

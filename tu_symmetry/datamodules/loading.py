@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 Pair = tuple[Tensor, Tensor]
+Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class TensorPairs(Dataset[Pair]):
@@ -53,11 +55,14 @@ class SeededOrder(DistributedSampler[Pair]):
     def order(self) -> Tensor:
         """Indices of this process in this epoch; the first ones are repeated where the shares would be unequal."""
         n = len(self.dataset)  # type: ignore[arg-type]
-        state = np.random.SeedSequence([self.seed, self.epoch]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
+        generator = _generator(self.seed, self.epoch)
         order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
         order = order[torch.arange(self.total_size) % n]
         return order[self.rank : self.total_size : self.num_replicas]
+
+    def generator(self, batch: int) -> torch.Generator:
+        """A generator for one batch of this epoch: a function of the seed, the epoch, the batch and the process."""
+        return _generator(self.seed, self.epoch, 1 + batch, self.rank)  # [seed, epoch, 0, 0] is [seed, epoch] to numpy
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -71,13 +76,21 @@ class ResumableLoader(DataLoader[Any]):
         batch_size: of all batches but the last.
         sampler: the order, or the first of several.
         orders: all of several orders; empty for one.
+        augment: what is done to the inputs ``[batch, ...]`` of every batch (of every order by itself), with the order's
+            generator of that batch; the data set itself stays as it is.
     """
 
     def __init__(
-        self, dataset: TensorPairs, batch_size: int, sampler: SeededOrder, orders: Sequence[SeededOrder] = ()
+        self,
+        dataset: TensorPairs,
+        batch_size: int,
+        sampler: SeededOrder,
+        orders: Sequence[SeededOrder] = (),
+        augment: Augmentation | None = None,
     ) -> None:
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, collate_fn=as_it_is)
         self.orders = tuple(orders)
+        self.augment = augment
         self._done = 0
         self._resume: tuple[int, int] | None = None  # epoch, and batches of it that are done
 
@@ -109,11 +122,41 @@ class ResumableLoader(DataLoader[Any]):
             table = torch.stack([order.order() for order in self.orders]).to(dataset.x.device)
             for chosen in table.split(self.batch_size, dim=1)[self._done :]:
                 self._done += 1
-                yield dataset.x[chosen], dataset.y[chosen]
+                rows = [self._augmented(dataset.x[row], order) for row, order in zip(chosen, self.orders, strict=True)]
+                yield torch.stack(rows), dataset.y[chosen]
             return
-        for indices in islice(BatchSampler(self.sampler, self.batch_size, drop_last=False), self._done, None):
+        order: SeededOrder = self.sampler  # type: ignore[assignment]
+        for indices in islice(BatchSampler(order, self.batch_size, drop_last=False), self._done, None):
             self._done += 1
-            yield dataset.__getitems__(indices)
+            x, y = dataset.__getitems__(indices)
+            yield self._augmented(x, order), y
+
+    def _augmented(self, x: Tensor, order: SeededOrder) -> Tensor:
+        return x if self.augment is None else self.augment(x, order.generator(self._done))
+
+
+def flip_and_shift(x: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
+    """Images ``[n, channels, height, width]``, each flipped left to right at random and shifted over a border of zeros.
+
+    Args:
+        x: the images.
+        generator: of the flips and shifts, on the CPU.
+        shift: largest shift in pixels, in each of the four directions.
+    """
+    count, channels, height, width = x.shape
+    flip = (torch.rand(count, generator=generator) < 0.5).to(x.device)
+    padded = F.pad(torch.where(flip[:, None, None, None], x.flip(-1), x), [shift] * 4)
+    top, left = torch.randint(2 * shift + 1, (2, count, 1), generator=generator).to(x.device)
+    rows = (top + torch.arange(height, device=x.device))[:, None, :, None]
+    columns = (left + torch.arange(width, device=x.device))[:, None, None, :]
+    image = torch.arange(count, device=x.device)[:, None, None, None]
+    return padded[image, torch.arange(channels, device=x.device)[:, None, None], rows, columns]
+
+
+def _generator(*entropy: int) -> torch.Generator:
+    """A generator on the CPU that is a function of these numbers."""
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
 def as_it_is(batch: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
 
@@ -193,9 +194,17 @@ def training_points(trainer: Trainer, given: int | None) -> int:
 def optimizer_config(
     parameters: Iterable[Any], optimizer: OptimizerCallable | None, scheduler: LRSchedulerCallable | None
 ) -> Any:
-    """What ``configure_optimizers`` returns: Adam with learning rate 1e-3 unless another one is given."""
+    """What ``configure_optimizers`` returns: Adam with learning rate 1e-3 unless another one is given.
+
+    Schedules that torch defines by the batch (``OneCycleLR``, ``CyclicLR``) go on after every optimizer step, others
+    after every epoch.
+    """
     made = torch.optim.Adam(parameters, lr=1e-3) if optimizer is None else optimizer(parameters)
-    return made if scheduler is None else {"optimizer": made, "lr_scheduler": scheduler(made)}
+    if scheduler is None:
+        return made
+    schedule = scheduler(made)
+    interval = "step" if isinstance(schedule, (OneCycleLR, CyclicLR)) else "epoch"
+    return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
 
 
 def evenly(count: int, wanted: int | None) -> list[int]:
