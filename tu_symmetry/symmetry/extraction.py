@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tu_symmetry.symmetry.algebra import Array, Label, Ledger, among, code, distinct, distinct_rows, tighten
+from tu_symmetry.symmetry.algebra import Array, Label, among, code, distinct, distinct_rows, tighten
 from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, Pin
+from tu_symmetry.symmetry.ledger import Ledger
 
 Hash = NDArray[np.uint64]
 FAR = 1 << 40  # codes of pinned units lie beyond the codes of positions

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from tu_symmetry.symmetry.algebra import Ledger, Value, pinned_value
+from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.ledger import Ledger
 
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
 R = TypeVar("R", bound=Rule)

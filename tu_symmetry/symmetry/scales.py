@@ -19,8 +19,9 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tu_symmetry.symmetry.algebra import ZERO, Array, Ledger, Term, among, distinct, distinct_rows, tighten, varies
+from tu_symmetry.symmetry.algebra import ZERO, Array, Term, among, distinct, distinct_rows, tighten, varies
 from tu_symmetry.symmetry.graph import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
+from tu_symmetry.symmetry.ledger import Ledger
 
 Floats = NDArray[np.float64]
 

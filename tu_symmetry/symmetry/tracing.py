@@ -22,7 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.algebra import Array, Label, Ledger, Value, along, code, distinct, pinned_value
+from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
+from tu_symmetry.symmetry.ledger import Ledger, Mark
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.probe import copied, own_copy
@@ -366,7 +368,7 @@ class _Interpreter:
             tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
         )
         alike = array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
-        value = self.ledger.uniform(array.shape, float(array.flat[0]) if alike else None)
+        value = moving.uniform(array.shape, float(array.flat[0]) if alike else None)
         for axis, size in enumerate(array.shape):
             if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
                 continue
@@ -397,7 +399,7 @@ class _Interpreter:
         if len(distinct(kinds)) >= min(len(distinct(r)) for r in rows):
             return value  # its rows (or columns) are as alike for themselves
         units = self.ledger.fresh_units(n)
-        self.ledger.marks.append((units, kinds, "meets a constant"))
+        self.ledger.marks.append(Mark(units, kinds, "meets a constant"))
         labels = tuple(
             (along(units, k, array.ndim),) if k in (first, second) else label for k, label in enumerate(value.labels)
         )
@@ -645,12 +647,12 @@ class _Interpreter:
         if name in ("fill_", "copy_") or (view.target._schema.arguments and _writes(view.target._schema.arguments[0])):
             return source, new  # what an earlier write returned
         if name in SAME_ENTRIES:
-            return source, self.ledger.reshape(new, old.shape)
+            return source, moving.reshape(self.ledger, new, old.shape)
         if name in ("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"):
             back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
             return source, RULES[f"aten.{name}"](back)  # type: ignore[return-value]
         if name == "permute":
-            return source, self.ledger.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
+            return source, moving.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
         axis = given.get("dim", 0)
         if not isinstance(axis, int):
             return None
@@ -672,7 +674,7 @@ class _Interpreter:
         if positions is None:
             return None
         frame = (*old.shape[:axis], len(positions), *old.shape[axis + 1 :])
-        content = new if new.shape == frame else self.ledger.reshape(new, frame)
+        content = new if new.shape == frame else moving.reshape(self.ledger, new, frame)
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 
     def _refresh(self, node: torch.fx.Node) -> bool:

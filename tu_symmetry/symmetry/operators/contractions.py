@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Label, Value, pinned_value
 from tu_symmetry.symmetry.operators.movement import pin_tensor, repeat
 from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, nest_axis, replace_arguments
@@ -98,10 +99,10 @@ def contract(
         ledger.pin_scale(inside)
     result = replace(full, scale=ledger.merge(rest))
     for axis in sorted(summed, reverse=True):
-        result = ledger.drop(result, axis)
+        result = moving.drop(ledger, result, axis)
     remaining = [x for x in every if x in output]
-    result = ledger.permute(result, [remaining.index(x) for x in output])
-    return ledger.reshape(result, call.shape) if result.shape != call.shape else result
+    result = moving.permute(result, [remaining.index(x) for x in output])
+    return moving.reshape(ledger, result, call.shape) if result.shape != call.shape else result
 
 
 @register_rule("linear")
@@ -120,7 +121,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
         return result
     frame = [1] * result.ndim
     frame[axis] = bias.shape[-1]
-    laid = call.ledger.reshape(bias, frame)
+    laid = moving.reshape(call.ledger, bias, frame)
     label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
     call.ledger.equate(laid.scale, result.scale)
     return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
@@ -200,7 +201,7 @@ def _attention(call: Call) -> Value:
     if isinstance(mask, Value):
         scores = elementwise(replace(call, arguments={"0": scores, "1": mask}, outputs=[shape]))
     if call.get("is_causal", False):
-        scores = ledger.mix(ledger.mix(scores, lead, "causal mask"), lead + 1, "causal mask")
+        scores = moving.mix(ledger, moving.mix(ledger, scores, lead, "causal mask"), lead + 1, "causal mask")
     return contract(call, [scores, value], [letters + "xz", letters + "zw"], letters + "xw")
 
 
@@ -219,10 +220,10 @@ def _bag(call: Call) -> list[Value]:
     pin_tensor(call, call["indices"], "an index")
     for name in ("offsets", "per_sample_weights"):
         pin_tensor(call, call.get(name), name)
-    table = call.ledger.mix(weight, 0, "rows are looked up")
-    row = call.ledger.take(table, 0, 0)
+    table = moving.mix(call.ledger, weight, 0, "rows are looked up")
+    row = moving.take(call.ledger, table, 0, 0)
     lead = len(call.outputs[0]) - row.ndim
-    laid = call.ledger.pad_left(row, row.ndim + lead)
+    laid = moving.pad_left(row, row.ndim + lead)
     found = replace(laid, shape=call.outputs[0], reasons=("looked up",) * lead + row.reasons)
     return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]
 
@@ -238,10 +239,10 @@ def _distances(call: Call) -> Value:
     found = contract(call, plain, [letters[0] + "xm", letters[1] + "zm"], lead + "xz")
     scales = []
     for value in (left, right):
-        value = ledger.pad_left(value, len(call.shape))
+        value = moving.pad_left(value, len(call.shape))
         terms = value.scale
         for axis in (value.ndim - 1, value.ndim - 2):  # every row is compared with every row
-            terms = tuple((c, ledger._constant_along(v, axis)) for c, v in terms)
+            terms = tuple((c, ledger.constant_along(v, axis)) for c, v in terms)
         scales.append(terms)
     if id(left) in call.zeros or id(right) in call.zeros:
         return replace(found, scale=scales[int(id(left) in call.zeros)])
@@ -268,12 +269,12 @@ def _tensordot(call: Call) -> Value:
 def _kronecker(call: Call) -> Value:
     a, b = call.tensors
     ndim = max(a.ndim, b.ndim)
-    a, b = (call.ledger.pad_left(v, ndim) for v in (a, b))
+    a, b = (moving.pad_left(v, ndim) for v in (a, b))
     first, second = "abcd"[:ndim], "mnop"[:ndim]
     shape = tuple(n for pair in zip(a.shape, b.shape, strict=True) for n in pair)
     joined = "".join(x + y for x, y in zip(first, second, strict=True))
     product = contract(replace(call, outputs=[shape]), [a, b], [first, second], joined)
-    return call.ledger.reshape(product, call.shape)
+    return moving.reshape(call.ledger, product, call.shape)
 
 
 @register_rule("_grouped_mm")
@@ -282,10 +283,10 @@ def _grouped(call: Call) -> Value:
     a, b, ledger = call["self"], call["mat2"], call.ledger
     pin_tensor(call, call.get("offs"), "offsets of experts")
     if a.ndim == 2 and b.ndim == 3:
-        a = ledger.mix(a, 0, "rows are dealt out to experts")
-        b = ledger.mix(b, 0, "experts are told apart by offsets")
-        one = ledger.take(replace(b, parameter=None), 0, np.zeros(1, dtype=np.int64))
-        flat = ledger.reshape(replace(one, parameter=None), one.shape[1:])
+        a = moving.mix(ledger, a, 0, "rows are dealt out to experts")
+        b = moving.mix(ledger, b, 0, "experts are told apart by offsets")
+        one = moving.take(ledger, replace(b, parameter=None), 0, np.zeros(1, dtype=np.int64))
+        flat = moving.reshape(ledger, replace(one, parameter=None), one.shape[1:])
         result = contract(call, [a, flat], ["xy", "yz"], "xz")
     elif a.ndim == 3 and b.ndim == 3:
         result = contract(call, [a, b], ["exy", "eyz"], "exz")

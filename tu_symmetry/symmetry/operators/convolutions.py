@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
 from tu_symmetry.symmetry.operators.movement import pin_tensor
@@ -24,9 +25,9 @@ def _conv(call: Call) -> Value:
     batched = value.ndim == space + 2
     axis = 1 if batched else 0
     for k in range(axis + 1, value.ndim):
-        value = ledger.mix(value, k, "spatial position")
+        value = moving.mix(ledger, value, k, "spatial position")
     if batched and value.shape[0] > 1:
-        value = ledger.unnest(value, 0)
+        value = moving.unnest(ledger, value, 0)
     for k in range(2, weight.ndim):
         if weight.labels[k]:
             ledger.pin_label(weight.labels[k], "kernel position")
@@ -46,14 +47,14 @@ def _conv(call: Call) -> Value:
     )
 
     absorbs = is_fresh(ledger, weight)
-    label, terms = ledger.channel(value, axis)
+    label, terms = moving.channel(ledger, value, axis)
     channels = value.shape[axis]
     inputs = Value((channels,), (label,), (value.reasons[axis],), terms)
     if groups == 1:
         ledger.observe(kernel)
         spec = ("y", "yz" if transposed else "zy", "z")
     else:
-        inputs = ledger.reshape(inputs, (groups, channels // groups))
+        inputs = moving.reshape(ledger, inputs, (groups, channels // groups))
         ledger.observe(inputs)
         kernel = _grouped(call, kernel, groups)
         spec = ("gy", "gyz" if transposed else "gzy", "gz")
@@ -62,13 +63,13 @@ def _conv(call: Call) -> Value:
     )
     out = contract(replace(call, outputs=[shape]), [inputs, kernel], [spec[0], spec[1]], spec[2], absorbs=absorbs)
     if groups > 1:
-        out = ledger.reshape(out, (math.prod(out.shape),))
+        out = moving.reshape(ledger, out, (math.prod(out.shape),))
     bias = call.get("bias")
     if bias is not None:
         out = add_bias(call, out, bias, 0)
     frame = [1] * len(call.shape)
     frame[axis] = out.shape[0]
-    laid = ledger.reshape(out, frame)
+    laid = moving.reshape(ledger, out, frame)
     reasons = tuple(
         laid.reasons[k] if k == axis else ("batch" if k < axis else "spatial position") for k in range(len(frame))
     )
@@ -101,7 +102,7 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
             labels=(kernel.labels[0], (wide_units,)),
             scale=(*(t for t in kernel.scale if t[1].shape[1] == 1), (1.0, wide_variables)),
         )
-    return ledger.reshape(replace(kernel, parameter=None), (groups, rows // groups, columns))
+    return moving.reshape(ledger, replace(kernel, parameter=None), (groups, rows // groups, columns))
 
 
 @register_rule(
@@ -139,7 +140,7 @@ def _pool(call: Call) -> Value | list[Value]:
     name = call.operator
     space = next(n for n in (1, 2, 3) if f"{n}d" in name)
     for axis in range(value.ndim - space, value.ndim):
-        value = call.ledger.mix(value, axis, "spatial position")
+        value = moving.mix(call.ledger, value, axis, "spatial position")
     result = replace(value, shape=call.shape, parameter=None)
     positions = replace(result, scale=())  # of the largest entries in each channel's image: no factor changes them
     return [result, positions][: len(call.outputs)]
@@ -151,19 +152,21 @@ def _sample(call: Call) -> Value:
     value: Value = call["input"]
     pin_tensor(call, call["grid"], "positions in an image")
     for axis in range(2, value.ndim):
-        value = call.ledger.mix(value, axis, "spatial position")
+        value = moving.mix(call.ledger, value, axis, "spatial position")
     return replace(value, shape=call.shape, parameter=None)
 
 
 @register_rule("col2im")
 def _fold(call: Call) -> Value:
     """Channels times kernel positions by windows, summed into an image."""
-    value = call.ledger.mix(call["self"], call["self"].ndim - 1, "spatial position")
-    value = call.ledger.take(value, value.ndim - 1, 0)
+    value = moving.mix(call.ledger, call["self"], call["self"].ndim - 1, "spatial position")
+    value = moving.take(call.ledger, value, value.ndim - 1, 0)
     lead, taps = value.shape[:-1], math.prod(call["kernel_size"])
-    value = call.ledger.reshape(value, (*lead, value.shape[-1] // taps, taps))
-    value = call.ledger.take(call.ledger.mix(value, value.ndim - 1, "kernel position"), value.ndim - 1, 0)
-    return replace(call.ledger.reshape(value, (*value.shape, 1, 1)), shape=call.shape)
+    value = moving.reshape(call.ledger, value, (*lead, value.shape[-1] // taps, taps))
+    value = moving.take(
+        call.ledger, moving.mix(call.ledger, value, value.ndim - 1, "kernel position"), value.ndim - 1, 0
+    )
+    return replace(moving.reshape(call.ledger, value, (*value.shape, 1, 1)), shape=call.shape)
 
 
 @register_rule("im2col")
@@ -171,14 +174,14 @@ def _unfold(call: Call) -> Value:
     value: Value = call["self"]
     batched = value.ndim == 4
     for axis in range(value.ndim - 2, value.ndim):
-        value = call.ledger.mix(value, axis, "spatial position")
+        value = moving.mix(call.ledger, value, axis, "spatial position")
     lead, channels = value.shape[: value.ndim - 3], value.shape[value.ndim - 3]
     taps = math.prod(call["kernel_size"])
-    flat = call.ledger.take(call.ledger.take(value, value.ndim - 1, 0), value.ndim - 2, 0)
-    wide = call.ledger.reshape(flat, (*lead, channels, 1, 1))
+    flat = moving.take(call.ledger, moving.take(call.ledger, value, value.ndim - 1, 0), value.ndim - 2, 0)
+    wide = moving.reshape(call.ledger, flat, (*lead, channels, 1, 1))
     blank = pinned_value((taps,), "kernel position")
     wide = replace(wide, shape=(*lead, channels, taps, 1), reasons=(*wide.reasons[:-2], *blank.reasons, ""))
-    merged = call.ledger.reshape(wide, (*lead, channels * taps, 1))
+    merged = moving.reshape(call.ledger, wide, (*lead, channels * taps, 1))
     assert batched or len(lead) == 0
     return replace(merged, shape=call.shape)
 
@@ -187,8 +190,8 @@ def _unfold(call: Call) -> Value:
 def _windows(call: Call) -> Value:
     value: Value = call["self"]
     axis = int(call["dimension"]) % value.ndim
-    value = call.ledger.mix(value, axis, "windows are cut")
-    frame = call.ledger.reshape(value, (*value.shape, 1)) if value.ndim else value
+    value = moving.mix(call.ledger, value, axis, "windows are cut")
+    frame = moving.reshape(call.ledger, value, (*value.shape, 1)) if value.ndim else value
     return replace(frame, shape=call.shape)
 
 
@@ -198,7 +201,7 @@ def _roi(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
     pin_tensor(call, call["rois"], "regions of an image")
     for axis in (3, 2, 0):
-        value = call.ledger.drop(call.ledger.mix(value, axis, "regions of an image"), axis, keep=True)
+        value = moving.drop(call.ledger, moving.mix(call.ledger, value, axis, "regions of an image"), axis, keep=True)
     result = replace(value, shape=call.shape, parameter=None)
     return [result, replace(result, scale=())][: len(call.outputs)]
 

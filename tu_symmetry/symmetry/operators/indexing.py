@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
 from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -28,11 +29,11 @@ def meet(call: Call, value: Value, axis: int, index: Value, reason: str) -> Valu
         laid = tuple(along(c, axis, value.ndim) for c in points)
         label = call.ledger.unify(value.labels[axis], laid, value.reasons[axis], reason)
         value = replace(value, labels=(*value.labels[:axis], label, *value.labels[axis + 1 :]), parameter=None)
-        value = call.ledger.unnest(value, axis)
-        scale = tuple((c, call.ledger._constant_along(v, axis)) for c, v in value.scale)
+        value = moving.unnest(call.ledger, value, axis)
+        scale = tuple((c, call.ledger.constant_along(v, axis)) for c, v in value.scale)
         return replace(value, scale=scale)
     call.ledger.pin_label(points, reason)
-    return call.ledger.mix(value, axis, reason)
+    return moving.mix(call.ledger, value, axis, reason)
 
 
 def picked(constant: object, size: int) -> np.ndarray | None:
@@ -49,11 +50,11 @@ def picked(constant: object, size: int) -> np.ndarray | None:
 def look_up(call: Call, value: Value, axis: int, index: Value, reason: str) -> Value:
     """Replace an axis by the axes of an index."""
     value = meet(call, value, axis, index, reason)
-    row = call.ledger.drop(value, axis)
+    row = moving.drop(call.ledger, value, axis)
     width = index.ndim
     frame = (*row.shape[:axis], *[1] * width, *row.shape[axis:])
     shape = (*row.shape[:axis], *index.shape, *row.shape[axis:])
-    laid = call.ledger.reshape(row, frame)
+    laid = moving.reshape(call.ledger, row, frame)
     labels, reasons = list(laid.labels), list(laid.reasons)
     spread = (1,) * axis, (1,) * (row.ndim - axis)
     for k in range(width):
@@ -66,7 +67,7 @@ def look_up(call: Call, value: Value, axis: int, index: Value, reason: str) -> V
 def _embedding(call: Call) -> Value:
     positions = picked(call.constants.get("indices"), call["weight"].shape[0])
     if positions is not None:
-        return call.ledger.take(call["weight"], 0, positions)
+        return moving.take(call.ledger, call["weight"], 0, positions)
     return look_up(call, call["weight"], 0, call["indices"], "rows are looked up")
 
 
@@ -75,7 +76,7 @@ def _index_select(call: Call) -> Value:
     value, index, axis = call["self"], call["index"], call.axis()
     positions = picked(call.constants.get("index"), value.shape[axis])
     if positions is not None:
-        return call.ledger.take(value, axis, positions)
+        return moving.take(call.ledger, value, axis, positions)
     if not index.ndim:
         index = replace(index, shape=(1,), labels=((),), reasons=("indexed",))
     return look_up(call, value, axis, index, "indexed")
@@ -91,22 +92,22 @@ def _index(call: Call) -> Value:
         (axis,) = used
         positions = picked(call.constants["indices"][axis], value.shape[axis])
         if positions is not None:
-            return call.ledger.take(value, axis, positions)
+            return moving.take(call.ledger, value, axis, positions)
         if kinds[axis] != torch.bool:
             return look_up(call, value, axis, indices[axis], "indexed")
     if any(kinds[k] == torch.bool for k in used):
         return _masked(call, value, indices, used)
     for k in used:
         pin_tensor(call, indices[k], "an index")
-        value = call.ledger.mix(value, k, "indexed")
+        value = moving.mix(call.ledger, value, k, "indexed")
     width = max(indices[k].ndim for k in used)
     contiguous = used == list(range(used[0], used[-1] + 1))
     at = used[0] if contiguous else 0
     kept = [k for k in range(value.ndim) if k not in used]
     # bring the kept axes into a frame without the indexed ones, then insert the index's own (pinned) axes
-    source = call.ledger.permute(value, [*kept, *used])
+    source = moving.permute(value, [*kept, *used])
     for _ in used:
-        source = call.ledger.drop(source, source.ndim - 1)
+        source = moving.drop(call.ledger, source, source.ndim - 1)
     return _inserted(call, source, at, width)
 
 
@@ -119,13 +120,13 @@ def _masked(call: Call, value: Value, indices: list[Value | None], used: list[in
     assert mask is not None
     pin_tensor(call, mask, "a mask")
     for _ in range(mask.ndim):
-        value = call.ledger.drop(call.ledger.mix(value, axis, "chosen by a mask"), axis)
+        value = moving.drop(call.ledger, moving.mix(call.ledger, value, axis, "chosen by a mask"), axis)
     return _inserted(call, value, axis, 1)
 
 
 def _inserted(call: Call, source: Value, at: int, width: int) -> Value:
     frame = (*source.shape[:at], *[1] * width, *source.shape[at:])
-    result = call.ledger.reshape(source, frame)
+    result = moving.reshape(call.ledger, source, frame)
     reasons = (*result.reasons[:at], *("indexed",) * width, *result.reasons[at + width :])
     return replace(result, shape=call.shape, reasons=reasons, parameter=None)
 
@@ -156,11 +157,11 @@ def _gather(call: Call) -> Value:
     value = meet(call, value, axis, index, "gathered")
     for k in range(value.ndim):
         if k != axis and 1 < index.shape[k] < value.shape[k]:
-            value = call.ledger.take(value, k, np.arange(index.shape[k]))
+            value = moving.take(call.ledger, value, k, np.arange(index.shape[k]))
         elif k != axis and call.operator == "aten.gather" and index.shape[k] < value.shape[k]:
-            value = call.ledger.take(value, k, np.arange(1))
+            value = moving.take(call.ledger, value, k, np.arange(1))
     scale = value.scale
-    row = call.ledger.drop(replace(value, labels=value.labels), axis, keep=True)
+    row = moving.drop(call.ledger, replace(value, labels=value.labels), axis, keep=True)
     found = joined(call, [row, index], axis, index.labels[axis], index.reasons[axis])
     return replace(found, scale=scale)
 
@@ -169,7 +170,7 @@ def _gather(call: Call) -> Value:
 def _one_hot(call: Call) -> Value:
     """A last axis that the entries name."""
     index: Value = call["self"]
-    laid = call.ledger.reshape(replace(index, points=()), (*index.shape, 1))
+    laid = moving.reshape(call.ledger, replace(index, points=()), (*index.shape, 1))
     label: Label = ()
     if index.points and index.points[0].size == call.shape[-1]:
         label = tuple(along(c, laid.ndim - 1, laid.ndim) for c in index.points)
@@ -190,5 +191,5 @@ def _bincount(call: Call) -> Value:
     scale: tuple[Term, ...] = ()
     if weights is not None:
         ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
-        scale = tuple((c, ledger._constant_along(v, 0)) for c, v in weights.scale)
+        scale = tuple((c, ledger.constant_along(v, 0)) for c, v in weights.scale)
     return replace(pinned_value(call.shape, "counted by position"), labels=(label,), scale=scale)

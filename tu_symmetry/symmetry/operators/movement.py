@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
@@ -32,7 +33,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 def _reshape(call: Call) -> Value:
     if call.operator == "aten.view" and "dtype" in call.arguments:
         return unknown(call)
-    return call.ledger.reshape(call["self"], call.shape)
+    return moving.reshape(call.ledger, call["self"], call.shape)
 
 
 @register_rule(
@@ -72,12 +73,12 @@ def _permute(call: Call) -> Value:
             else (call.get("dim0", call.get("axis0", 0)), call.get("dim1", call.get("axis1", 0)))
         )
         order[a % n], order[b % n] = order[b % n], order[a % n]
-    return call.ledger.permute(value, order)
+    return moving.permute(value, order)
 
 
 @register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep")
 def _expand(call: Call) -> Value:
-    return call.ledger.expand(call["self"], call.shape)
+    return moving.expand(call.ledger, call["self"], call.shape)
 
 
 @register_rule("repeat", "tile", "repeat_interleave")
@@ -90,31 +91,31 @@ def repeat(call: Call) -> Value:
         if not isinstance(count, int) or axis is None:
             return unknown(call)
         axis %= value.ndim
-        inserted = ledger.reshape(value, (*value.shape[: axis + 1], 1, *value.shape[axis + 1 :]))
-        wide = ledger.expand(inserted, (*value.shape[: axis + 1], count, *value.shape[axis + 1 :]))
-        return ledger.reshape(wide, call.shape)
+        inserted = moving.reshape(ledger, value, (*value.shape[: axis + 1], 1, *value.shape[axis + 1 :]))
+        wide = moving.expand(ledger, inserted, (*value.shape[: axis + 1], count, *value.shape[axis + 1 :]))
+        return moving.reshape(ledger, wide, call.shape)
     counts = list(call.get("repeats", call.get("dims")))
     counts = [1] * (value.ndim - len(counts)) + counts
-    value = ledger.pad_left(value, len(counts))
+    value = moving.pad_left(value, len(counts))
     for axis, count in enumerate(counts):
         if count > 1:
             if value.shape[axis] == 1:
                 target = (*value.shape[:axis], count, *value.shape[axis + 1 :])
-                value = ledger.expand(value, target)
+                value = moving.expand(ledger, value, target)
             else:
-                value = ledger.concatenate([value] * count, axis)
+                value = moving.concatenate(ledger, [value] * count, axis)
     return value
 
 
 @register_rule("broadcast_tensors")
 def _broadcast(call: Call) -> list[Value]:
-    return [call.ledger.expand(v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]
+    return [moving.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]
 
 
 @register_rule("cat", "concat", "concatenate")
 def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]
-    return call.ledger.concatenate(values, call.axis(of=values[0], default=0))
+    return moving.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
 
 
 @register_rule("hstack", "vstack", "dstack", "column_stack", "row_stack")
@@ -132,10 +133,10 @@ def _stack_along(call: Call) -> Value:
             shape = (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
         elif len(shape) < ndim:
             shape = (1,) * (ndim - len(shape)) + shape
-        frames.append(call.ledger.reshape(value, shape))
+        frames.append(moving.reshape(call.ledger, value, shape))
     if axis < 0:
         axis = 0 if frames[0].ndim == 1 else 1
-    return call.ledger.concatenate(frames, axis)
+    return moving.concatenate(call.ledger, frames, axis)
 
 
 @register_rule("stack")
@@ -143,13 +144,13 @@ def _stack(call: Call) -> Value:
     values = call["tensors"]
     axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
     shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
-    return call.ledger.concatenate([call.ledger.reshape(v, shape) for v in values], axis, nested=True)
+    return moving.concatenate(call.ledger, [moving.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
 
 
 def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
     """Cut a value into pieces along an axis."""
     starts = np.cumsum([0, *sizes])
-    return [call.ledger.take(value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
+    return [moving.take(call.ledger, value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
 
 
 @register_rule(
@@ -171,13 +172,13 @@ def _split(call: Call) -> list[Value]:
 @register_rule("view_as_complex")
 def _view_as_complex(call: Call) -> Value:
     value: Value = call["self"]
-    value = call.ledger.mix(value, value.ndim - 1, "real and imaginary part")
-    return call.ledger.take(value, value.ndim - 1, 0)
+    value = moving.mix(call.ledger, value, value.ndim - 1, "real and imaginary part")
+    return moving.take(call.ledger, value, value.ndim - 1, 0)
 
 
 @register_rule("view_as_real")
 def _view_as_real(call: Call) -> Value:
-    value = call.ledger.reshape(call["self"], (*call.shape[:-1], 1))
+    value = moving.reshape(call.ledger, call["self"], (*call.shape[:-1], 1))
     return replace(value, shape=call.shape, reasons=(*value.reasons[:-1], "real and imaginary part"))
 
 
@@ -186,7 +187,7 @@ def _unbind(call: Call) -> list[Value]:
     value = call["self"]
     axis = call.axis(default=0)
     return [
-        call.ledger.take(value, axis, k) if k in call.used else pinned_value(shape, "not read")
+        moving.take(call.ledger, value, axis, k) if k in call.used else pinned_value(shape, "not read")
         for k, shape in enumerate(call.outputs)
     ]
 
@@ -197,7 +198,7 @@ def _select(call: Call) -> Value:
     index = call["index"]
     if not isinstance(index, int):
         return unknown(call)
-    return call.ledger.take(value, axis, index % value.shape[axis])
+    return moving.take(call.ledger, value, axis, index % value.shape[axis])
 
 
 @register_rule("slice", "narrow", "slice_copy", positions="keep")
@@ -215,7 +216,7 @@ def _slice(call: Call) -> Value:
     count = call.shape[axis]
     if count == value.shape[axis]:
         return replace(value, parameter=None)
-    return call.ledger.take(value, axis, start + step * np.arange(count))
+    return moving.take(call.ledger, value, axis, start + step * np.arange(count))
 
 
 @register_rule("flip", "fliplr", "flipud")
@@ -233,9 +234,9 @@ def _roll(call: Call) -> Value:
     dims, shifts = call.get("dims", []), call["shifts"]
     shifts = [shifts] if isinstance(shifts, int) else shifts
     if not dims:  # as if it had one axis
-        flat = call.ledger.reshape(value, (math.prod(value.shape),))
+        flat = moving.reshape(call.ledger, value, (math.prod(value.shape),))
         flat = reorder(call, flat, 0, np.roll(np.arange(flat.shape[0]), shifts[0]))
-        return call.ledger.reshape(flat, value.shape)
+        return moving.reshape(call.ledger, flat, value.shape)
     for dim, shift in zip([dims] if isinstance(dims, int) else dims, shifts, strict=True):
         axis = dim % value.ndim
         value = reorder(call, value, axis, np.roll(np.arange(value.shape[axis]), shift))
@@ -250,7 +251,7 @@ def _rotate(call: Call) -> Value:
         value = reorder(call, value, second, np.arange(value.shape[second])[::-1].copy())
         order = list(range(value.ndim))
         order[first], order[second] = second, first
-        value = call.ledger.permute(value, order)
+        value = moving.permute(value, order)
     return replace(value, parameter=None)
 
 
@@ -258,7 +259,7 @@ def reorder(call: Call, value: Value, axis: int, positions: np.ndarray) -> Value
     """Take all positions along an axis in another order."""
     moves = any(c.shape[axis] > 1 for label in value.labels for c in label)
     if moves or any(v.shape[axis] > 1 for _, v in value.scale):
-        return call.ledger.take(value, axis, positions)
+        return moving.take(call.ledger, value, axis, positions)
     return value
 
 
@@ -268,20 +269,20 @@ def _shuffle(call: Call) -> Value:
     if call.operator == "aten.channel_shuffle":
         n, c, *space = value.shape
         g = call["groups"]
-        split_up = ledger.reshape(value, (n, g, c // g, *space))
-        swapped = ledger.permute(split_up, (0, 2, 1, *range(3, value.ndim + 1)))
-        return ledger.reshape(swapped, call.shape)
+        split_up = moving.reshape(ledger, value, (n, g, c // g, *space))
+        swapped = moving.permute(split_up, (0, 2, 1, *range(3, value.ndim + 1)))
+        return moving.reshape(ledger, swapped, call.shape)
     *lead, c, h, w = value.shape
     k = len(lead)
     if call.operator == "aten.pixel_shuffle":
         r = call["upscale_factor"]
-        parts = ledger.reshape(value, (*lead, c // r**2, r, r, h, w))
+        parts = moving.reshape(ledger, value, (*lead, c // r**2, r, r, h, w))
         order = (*range(k), k, k + 3, k + 1, k + 4, k + 2)
     else:
         r = call["downscale_factor"]
-        parts = ledger.reshape(value, (*lead, c, h // r, r, w // r, r))
+        parts = moving.reshape(ledger, value, (*lead, c, h // r, r, w // r, r))
         order = (*range(k), k, k + 2, k + 4, k + 1, k + 3)
-    return ledger.reshape(ledger.permute(parts, order), call.shape)
+    return moving.reshape(ledger, moving.permute(parts, order), call.shape)
 
 
 def pin_tensor(call: Call, value: Any, reason: str) -> None:
@@ -307,12 +308,12 @@ def _pad(call: Call) -> Value:
         if result.labels[axis] and call.operator in ("aten.pad", "aten.constant_pad_nd") and mode == "constant":
             size, extra = result.shape[axis], [low, high]
             if min(extra) < 0:
-                result = call.ledger.take(result, axis, np.arange(max(-low, 0), size - max(-high, 0)))
+                result = moving.take(call.ledger, result, axis, np.arange(max(-low, 0), size - max(-high, 0)))
             pieces = [result]
             for side, n in zip((0, 1), extra, strict=True):
                 if n > 0:
                     shape = (*result.shape[:axis], n, *result.shape[axis + 1 :])
-                    blank = call.ledger.uniform(shape, 0.0 if filler is None else float(filler))
+                    blank = moving.uniform(shape, 0.0 if filler is None else float(filler))
                     lengthwise = [any(c.shape[axis] > 1 for c in label) for label in result.labels]
                     blank = replace(
                         blank,
@@ -326,9 +327,9 @@ def _pad(call: Call) -> Value:
             if len(pieces) > 1:
                 edge = tuple((c, v.take([0], axis)) for c, v in result.scale)  # zeros have any scale
                 pieces = [p if p is result else replace(p, scale=edge) for p in pieces]
-                result = call.ledger.concatenate(pieces, axis)
+                result = moving.concatenate(call.ledger, pieces, axis)
         else:
-            result = call.ledger.mix(result, axis, "padded")
+            result = moving.mix(call.ledger, result, axis, "padded")
             shape = (*result.shape[:axis], result.shape[axis] + low + high, *result.shape[axis + 1 :])
             result = replace(result, shape=shape)
     if filler not in (0, None, -math.inf, math.inf):

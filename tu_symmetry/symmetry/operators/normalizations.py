@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Value
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
 from tu_symmetry.symmetry.rules import Call, register_rule
@@ -27,7 +28,7 @@ def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, 
         frame = [1] * value.ndim
         for axis, n in zip(axes, operand.shape, strict=True):
             frame[axis] = n
-        laid = call.ledger.reshape(operand, frame)
+        laid = moving.reshape(call.ledger, operand, frame)
         labels = list(value.labels)
         for axis in axes:
             labels[axis] = call.ledger.unify(
@@ -55,11 +56,11 @@ def _batch_norm(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
     ledger = call.ledger
     mean, variance = call.get("running_mean"), call.get("running_var")
-    label, _ = ledger.channel(replace(value, scale=()), 1)
+    label, _ = moving.channel(ledger, replace(value, scale=()), 1)
     terms = value.scale
     for axis in range(value.ndim):
         if axis != 1:
-            terms = tuple((c, ledger._constant_along(v, axis)) for c, v in terms)
+            terms = tuple((c, ledger.constant_along(v, axis)) for c, v in terms)
     value = replace(value, scale=terms)
     flat = tuple((c, v.reshape(-1) if v.size > 1 else np.repeat(v.reshape(-1), value.shape[1])) for c, v in terms)
     for statistic, power in ((mean, 1.0), (variance, 2.0)):
@@ -81,7 +82,7 @@ def _layer_norm(call: Call) -> Value | list[Value]:
     axes = list(range(value.ndim - len(call["normalized_shape"]), value.ndim))
     scale = value.scale
     for axis in axes:
-        scale = tuple((c, call.ledger._constant_along(v, axis)) for c, v in scale)
+        scale = tuple((c, call.ledger.constant_along(v, axis)) for c, v in scale)
     inner = _absorb(call, replace(value, scale=scale), call.get("eps"))
     result = _affine(call, inner, call.get("weight"), call.get("bias"), axes)
     return [result] * len(call.outputs)
@@ -94,11 +95,11 @@ def _group_norm(call: Call) -> Value:
     groups = int(call.get("num_groups", call.get("group", 1)))
     n, channels, *space = value.shape
     for axis in range(2, value.ndim):
-        value = replace(value, scale=tuple((c, ledger._constant_along(v, axis)) for c, v in value.scale))
-    blocks = ledger.reshape(value, (n, groups, channels // groups, *space))
+        value = replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
+    blocks = moving.reshape(ledger, value, (n, groups, channels // groups, *space))
     ledger.observe(blocks)
     for _, v in blocks.scale:
-        ledger._constant_along(v, 2)
+        ledger.constant_along(v, 2)
     inner = _absorb(call, value, call.get("eps"))
     return _affine(call, inner, call.get("weight"), call.get("bias"), [1])
 
@@ -123,9 +124,9 @@ def _cosine(call: Call) -> Value:
     )
     axis = call.axis(of=result, default=1)
     for value in aligned:
-        terms = tuple((c, ledger._constant_along(v, axis)) for c, v in value.scale)
+        terms = tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale)
         _absorb(call, replace(value, scale=terms), call.get("eps", 1e-8))
-    return ledger.drop(result, axis)
+    return moving.drop(ledger, result, axis)
 
 
 @register_rule("pairwise_distance")
@@ -136,4 +137,6 @@ def _pairwise(call: Call) -> Value:
     ledger.equate(aligned[0].scale, aligned[1].scale)
     if call.get("eps", 1e-6) > 0:
         ledger.inexact += [v for _, v in aligned[0].scale]
-    return ledger.drop(replace(result, scale=aligned[0].scale), result.ndim - 1, keep=bool(call.get("keepdim", False)))
+    return moving.drop(
+        ledger, replace(result, scale=aligned[0].scale), result.ndim - 1, keep=bool(call.get("keepdim", False))
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Label, Value, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
@@ -39,7 +40,7 @@ def where(call: Call, value: Value, like: Value, axis: int, output: int = 1) -> 
 
 def _ranked(call: Call, value: Value, axis: int) -> Value:
     """The entries in order: positions along the axis are ranks now."""
-    ranked = call.ledger.drop(value, axis, keep=True)
+    ranked = moving.drop(call.ledger, value, axis, keep=True)
     reasons = (*ranked.reasons[:axis], "positions are ranks", *ranked.reasons[axis + 1 :])
     return replace(ranked, shape=call.shape, reasons=reasons)
 
@@ -65,7 +66,7 @@ def _argsort(call: Call) -> Value:
 def _kth(call: Call) -> list[Value]:
     value: Value = call["self"]
     axis = call.axis(default=-1)
-    found = replace(call.ledger.drop(value, axis, keep=bool(call.get("keepdim", False))), parameter=None)
+    found = replace(moving.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False))), parameter=None)
     return [found, where(call, value, found, axis)]
 
 
@@ -78,9 +79,9 @@ def _quantile(call: Call) -> Value:
     dim = call.arguments.get("dim")
     keep = bool(call.get("keepdim", False))
     for axis in sorted(range(value.ndim) if dim is None else [dim % value.ndim], reverse=True):
-        value = call.ledger.drop(value, axis, keep=keep)
+        value = moving.drop(call.ledger, value, axis, keep=keep)
     extra = len(call.shape) - value.ndim
-    laid = call.ledger.pad_left(value, len(call.shape))
+    laid = moving.pad_left(value, len(call.shape))
     return replace(laid, shape=call.shape, reasons=("quantiles",) * extra + value.reasons, parameter=None)
 
 
@@ -92,7 +93,7 @@ def _argmax(call: Call) -> Value:
         call.ledger.pin(value, "a position is returned")
         return pinned_value(call.shape, "a position is returned")
     axis = dim % max(value.ndim, 1)
-    found = call.ledger.drop(value, axis, keep=bool(call.get("keepdim", False)))
+    found = moving.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False)))
     return where(call, value, found, axis, output=0)
 
 
@@ -113,7 +114,7 @@ def _search(call: Call) -> Value:
             call.ledger.pin_scale(value.scale)
     if isinstance(call.get("sorter"), Value):
         call.ledger.pin(call["sorter"], "an order")
-    listed = call.ledger.mix(listed, listed.ndim - 1, "a sorted list")
+    listed = moving.mix(call.ledger, listed, listed.ndim - 1, "a sorted list")
     if not isinstance(found, Value):
         return pinned_value(call.shape, "a number is searched for")
     if listed.ndim > 1:
@@ -133,7 +134,7 @@ def _isin(call: Call) -> Value:
             call.ledger.pin_scale(value.scale)
     if isinstance(among, Value):
         for axis in reversed(range(among.ndim)):
-            among = call.ledger.drop(among, axis)
+            among = moving.drop(call.ledger, among, axis)
     if not isinstance(elements, Value):
         return pinned_value(call.shape, "a number is searched for")
     return replace(elements, scale=(), parameter=None)
@@ -147,7 +148,7 @@ def _unique(call: Call) -> list[Value]:
         return unknown(call)
     flat, reason = value, "entries as a set"
     for axis in reversed(range(value.ndim)):
-        flat = call.ledger.drop(flat, axis)
+        flat = moving.drop(call.ledger, flat, axis)
     terms = tuple((c, v.reshape((1,))) for c, v in flat.scale)
     listed = replace(pinned_value(call.outputs[0], reason), scale=terms)
     ranks = replace(value, scale=(), parameter=None)

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tu_symmetry.symmetry.algebra import Label, Ledger, Term, Value, pinned_value, varies
+from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
+from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.movement import split
 from tu_symmetry.symmetry.rules import GUARD, INACTIVE, SMALL, Call, register_rule
 
@@ -14,7 +16,7 @@ from tu_symmetry.symmetry.rules import GUARD, INACTIVE, SMALL, Call, register_ru
 def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
     """Align broadcast operands, unify their labels, and return them with an unscaled result."""
     ledger, ndim = call.ledger, len(shape)
-    aligned = [ledger.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
+    aligned = [moving.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
     labels: list[Label] = []
     reasons: list[str] = []
     for axis in range(ndim):
@@ -273,19 +275,19 @@ def _item(call: Call) -> Value:
 def _alike(call: Call) -> Value:
     name = call.operator.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
-    return call.ledger.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
+    return moving.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
 @register_rule("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal")
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own, which may be permuted like those of a parameter."""
-    return call.ledger.noise(call.shape)
+    return moving.noise(call.ledger, call.shape)
 
 
 @register_rule("normal", "bernoulli")
 def _noise_about(call: Call) -> Value:
     """Independent entries with parameters of their own: means and deviations move along with the noise."""
-    noise = call.ledger.noise(call.shape)
+    noise = moving.noise(call.ledger, call.shape)
     names = ("mean", "std", "p") if call.operator == "aten.normal" or "p" in call.arguments else ("self",)
     given = [call[n] for n in names if isinstance(call.get(n), Value)]
     if not given:
@@ -383,7 +385,7 @@ def _clamp(call: Call) -> Value:
 def _prelu(call: Call) -> Value:
     value, weight = call["self"], call["weight"]
     if call.operator == "aten.prelu" and value.ndim > 1 and weight.ndim == 1:
-        weight = call.ledger.reshape(weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
+        weight = moving.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
     call.ledger.pin_scale(weight.scale)
     aligned, result = join_labels(call, [value, weight], call.shape)
     return replace(result, scale=aligned[0].scale)
@@ -401,7 +403,7 @@ def _where(call: Call) -> Value:
         kept = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
         fill = next((float(call[n]) for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     _, result = join_labels(call, [condition, *kept], call.shape)
-    aligned = [call.ledger.pad_left(v, len(call.shape)) for v in kept]
+    aligned = [moving.pad_left(v, len(call.shape)) for v in kept]
     if fill not in (0.0, math.inf, -math.inf):
         for value in aligned:
             call.ledger.pin_scale(value.scale)
@@ -429,10 +431,10 @@ def _fill(call: Call) -> Value:
     zero = call.operator == "aten.zero" or filler == 0
     written = call.get("self")
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
-    return replace(call.ledger.uniform(call.shape), scale=scale)
+    return replace(moving.uniform(call.shape), scale=scale)
 
 
 @register_rule("copy")
 def _copy(call: Call) -> Value:
     """Whatever was there before."""
-    return call.ledger.expand(replace(call["src"], parameter=None), call.shape)
+    return moving.expand(call.ledger, replace(call["src"], parameter=None), call.shape)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Array, Value, along, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
@@ -18,13 +19,15 @@ def _recurrent(call: Call) -> list[Value]:
     gates = {"aten.lstm": 4, "aten.gru": 3}.get(call.operator, 1)
     value: Value = call["input"]
     time = 1 if call["batch_first"] else 0
-    value = ledger.mix(value, time, "time step") if value.ndim == 3 else ledger.mix(value, 0, "time step")
+    value = (
+        moving.mix(ledger, value, time, "time step") if value.ndim == 3 else moving.mix(ledger, value, 0, "time step")
+    )
     directions = 2 if call["bidirectional"] else 1
     parameters: list[Value] = list(call["params"])
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
     layers = int(call["num_layers"])
     each = len(parameters) // (layers * directions)
-    label, terms = ledger.channel(value, value.ndim - 1)
+    label, terms = moving.channel(ledger, value, value.ndim - 1)
     source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
     cells: list[Value] = []
     finals: list[Value] = []
@@ -54,9 +57,9 @@ def _recurrent(call: Call) -> list[Value]:
             outs.append(Value((len(out),), ((out,),), ("",)))
             cells.append(cell)
         finals += outs
-        source = outs[0] if directions == 1 else ledger.concatenate(outs, 0)
+        source = outs[0] if directions == 1 else moving.concatenate(ledger, outs, 0)
     frame = [1] * (len(call.outputs[0]) - 1) + [source.shape[0]]
-    laid = ledger.reshape(source, frame)
+    laid = moving.reshape(ledger, source, frame)
     sequence = replace(laid, shape=call.outputs[0], reasons=("time step",) * (len(frame) - 1) + laid.reasons[-1:])
     return [sequence, *(_final_state(call, k, cells, finals) for k in range(1, len(call.outputs)))]
 
@@ -84,7 +87,7 @@ def _cell(call: Call) -> Value | list[Value]:
     ledger = call.ledger
     gates = {"aten.lstm_cell": 4, "aten.gru_cell": 3}.get(call.operator, 1)
     value: Value = call["input"]
-    label, terms = ledger.channel(value, value.ndim - 1)
+    label, terms = moving.channel(ledger, value, value.ndim - 1)
     source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
     biases = [b for b in (call.get("b_ih"), call.get("b_hh")) if b is not None]
     units = _gates(call, gates, source, call["w_ih"], call["w_hh"], biases)
@@ -92,12 +95,12 @@ def _cell(call: Call) -> Value | list[Value]:
     for state in call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]:
         ledger.pin_scale(state.scale)
         for axis in range(state.ndim - 1):
-            state = ledger.unnest(state, axis)
+            state = moving.unnest(ledger, state, axis)
         ledger.unify(state.labels[-1], (along(units, state.ndim - 1, state.ndim),), state.reasons[-1], "")
     cell = Value((len(units),), ((units,),), ("",))
     ledger.observe(cell)
     batch = [1] * (value.ndim - 1)
-    states = [replace(ledger.reshape(cell, [*batch, len(units)]), shape=shape) for shape in call.outputs]
+    states = [replace(moving.reshape(ledger, cell, [*batch, len(units)]), shape=shape) for shape in call.outputs]
     return states if len(states) > 1 else states[0]
 
 
@@ -111,14 +114,14 @@ def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value
             for state in states:
                 call.ledger.pin(state, reason)
         return pinned_value(shape, reason)
-    return replace(call.ledger.reshape(states[0], [1] * (len(shape) - 1) + [states[0].shape[0]]), shape=shape)
+    return replace(moving.reshape(call.ledger, states[0], [1] * (len(shape) - 1) + [states[0].shape[0]]), shape=shape)
 
 
 def _initial_state(call: Call, state: Value, index: int, cell: Value) -> None:
     """An initial state is indexed by the hidden units, and must not scale."""
     call.ledger.pin_scale(state.scale)
-    own = call.ledger.take(state, 0, index)
+    own = moving.take(call.ledger, state, 0, index)
     for axis in range(own.ndim - 1):
-        own = call.ledger.unnest(own, axis)
+        own = moving.unnest(call.ledger, own, axis)
     frame = tuple(c.reshape([1] * (own.ndim - 1) + [-1]) for c in cell.labels[0])
     call.ledger.unify(own.labels[-1], frame, own.reasons[-1], "")

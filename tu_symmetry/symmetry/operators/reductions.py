@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Value
 from tu_symmetry.symmetry.operators.ordering import where
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
@@ -59,7 +60,7 @@ def _reduce(call: Call) -> Value | list[Value]:
         value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
     keep = len(call.outputs[0]) == value.ndim
     for axis in sorted(dims, reverse=True):
-        value = call.ledger.drop(value, axis, keep=keep)
+        value = moving.drop(call.ledger, value, axis, keep=keep)
     value = replace(value, parameter=None)
     power = 2.0 if name in ("var", "var_mean") else 1.0
     first = replace(value, scale=times(value.scale, power))
@@ -79,7 +80,7 @@ def _softmax(call: Call) -> Value:
 
 @register_rule("cumsum", "cumprod", "logcumsumexp", "diff", "cummax", "cummin")
 def _cumulative(call: Call) -> Value | list[Value]:
-    value = call.ledger.mix(call["self"], call.axis(default=-1), "accumulated along the axis")
+    value = moving.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
     if call.operator not in ("aten.cumsum", "aten.diff", "aten.cummax", "aten.cummin"):
         call.ledger.pin_scale(value.scale)
         value = replace(value, scale=())
@@ -96,5 +97,5 @@ def _fourier(call: Call) -> Value:
     if axes is None:
         axes = range(value.ndim) if call.operator.endswith("n") else -1
     for axis in [axes] if isinstance(axes, int) else axes:
-        value = call.ledger.mix(value, axis % value.ndim, "Fourier transform along the axis")
+        value = moving.mix(call.ledger, value, axis % value.ndim, "Fourier transform along the axis")
     return replace(value, shape=call.shape)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Array, Label, Ledger, Term, Value, along, pinned_value
+from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, pinned_value
+from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
 from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -44,7 +46,7 @@ def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Te
 def _constant(call: Call, value: Value, axes: list[int]) -> tuple[Term, ...]:
     terms = value.scale
     for axis in axes:
-        terms = tuple((c, call.ledger._constant_along(v, axis)) for c, v in terms)
+        terms = tuple((c, call.ledger.constant_along(v, axis)) for c, v in terms)
     return terms
 
 
@@ -59,26 +61,26 @@ def _scatter(call: Call) -> Value:
     source = given if isinstance(given, Value) else None
     target = meet(call, value, axis, index, "written to by position")
     label, reason = target.labels[axis], target.reasons[axis]
-    parts = [ledger.drop(target, axis, keep=True)]
+    parts = [moving.drop(ledger, target, axis, keep=True)]
     for part in (index, source):
         if part is None:
             continue
         part = replace(part, points=())
         for k in range(value.ndim):
             if part.shape[k] > index.shape[k]:
-                part = ledger.take(part, k, np.arange(index.shape[k]))
+                part = moving.take(ledger, part, k, np.arange(index.shape[k]))
         parts.append(part)
     if source is not None and reduce in SYMMETRIC:
         ledger.unify(parts[1].labels[axis], parts[2].labels[axis], parts[1].reasons[axis], parts[2].reasons[axis])
     elif (
         source is not None and not reduce and index.shape[axis] > 1
     ):  # if two are written to one position, the last remains
-        parts[1:] = [ledger.mix(p, axis, "written in order") for p in parts[1:]]
-    parts[1:] = [ledger.drop(p, axis, keep=True) for p in parts[1:]]
+        parts[1:] = [moving.mix(ledger, p, axis, "written in order") for p in parts[1:]]
+    parts[1:] = [moving.drop(ledger, p, axis, keep=True) for p in parts[1:]]
     for k in range(value.ndim):
         if k != axis and index.shape[k] < value.shape[k]:  # the rest stays as it was
-            parts = [ledger.mix(p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
-            shorter = (ledger.pin_axis(p, k, "written to in part") for p in parts)
+            parts = [moving.mix(ledger, p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
+            shorter = (moving.pin_axis(ledger, p, k, "written to in part") for p in parts)
             parts = [replace(p, shape=(*p.shape[:k], value.shape[k], *p.shape[k + 1 :])) for p in shorter]
     found = joined(call, parts, axis, label, reason)
     terms = parts[2].scale if source is not None else ()
@@ -114,9 +116,9 @@ def _index_write(call: Call) -> Value:
         entries: Label = tuple(along(c.reshape(-1), axis, value.ndim) for c in index.labels[0])
         ledger.unify(given.labels[axis], entries, given.reasons[axis], index.reasons[0], axis)
     elif index.ndim:
-        given = ledger.mix(given, axis, "written in order")
-    arriving = ledger.drop(given, axis, keep=True)
-    parts = [ledger.drop(target, axis, keep=True), arriving]
+        given = moving.mix(ledger, given, axis, "written in order")
+    arriving = moving.drop(ledger, given, axis, keep=True)
+    parts = [moving.drop(ledger, target, axis, keep=True), arriving]
     found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
     terms = arriving.scale
     held = replace(call["self"], scale=parts[0].scale)
@@ -133,7 +135,7 @@ def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given
     """
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
-    gone = ledger.take(value, axis, positions)
+    gone = moving.take(ledger, value, axis, positions)
     ledger.forget(gone, axis, "overwritten")
     places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
     if not isinstance(given, Value):
@@ -143,11 +145,11 @@ def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given
     given = replace(given, labels=(*given.labels[:axis], places, *given.labels[axis + 1 :]), parameter=None)
     if not len(kept):
         return given
-    rest = ledger.take(value, axis, kept)
-    whole = ledger.concatenate([replace(rest, parameter=None), given], axis)
+    rest = moving.take(ledger, value, axis, kept)
+    whole = moving.concatenate(ledger, [replace(rest, parameter=None), given], axis)
     order = np.empty(size, dtype=np.int64)
     order[np.concatenate([kept, positions])] = np.arange(size)
-    return ledger.take(whole, axis, order)
+    return moving.take(ledger, whole, axis, order)
 
 
 @register_rule("index_put", "_unsafe_index_put", positions="read")
@@ -164,21 +166,21 @@ def _index_put(call: Call) -> Value:
             pin_tensor(call, indices[k], "an index")
         ledger.pin(values, "written by an index")
         for axis in sorted(set(spread)):
-            value = ledger.mix(value, axis, "written to by an index")
+            value = moving.mix(ledger, value, axis, "written to by an index")
         if id(values) not in call.zeros:
             ledger.pin_scale(value.scale)
             value = replace(value, scale=())
         for axis in set(range(value.ndim)) - set(spread):  # what is written is fixed along the other axes
             if values.ndim and values.shape[-1] > 1:
-                value = ledger.pin_axis(value, axis, "written by an index")
+                value = moving.pin_axis(ledger, value, axis, "written by an index")
         return replace(value, parameter=None)
     (axis,) = used
     index = indices[axis]
-    source = ledger.pad_left(values, value.ndim)
+    source = moving.pad_left(values, value.ndim)
     positions = picked(call.constants["indices"][axis], value.shape[axis])
     count = len(positions) if positions is not None else index.shape[0]
     shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
-    source = ledger.expand(source, shape)
+    source = moving.expand(ledger, source, shape)
     if id(values) in call.zeros:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     if positions is not None and not accumulate:
@@ -189,9 +191,9 @@ def _index_put(call: Call) -> Value:
         ledger.unify(source.labels[axis], entries, source.reasons[axis], index.reasons[0], axis)
     else:
         ledger.pin(replace(index, points=()), "an index")
-        source = ledger.mix(source, axis, "written in order")
-    arriving = ledger.drop(source, axis, keep=True)
-    parts = [ledger.drop(target, axis, keep=True), arriving]
+        source = moving.mix(ledger, source, axis, "written in order")
+    arriving = moving.drop(ledger, source, axis, keep=True)
+    parts = [moving.drop(ledger, target, axis, keep=True), arriving]
     found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
     held = replace(call["self"], scale=parts[0].scale)
     written: Value | float = values if id(values) not in call.zeros else 0.0
@@ -202,8 +204,8 @@ def _index_put(call: Call) -> Value:
 def _block_diag(call: Call) -> Value:
     """Matrices along a diagonal: rows and columns one after the other, zeros (of any scale) elsewhere."""
     ledger = call.ledger
-    blocks = [ledger.pad_left(v, 2) for v in call.tensors]
-    rows, columns = ([ledger._materialize(v, axis) for v in blocks] for axis in (0, 1))
+    blocks = [moving.pad_left(v, 2) for v in call.tensors]
+    rows, columns = ([moving.in_full(v, axis) for v in blocks] for axis in (0, 1))
     simple = all(
         len(r) == 1 and r[0].shape[1] == 1 and len(c) == 1 and c[0].shape[0] == 1
         for r, c in zip(rows, columns, strict=True)
@@ -246,7 +248,7 @@ def _unpool(call: Call) -> Value:
     parts = []
     for part in (value, index):
         for axis in range(value.ndim - space, value.ndim):
-            part = call.ledger.mix(part, axis, "spatial position")
+            part = moving.mix(call.ledger, part, axis, "spatial position")
         parts.append(replace(part, parameter=None))
     found = joined(call, parts, value.ndim - 1, (), "spatial position")
     return replace(found, shape=call.shape, scale=parts[0].scale)
@@ -261,8 +263,8 @@ def _diagonal(call: Call) -> Value:
     if len(call.shape) != value.ndim + 1 or call.get("dim1", -2) != -2 or call.get("dim2", -1) != -1:
         return unknown(call)
     last = value.ndim - 1
-    rows = call.ledger.reshape(value, (*value.shape, 1))
-    columns = call.ledger.reshape(value, (*value.shape[:-1], 1, value.shape[-1]))
+    rows = moving.reshape(call.ledger, value, (*value.shape, 1))
+    columns = moving.reshape(call.ledger, value, (*value.shape[:-1], 1, value.shape[-1]))
     labels = (*rows.labels[:-1], columns.labels[-1])
     if not labels[last]:
         return replace(pinned_value(call.shape, value.reasons[last]), labels=labels, scale=rows.scale)

@@ -1,0 +1,372 @@
+"""The ledger: everything that the operators of one network demand of its hidden units and of its scales.
+
+The rules write it while the traced network is walked through once; :mod:`.extraction` then reads the demands on units,
+and :mod:`.scales` those on scales. Nothing is ever taken back: more demands can only mean fewer symmetries.
+
+As an example, ``c(relu(a(x)) + b(x))`` with three units each. Parameters come with free units on each axis, say
+``a.weight [0 1 2 | ...]``, ``b.weight [5 6 7 | ...]``, and ``c.weight [... | 10 11 12]``. Then
+
+* the sum demands that its operands be indexed alike: ``ties (0, 5), (1, 6), (2, 7)``;
+* ``c`` sums over its columns and that axis: ``ties (0, 10), (1, 11), (2, 12)``;
+* the output of the network pins the rows of ``c``;
+* a ReLU passes positive factors on and the sum demands equal ones, a constraint ``s_a - s_b = 0`` for each unit.
+
+So the classes ``{0, 5, 10}``, ``{1, 6, 11}``, ``{2, 7, 12}`` are left, and every tensor that was met, written down by
+:meth:`Ledger.observe`, treats them alike: one group of three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import (
+    Array,
+    Label,
+    Term,
+    Value,
+    along,
+    among,
+    code,
+    distinct,
+    distinct_rows,
+    merge_fixed,
+    tighten,
+    varies,
+)
+
+
+class Binding(NamedTuple):
+    """Units that stand for several units at once: a flattened axis, bound to its factors.
+
+    Attributes:
+        units: ``[n]``.
+        parts: for each factor an array ``[n]`` of units (or of codes of fixed positions).
+    """
+
+    units: Array
+    parts: Label
+
+
+class Mark(NamedTuple):
+    """Units that are told apart by what they meet: by a fixed position in a block, or by the value of a constant.
+
+    Attributes:
+        component: units, as in a label.
+        tags: broadcasts against the component; units with different tags are not alike.
+        reason: why, in words.
+    """
+
+    component: Array
+    tags: Array
+    reason: str
+
+
+class Seen(NamedTuple):
+    """One axis of a tensor that exists: a symmetry has to map its label onto itself.
+
+    Attributes:
+        label: of the axis.
+        axis: its position.
+        others: the labels of all axes of the tensor, in which that label may be nested.
+    """
+
+    label: Label
+    axis: int
+    others: tuple[Label, ...]
+
+
+@dataclass(eq=False)
+class Ledger:
+    """The demands on units and scales, and the counters that number them.
+
+    Attributes:
+        units: number of units so far; variables, places: the same for scale variables and for fixed positions.
+        ties: pairs of arrays of units that are one unit.
+        bindings: units that stand for several.
+        pins: units that stay where they are, and why.
+        marks: units that are told apart.
+        nestings: units, and the block of each that their label no longer names (the unit tells it).
+        seen: every axis of every tensor that was met.
+        constraints: sums of scale terms that vanish.
+        inexact: scales that meet an epsilon.
+        parameters: name to value of the parameters and buffers that were met.
+        used: names among these whose labels others have read, so that they can no longer be replaced.
+        unknown: operators without a rule.
+    """
+
+    units: int = 0
+    variables: int = 1
+    places: int = 1 << 32
+    ties: list[tuple[Array, Array]] = field(default_factory=list)
+    bindings: list[Binding] = field(default_factory=list)
+    pins: list[tuple[Array, str]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    nestings: list[tuple[Array, Array]] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    constraints: list[tuple[Term, ...]] = field(default_factory=list)
+    inexact: list[Array] = field(default_factory=list)
+    parameters: dict[str, Value] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+    unknown: list[str] = field(default_factory=list)
+    _seen_ids: set[tuple[int, ...]] = field(default_factory=set)
+
+    # -- creating -----------------------------------------------------------------------------------------------
+
+    def fresh_units(self, count: int) -> Array:
+        """New hidden units, numbered on."""
+        first, self.units = self.units, self.units + count
+        return np.arange(first, first + count, dtype=np.int64)
+
+    def fresh_places(self, count: int) -> Array:
+        """Codes of fixed positions that are unlike each other and all others."""
+        first, self.places = self.places, self.places + count
+        return code(np.arange(first, first + count, dtype=np.int64))
+
+    def fresh_variables(self, shape: tuple[int, ...]) -> Array:
+        """New scale variables in a given shape."""
+        count = math.prod(shape)
+        first, self.variables = self.variables, self.variables + count
+        return np.arange(first, first + count, dtype=np.int64).reshape(shape)
+
+    def parameter(self, name: str, shape: tuple[int, ...], *, scales: bool = True) -> Value:
+        """A parameter or buffer: free units and, where it ``scales``, a free log-scale on each of its axes."""
+        if name not in self.parameters:
+            ndim = len(shape)
+            labels = tuple((along(self.fresh_units(n), k, ndim),) if n > 1 else () for k, n in enumerate(shape))
+            frames = [tuple(n if k == j else 1 for k in range(ndim)) for j, n in enumerate(shape)]
+            scale = tuple((1.0, self.fresh_variables(f)) for f in frames if math.prod(f) > 1)
+            scale = scale or ((1.0, self.fresh_variables((1,) * ndim)),)
+            self.parameters[name] = Value(shape, labels, ("",) * ndim, scale if scales else (), name)
+        return self.parameters[name]
+
+    def relabel(self, value: Value, axis: int, label: Label, reason: str = "") -> Value:
+        """Give a parameter's axis a label of the caller's; ties the old one to it if the parameter is in use."""
+        name = value.parameter
+        if name is None or name in self.used:
+            self.unify(value.labels[axis], label, value.reasons[axis], reason)
+            return value
+        labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
+        reasons = (*value.reasons[:axis], reason, *value.reasons[axis + 1 :])
+        self.parameters[name] = value = replace(value, labels=labels, reasons=reasons)
+        return value
+
+    def rescale(self, value: Value, scale: tuple[Term, ...]) -> Value:
+        """Set the log-scale of a parameter; equates the two if the parameter is in use."""
+        name = value.parameter
+        if name is None or name in self.used:
+            self.equate(value.scale, scale)
+            return value
+        self.parameters[name] = value = replace(value, scale=scale)
+        return value
+
+    # -- demands on units ---------------------------------------------------------------------------------------
+
+    def observe(self, value: Value, *, nested: bool = True) -> None:
+        """Record that this tensor exists: a symmetry has to map its labels onto themselves."""
+        for axis, label in enumerate(value.labels):
+            if not nested and any(n > 1 for c in label for k, n in enumerate(c.shape) if k != axis):
+                continue
+            key = (axis, *(id(c) for c in label))
+            if label and key not in self._seen_ids:
+                self._seen_ids.add(key)
+                self.seen.append(Seen(label, axis, value.labels))
+
+    def pin_label(self, label: Iterable[Array], reason: str, axis: int | None = None) -> None:
+        """Fix the units of a label where they are.
+
+        With ``axis`` given (the label's own axis), units that are nested in another axis are fixed within their block
+        only: the block may still move whole.
+        """
+        for component in label:
+            units = component[component >= 0]
+            if not units.size:
+                continue
+            if axis is not None and any(n > 1 for k, n in enumerate(component.shape) if k != axis):
+                positions = np.arange(component.shape[axis], dtype=np.int64)
+                self.marks.append(Mark(component, along(positions, axis, component.ndim), reason))
+            else:
+                self.pins.append((units, reason))
+
+    def pin(self, value: Value, reason: str) -> None:
+        """Forbid any symmetry, of units and of scales, on a tensor (and on the units that its entries name)."""
+        for label in (*value.labels, value.points):
+            self.pin_label(label, reason)
+        self.pin_scale(value.scale)
+
+    def forget(self, value: Value, axis: int, reason: str) -> None:
+        """Fix units that nothing else will read: those that have met no other units yet."""
+        met = [u.reshape(-1) for tie in self.ties for u in tie] + [u.reshape(-1) for u, _ in self.bindings]
+        for component in value.labels[axis]:
+            units = component[component >= 0]
+            if units.size and not (met and among(units, np.concatenate(met)).any()):
+                self.pins.append((units, reason))
+
+    def unify(
+        self,
+        a: Label,
+        b: Label,
+        reason_a: str = "",
+        reason_b: str = "",
+        axis: int | None = None,
+        others: Sequence[Label] | None = None,
+    ) -> Label:
+        """Demand that two axes be indexed by the same units; returns the label to go on with.
+
+        Args:
+            a: one label.
+            b: the other label, in the same frame.
+            reason_a: why ``a`` is pinned, if it is.
+            reason_b: the same for ``b``.
+            axis: the axis of both labels in their frame, where it is known.
+            others: labels of all axes of the frame, where they are known: units that are shared between blocks (by the
+                heads of an attention, say) are then told apart by their blocks.
+        """
+        if a is b or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))):
+            return a
+        if not a or not b:
+            self.pin_label(a or b, (reason_b if a else reason_a) or "meets a fixed axis", axis)
+            return ()
+        if axis is not None and others is not None and len(a) == len(b) == 1:
+            shared = self.share(a, b, axis, others) or self.share(b, a, axis, others)
+            if shared:
+                return shared
+        arrays = [np.asarray(z) for z in np.broadcast_arrays(*a, *b)]
+        left, right = arrays[: len(a)], arrays[len(a) :]
+        if len(a) == len(b) == 1:
+            return self._unify_single(a, b, left[0], right[0], reason_a or reason_b)
+        if len(a) == len(b):
+            merged: list[Array] = []
+            for x, y in zip(left, right, strict=True):
+                both = (x >= 0) & (y >= 0)
+                if both.any():
+                    self.ties.append((x[both], y[both]))
+                clash = (x >= 0) != (y >= 0)
+                fixed = (x < 0) & (y < 0)
+                if (x[fixed] != y[fixed]).any():
+                    pairs = distinct_rows(np.stack([x[fixed], y[fixed]], axis=1))
+                    if not len(pairs) == len(distinct(x[fixed])) == len(distinct(y[fixed])):  # no mere renaming
+                        clash |= fixed & (x != y)
+                if clash.any():
+                    self.pin_label((z[clash] for z in arrays), "meets another position of a factored axis")
+                merged.append(x if not (clash.any() or (x[fixed] != y[fixed]).any()) else tighten(merge_fixed(x, y)))
+            if all(x is m for x, m in zip(left, merged, strict=True)):
+                nested_a = sum(z.size for z in a)
+                return a if nested_a <= sum(z.size for z in b) else b
+            return tuple(merged)
+        if len(a) == 1 or len(b) == 1:
+            single, several = (left[0], right) if len(a) == 1 else (right[0], left)
+            met = single < 0
+            self.pin_label((z[met] for z in several), "meets a fixed position")
+            free = ~met
+            self.bindings.append(Binding(single[free], tuple(z[free] for z in several)))
+            label = b if len(a) == 1 else a
+            if not met.any() or (single[met] == single[met][0]).all():
+                return label
+            first = merge_fixed(several[0], np.where(met, single, np.where(several[0] < 0, several[0], -1)))
+            return (tighten(np.where(met, first, several[0])), *label[1:])
+        self.pin_label(a, "factored in two ways")
+        self.pin_label(b, "factored in two ways")
+        return ()
+
+    def _unify_single(self, a: Label, b: Label, x: Array, y: Array, reason: str) -> Label:
+        """Two labels of one component each, broadcast to ``x`` and ``y``: tie units, tell apart what meets constants.
+
+        The result carries the units of both sides. A padded tensor that is added to another one, say::
+
+            pad(h) = [-1, u0, u1, -1]    b(x) = [v0, v1, v2, v3]    ->    [v0, u0, u1, v3], where u0 ~ v1, u1 ~ v2
+
+        Here ``v0`` and ``v3`` meet alike constants and stay alike; constants that differ would tell them apart.
+        """
+        moving_x, moving_y = x >= 0, y >= 0
+        both = moving_x & moving_y
+        if both.any():
+            self.ties.append((x[both], y[both]))
+        if both.all():
+            return self._finer(a, b, x, y)
+        merged = merge_fixed(x, y)
+        tags = np.where(both, 1, np.where(moving_x, y, x))
+        here = merged >= 0
+        if here.any() and (tags[here] != tags[here][0]).any():
+            rows = distinct_rows(np.stack([merged[here], tags[here]], axis=1))
+            if len(rows) > len(distinct(merged[here])):  # a unit that meets several: one new unit for each of them
+                _, inverse = np.unique(np.stack([merged[here], tags[here]], axis=1), axis=0, return_inverse=True)
+                units = self.fresh_units(len(rows))[inverse.reshape(-1)]
+                self.ties.append((units, merged[here]))
+                merged = merged.copy()
+                merged[here] = units
+            self.marks.append(Mark(np.where(here, merged, -1), tags, reason or "meets a fixed position"))
+        for label, whole in ((a, x), (b, y)):
+            if np.array_equal(merged, whole):
+                return label
+        return (tighten(merged),)
+
+    def _finer(self, a: Label, b: Label, x: Array, y: Array) -> Label:
+        """Of two labels whose units were tied: the one that tells apart what the other does (or a new one)."""
+        if a[0].size != b[0].size:
+            return a if a[0].size < b[0].size else b
+        count_a, count_b = len(distinct(a[0])), len(distinct(b[0]))
+        if count_a == a[0].size:
+            return a
+        if count_b == b[0].size:
+            return b
+        rows, inverse = np.unique(np.stack([x.reshape(-1), y.reshape(-1)], axis=1), axis=0, return_inverse=True)
+        if len(rows) in (count_a, count_b):
+            return a if len(rows) == count_a else b
+        units = self.fresh_units(len(rows))
+        self.ties += [(units, rows[:, 0]), (units, rows[:, 1])]
+        return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
+
+    def share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
+        """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so."""
+        outer = [k for k in varies(own[0]) if k != axis]
+        if not outer or any(not others[k] for k in outer):
+            return ()
+        x, y, *blocks = np.broadcast_arrays(own[0], common[0], *(c for k in outer for c in others[k]))
+        if (x < 0).any() or (y < 0).any() or len(distinct(y)) == len(distinct(x)):
+            return ()
+        parts = (y.reshape(-1), *(z.reshape(-1) for z in blocks))
+        flat = x.reshape(-1)
+        _, first = np.unique(flat, return_index=True)
+        pairs = distinct_rows(np.stack(parts, axis=1))
+        if len(pairs) != len(first) or len(distinct_rows(np.stack((flat, *parts), axis=1))) != len(first):
+            return ()
+        self.bindings.append(Binding(flat[first], tuple(z[first] for z in parts)))
+        return common
+
+    # -- demands on scales --------------------------------------------------------------------------------------
+
+    def constant_along(self, variable: Array, axis: int) -> Array:
+        """Demand that a scale variable be the same all along an axis; returns it with size one there."""
+        if variable.shape[axis] == 1:
+            return variable
+        first = variable.take([0], axis)
+        self.constraints.append(((1.0, variable), (-1.0, first)))
+        return first
+
+    def pin_scale(self, scale: tuple[Term, ...]) -> None:
+        """Demand that a log-scale be zero."""
+        if scale:
+            self.constraints.append(scale)
+
+    def equate(self, a: tuple[Term, ...], b: tuple[Term, ...]) -> None:
+        """Demand that two log-scales (terms in the same frame) be equal."""
+        if a is not b and (a or b):
+            self.constraints.append((*a, *((-c, v) for c, v in b)))
+
+    def merge(self, scale: tuple[Term, ...]) -> tuple[Term, ...]:
+        """Replace sums of terms that vary along the same axes by one new variable each."""
+        merged: list[Term] = []
+        for shape in dict.fromkeys(v.shape for _, v in scale):
+            terms = tuple(t for t in scale if t[1].shape == shape)
+            if len(terms) > 1 and terms[0][1].ndim > 0:
+                variable = self.fresh_variables(shape)
+                self.equate(((1.0, variable),), terms)
+                merged.append((1.0, variable))
+            else:
+                merged += terms
+        return tuple(merged)

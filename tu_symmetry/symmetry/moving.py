@@ -1,0 +1,433 @@
+"""Moving tensors: how labels and scales follow when a tensor is viewed, cut, joined or reduced.
+
+Every function takes the :class:`~.algebra.Value` before an operator and returns the value after it. Labels are arrays,
+so most of it is what the operator does to the tensor, done to the labels; the ledger is there for new units, and for
+what an operator demands (a sum over an axis demands that nothing that remains depends on it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import (
+    Array,
+    Label,
+    Term,
+    Value,
+    along,
+    code,
+    pinned_value,
+    segments,
+    tighten,
+    varies,
+)
+from tu_symmetry.symmetry.ledger import Ledger, Mark
+
+
+def uniform(shape: Sequence[int], fill: float | None = None) -> Value:
+    """A tensor whose entries are all alike: every position has the same code, so any order is as good.
+
+    ``fill`` is the number that they hold, where it is known.
+    """
+    shape = tuple(shape)
+    labels = tuple(
+        (along(np.full(n, -1, dtype=np.int64), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape)
+    )
+    return Value(shape, labels, ("",) * len(shape), fill=fill)
+
+
+def noise(ledger: Ledger, shape: Sequence[int]) -> Value:
+    """Random numbers with independent entries: units of their own on each axis, as a parameter has them."""
+    shape = tuple(shape)
+    labels = tuple((along(ledger.fresh_units(n), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape))
+    return Value(shape, labels, ("",) * len(shape))
+
+
+def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
+    """Forbid any symmetry on one axis; returns the value with that axis pinned."""
+    ledger.pin_label(value.labels[axis], reason, axis)
+    labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
+    reasons = (*value.reasons[:axis], value.reasons[axis] or reason, *value.reasons[axis + 1 :])
+    return replace(value, labels=labels, reasons=reasons, parameter=None)
+
+
+def mix(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
+    """The value before an operator that mixes fixed positions along an axis (a convolution's pixels)."""
+    value = unnest(ledger, pin_axis(ledger, value, axis, reason), axis)
+    return replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
+
+
+def unnest(ledger: Ledger, value: Value, axis: int) -> Value:
+    """Make all labels of the other axes independent of ``axis``."""
+    labels = tuple(
+        label
+        if k == axis
+        else _shared_along(ledger, value, k, axis) or tuple(independent(ledger, c, axis) for c in label)
+        for k, label in enumerate(value.labels)
+    )
+    return replace(value, labels=labels)
+
+
+def _shared_along(ledger: Ledger, value: Value, axis: int, outer: int) -> Label:
+    """New common units for units that each block along ``outer`` has of its own; () where that is not so."""
+    label = value.labels[axis]
+    if len(label) != 1 or label[0].shape[outer] == 1 or not value.labels[outer]:
+        return ()
+    first = label[0].take([0], outer)
+    return ledger.share(label, (ledger.fresh_units(first.size).reshape(first.shape),), axis, value.labels)
+
+
+def independent(ledger: Ledger, component: Array, axis: int) -> Array:
+    """The first position along an axis of a component, for all of them: units at the others are tied to it.
+
+    Where a unit meets a fixed position, or two fixed positions meet, the units are pinned, and what is left still tells
+    apart what was different::
+
+        [[u0, u1, -1],        [u0, u1, -1]   with u0 ~ u2, u1 pinned
+         [u2, -1, -1]]   ->
+    """
+    if component.shape[axis] == 1:
+        return component
+    first = component.take([0], axis)
+    x, y = np.broadcast_arrays(component, first)
+    both = (x >= 0) & (y >= 0) & (x != y)
+    if both.any():
+        ledger.ties.append((x[both], y[both]))
+    clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
+    if not clash.any():
+        return first
+    ledger.pin_label((x[clash], y[clash]), "differs along an axis that is summed over")
+    # what was pinned, and what stands for several fixed positions, still tells the results apart
+    lines = np.moveaxis(component, axis, -1).reshape(-1, component.shape[axis])
+    _, kinds = np.unique(lines, axis=0, return_inverse=True)
+    fixed = (lines < 0).all(axis=1)
+    unit = np.take_along_axis(lines, (lines >= 0).argmax(axis=1)[:, None], 1)[:, 0]
+    merged = np.where(fixed, code(kinds.reshape(-1).astype(np.int64)), unit)
+    return np.expand_dims(merged.reshape([n for k, n in enumerate(component.shape) if k != axis]), axis)
+
+
+def drop(ledger: Ledger, value: Value, axis: int, *, keep: bool = False) -> Value:
+    """The value after a reduction over ``axis``: nothing that remains may depend on it."""
+    value = unnest(ledger, value, axis)
+    scale = tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale)
+    if keep:
+        shape = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
+        labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
+        return replace(value, shape=shape, labels=labels, scale=scale, parameter=None)
+    return Value(
+        value.shape[:axis] + value.shape[axis + 1 :],
+        tuple(tuple(c.squeeze(axis) for c in lab) for k, lab in enumerate(value.labels) if k != axis),
+        value.reasons[:axis] + value.reasons[axis + 1 :],
+        tuple((c, v.squeeze(axis)) for c, v in scale),
+    )
+
+
+def channel(ledger: Ledger, value: Value, axis: int) -> tuple[Label, tuple[Term, ...]]:
+    """Label and scale of one axis alone, as one-dimensional arrays; both are made independent of the others."""
+    label = value.labels[axis]
+    scale = value.scale
+    for other in range(value.ndim):
+        if other != axis:
+            label = tuple(independent(ledger, c, other) for c in label)
+            scale = tuple((c, ledger.constant_along(v, other)) for c, v in scale)
+    return tuple(c.reshape(-1) for c in label), tuple((c, v.reshape(-1)) for c, v in scale)
+
+
+def single(ledger: Ledger, value: Value) -> Array:
+    """The log-scale of a tensor as one variable array (a new variable where it is a sum)."""
+    ones = np.zeros((1,) * value.ndim, dtype=np.int64)
+    if not value.scale:
+        return ones
+    if len(value.scale) == 1 and value.scale[0][0] == 1.0:
+        return value.scale[0][1]
+    shape = np.broadcast_shapes(*(v.shape for _, v in value.scale))
+    variable = ledger.fresh_variables(shape)
+    ledger.equate(((1.0, variable),), value.scale)
+    return variable
+
+
+def permute(value: Value, order: Sequence[int]) -> Value:
+    """Reorder the axes."""
+    return Value(
+        tuple(value.shape[k] for k in order),
+        tuple(tuple(c.transpose(order) for c in value.labels[k]) for k in order),
+        tuple(value.reasons[k] for k in order),
+        tuple((c, v.transpose(order)) for c, v in value.scale),
+    )
+
+
+def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Value:
+    """Select positions along an axis (an int drops the axis). A unit that is selected alone is told apart by it."""
+    index = np.asarray([positions] if isinstance(positions, int) else positions, dtype=np.int64)
+    if len(index) == 1 and value.shape[axis] > 1:
+        for component in value.labels[axis]:
+            if component.shape[axis] > 1 and (component >= 0).any():
+                alone = component.take(index, axis)
+                ledger.marks.append(Mark(alone, np.zeros((), np.int64), "selected by its position"))
+
+    def pick(array: Array) -> Array:
+        array = array.take(index, axis) if array.shape[axis] > 1 else array
+        return array.squeeze(axis) if isinstance(positions, int) else array
+
+    gone = isinstance(positions, int)
+    kept = [k for k in range(value.ndim) if not (gone and k == axis)]
+    shape = tuple(len(index) if k == axis else value.shape[k] for k in kept)
+    labels = [tuple(pick(c) for c in value.labels[k]) for k in kept]
+    if not gone and len(index) == 1:
+        labels[kept.index(axis)] = ()
+    return Value(
+        shape,
+        tuple(labels),
+        tuple(value.reasons[k] for k in kept),
+        tuple((c, pick(v)) for c, v in value.scale),
+        fill=value.fill,
+    )
+
+
+def expand(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
+    """Broadcast to a shape: the copies along a new axis are alike, so any order of them is as good."""
+    value = pad_left(value, len(shape))
+    labels = list(value.labels)
+    for axis, (old, new) in enumerate(zip(value.shape, shape, strict=True)):
+        if old == 1 and new > 1:
+            outer = [k for k in range(axis) if labels[k] and varies(tighten(labels[k][0])) == (k,)]
+            frame = tuple(shape[k] if k in outer or k == axis else 1 for k in range(len(shape)))
+            labels[axis] = (ledger.fresh_units(math.prod(frame)).reshape(frame),)
+    expanded = Value(tuple(shape), tuple(labels), value.reasons, value.scale)
+    ledger.observe(expanded)
+    return expanded
+
+
+def pad_left(value: Value, ndim: int) -> Value:
+    """Add axes of size one in front, as broadcasting does."""
+    extra = ndim - value.ndim
+    if extra <= 0:
+        return value
+    ones = (1,) * extra
+    return replace(
+        value,
+        shape=ones + value.shape,
+        labels=((),) * extra + tuple(tuple(c.reshape(ones + c.shape) for c in lab) for lab in value.labels),
+        reasons=("",) * extra + value.reasons,
+        scale=tuple((c, v.reshape(ones + v.shape)) for c, v in value.scale),
+    )
+
+
+def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
+    """Lay values one after the other along an axis.
+
+    The units of the other axes must agree, or, with ``nested``, may be different ones in each of the values.
+    """
+    first, *rest = values
+    labels = list(first.labels)
+    for k in range(first.ndim):
+        if k == axis or first.shape[k] == 1:
+            continue
+        own = [v.labels[k] for v in values]
+        spread = any(c.shape[axis] > 1 for label in own for c in label)
+        if (nested or spread) and own[0] and len({len(label) for label in own}) == 1:
+            sized = [in_full(v, k, axis) for v in values]
+            labels[k] = tuple(tighten(_join([p[r] for p in sized], axis)) for r in range(len(own[0])))
+            continue
+        if spread:
+            values = [unnest(ledger, v, axis) for v in values]
+            first, *rest = values
+            labels[k] = first.labels[k]
+        for value in rest:
+            labels[k] = ledger.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k])
+    parts = [in_full(v, axis) for v in values]
+    arity = max(len(p) for p in parts)
+    joined: Label = ()
+    if any((c >= 0).any() for p in parts for c in p):
+        filled = [(*p, *(np.full_like(p[0], -1) for _ in range(arity - len(p)))) for p in parts]
+        origin = _origins(values)
+        joined = tuple(
+            _apart([p[r] for p in filled], origin, axis) if len(values) > 1 else filled[0][r] for r in range(arity)
+        )
+    scale: tuple[Term, ...] = ()
+    if any(v.scale for v in values):
+        singles = [single(ledger, v) for v in values]
+        laid = [
+            np.broadcast_to(s, tuple(v.shape[k] if k == axis else s.shape[k] for k in range(s.ndim)))
+            for s, v in zip(singles, values, strict=True)
+        ]
+        scale = ((1.0, tighten(_join(laid, axis))),)
+    labels[axis] = joined
+    shape = list(first.shape)
+    shape[axis] = sum(v.shape[axis] for v in values)
+    reasons = list(first.reasons)
+    reasons[axis] = reasons[axis] or next((v.reasons[axis] for v in values if v.reasons[axis]), "")
+    return Value(tuple(shape), tuple(labels), tuple(reasons), scale)
+
+
+def _origins(values: Sequence[Value]) -> list[int]:
+    """A number for each of the values: the same for one that comes twice, and for equal constants."""
+    keys = [("fill", v.fill) if v.fill is not None else ("value", id(v)) for v in values]
+    return [keys.index(key) for key in keys]
+
+
+def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
+    """The components of an axis in their full length; along a second axis as well, if one is given."""
+    if value.labels[axis]:
+        return tuple(
+            np.broadcast_to(c, tuple(value.shape[k] if k in (axis, along_too) else n for k, n in enumerate(c.shape)))
+            for c in value.labels[axis]
+        )
+    return (along(code(np.arange(value.shape[axis], dtype=np.int64)), axis, value.ndim),)
+
+
+def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
+    """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them."""
+    shape = tuple(shape)
+    if shape == value.shape:
+        return value
+    if 0 in shape or 0 in value.shape:
+        return pinned_value(shape, "empty tensor")
+    matched = segments(value.shape, shape)
+    changed = [(o, n) for o, n in matched if not (len(o) == len(n) == 1)]
+
+    def move(array: Array) -> Array:
+        parts: list[int] = []
+        full = list(array.shape)
+        for olds, news in matched:
+            if math.prod([array.shape[k] for k in olds]) == 1:
+                parts += [1] * len(news)
+            else:
+                for k in olds:
+                    full[k] = value.shape[k]
+                parts += [shape[k] for k in news]
+        return tighten(np.broadcast_to(array, full).reshape(parts))
+
+    labels: list[Label] = [()] * len(shape)
+    reasons = [""] * len(shape)
+    for olds, news in matched:
+        if len(olds) == len(news) == 1:
+            labels[news[0]] = tuple(move(c) if changed else c for c in value.labels[olds[0]])
+            reasons[news[0]] = value.reasons[olds[0]]
+            continue
+        reason = next((value.reasons[k] for k in olds if value.reasons[k]), "")
+        for k in news:
+            reasons[k] = reason
+        if not any((c >= 0).any() for k in olds for c in value.labels[k]):
+            continue
+        pool = [move(c) for k in olds if value.shape[k] > 1 for c in in_full(value, k)]
+        _distribute(ledger, pool, [k for k in news if shape[k] > 1], labels)
+    reshaped = Value(shape, tuple(labels), tuple(reasons), tuple((c, move(v)) for c, v in value.scale))
+    ledger.observe(reshaped)
+    return reshaped
+
+
+def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list[Label]) -> None:
+    """Assign the components of a reshaped segment to its new axes."""
+    assigned: dict[int, list[Array]] = {axis: [] for axis in axes}
+    for component in pool:
+        spread = [axis for axis in axes if component.shape[axis] > 1]
+        if not spread:
+            continue
+        if len(spread) == 1:
+            assigned[spread[0]].append(component)
+        elif not (component >= 0).any():
+            for axis in spread:  # positions with the same content are alike
+                rows = np.moveaxis(component, axis, 0).reshape(component.shape[axis], -1)
+                _, kinds = np.unique(-rows, axis=0, return_inverse=True)
+                assigned[axis].append(along(code(kinds.reshape(-1).astype(np.int64)), axis, component.ndim))
+        else:
+            assigned[spread[-1]].append(component)
+            for position, axis in enumerate(spread[:-1]):
+                blocks = _blocks(ledger, component, spread[: position + 1])
+                _nest(ledger, component, blocks)
+                assigned[axis].append(blocks)
+    for axis, components in assigned.items():
+        label = _simplify(ledger, components)
+        if len(label) == 2 and (label[0] >= 0).all() and not (label[1] >= 0).any() and _determines(*label):
+            ledger.marks.append(Mark(*label, "a position of its own"))  # each unit is met at one fixed position only
+            label = label[:1]
+        labels[axis] = label
+
+
+def _simplify(ledger: Ledger, components: list[Array]) -> Label:
+    """Merge fixed components into one, and drop units that another component determines."""
+    fixed = [c for c in components if not (c >= 0).any()]
+    moving = [c for c in components if (c >= 0).any()]
+    if not moving:
+        return ()
+    kept: list[Array] = []
+    for k, component in enumerate(moving):
+        determining = next((o for o in (*kept, *moving[k + 1 :]) if _determines(o, component)), None)
+        if determining is None:
+            kept.append(component)
+        else:
+            _nest(ledger, determining, component)
+    if len(fixed) > 1:
+        stacked = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*fixed)], axis=1)
+        _, inverse = np.unique(-stacked, axis=0, return_inverse=True)
+        fixed = [code(inverse.reshape(-1).astype(np.int64)).reshape(np.broadcast_shapes(*(f.shape for f in fixed)))]
+    return (*kept, *fixed)
+
+
+def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
+    """Record the block of each unit, which is left out of a label because the unit tells it.
+
+    Should ties make one class of units of several blocks, then the label was too short, and all of them are pinned.
+    """
+    if units is not blocks:
+        x, y = (z.reshape(-1) for z in np.broadcast_arrays(units, blocks))
+        both = (x >= 0) & (y >= 0)
+        if both.any() and (y[both] != y[both][0]).any():
+            ledger.nestings.append((x[both], y[both]))
+
+
+def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
+    """One new unit for each block of units: blocks with the same content get the same unit."""
+    inner = [k for k in range(component.ndim) if k not in outer]
+    rows = component.transpose(*outer, *inner).reshape(math.prod(component.shape[k] for k in outer), -1)
+    _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))  # number blocks in order of appearance
+    units = ledger.fresh_units(len(first))[order[inverse.reshape(-1)]]
+    return units.reshape([component.shape[k] if k in outer else 1 for k in range(component.ndim)])
+
+
+def _join(arrays: Sequence[Array], axis: int) -> Array:
+    """Concatenate arrays that broadcast along the other axes."""
+    other = np.broadcast_shapes(*(tuple(1 if k == axis else n for k, n in enumerate(a.shape)) for a in arrays))
+    full = [np.broadcast_to(a, tuple(a.shape[k] if k == axis else n for k, n in enumerate(other))) for a in arrays]
+    return np.concatenate(full, axis)
+
+
+def _apart(arrays: Sequence[Array], origins: Sequence[int], axis: int) -> Array:
+    """Concatenate components; fixed positions of different origins get different codes.
+
+    ``[x[:2], h, x[2:]]`` has the codes (-1, -2) in its first and in its last piece, which are no more alike than any
+    other two inputs: ``[-1, -2 | u0, u1 | -1, -2]`` becomes ``[-1, -2 | u0, u1 | -3, -4]``.
+    """
+    joined = _join(arrays, axis)
+    fixed = joined < 0
+    if not fixed.any():
+        return joined
+    origin = _join(
+        [
+            np.full([n if k == axis else 1 for k, n in enumerate(a.shape)], o, dtype=np.int64)
+            for a, o in zip(arrays, origins, strict=True)
+        ],
+        axis,
+    )
+    rows = np.stack([np.broadcast_to(origin, joined.shape)[fixed], -joined[fixed]], axis=1)
+    _, kinds = np.unique(rows, axis=0, return_inverse=True)
+    joined = joined.copy()
+    joined[fixed] = code(kinds.reshape(-1).astype(np.int64))
+    return joined
+
+
+def _determines(a: Array, b: Array) -> bool:
+    """Whether b is a function of a, entry by entry, on the units of both."""
+    x, y = (z.reshape(-1) for z in np.broadcast_arrays(a, b))
+    if (x < 0).any():
+        return False
+    order = np.argsort(x, kind="stable")
+    x, y = x[order], y[order]
+    same = x[1:] == x[:-1]
+    return bool((y[1:][same] == y[:-1][same]).all())
