@@ -5,8 +5,9 @@ The package is lazy: ``import tu_symmetry`` loads nothing heavy, a name loads it
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tu_symmetry._lazy import attach
 
 __version__ = "0.1.0"
 
@@ -77,12 +78,121 @@ _EXPORTS: dict[str, str] = {
     "TranspositionCount": "metrics",
 }
 
-__all__ = [*sorted(_EXPORTS), "__version__"]
+__all__ = [
+    "Alignment",
+    "CanonicalForm",
+    "Certificate",
+    "CompactPosterior",
+    "FitCompactPosterior",
+    "FitLaplace",
+    "GaussianPredictive",
+    "HMCRoutine",
+    "Hyperprior",
+    "LaplaceEnsemble",
+    "LaplaceFileError",
+    "LaplacePostProcessing",
+    "LaplaceRegressionRoutine",
+    "LinearizedLaplace",
+    "MarginalHomogeneity",
+    "MassProfile",
+    "Matching",
+    "MaximumMeanDiscrepancy",
+    "MembersRoutine",
+    "NormalizationGroup",
+    "PairwiseMutualInformation",
+    "PermutationGroup",
+    "PosteriorSnapshots",
+    "PredictiveAgreement",
+    "PredictiveTotalVariation",
+    "PredictiveWriter",
+    "PrunedGroupWarning",
+    "Rebasin",
+    "ReferencePredictive",
+    "RepresentationCost",
+    "SampleStore",
+    "ScaleCanonicalization",
+    "ScaleGroup",
+    "SymmetryError",
+    "SymmetryGraph",
+    "SymmetryWarning",
+    "TranspositionCount",
+    "VariationalRoutine",
+    "__version__",
+    "activation_matching",
+    "align",
+    "apply_permutation",
+    "apply_scale",
+    "canonicalize",
+    "certify",
+    "compose",
+    "discover_symmetries",
+    "identity_permutation",
+    "invert",
+    "load_state",
+    "loss_barrier",
+    "mass_profile",
+    "move_optimizer_state",
+    "normalization_epsilons",
+    "posterior_ensemble",
+    "random_permutation",
+    "random_scale",
+    "register_rule",
+    "remove_symmetries",
+    "representation_cost",
+    "require_certificate",
+    "scale_with_epsilon",
+    "transposition_count",
+    "verify_symmetries",
+    "weight_matching",
+]
 
 if TYPE_CHECKING:
-    from tu_symmetry.states import SymmetryError
+    from tu_symmetry.alignment.activations import activation_matching
+    from tu_symmetry.alignment.align import Alignment, align
+    from tu_symmetry.alignment.barrier import loss_barrier
+    from tu_symmetry.alignment.matching import Matching, weight_matching
+    from tu_symmetry.callbacks import (
+        FitCompactPosterior,
+        FitLaplace,
+        PosteriorSnapshots,
+        PredictiveWriter,
+        Rebasin,
+        ReferencePredictive,
+        ScaleCanonicalization,
+    )
+    from tu_symmetry.laplace.evidence import Hyperprior
+    from tu_symmetry.laplace.model import LinearizedLaplace
+    from tu_symmetry.laplace.predictive import GaussianPredictive
+    from tu_symmetry.laplace.report import PrunedGroupWarning
+    from tu_symmetry.laplace.storage import LaplaceFileError
+    from tu_symmetry.metrics import (
+        MarginalHomogeneity,
+        MaximumMeanDiscrepancy,
+        PairwiseMutualInformation,
+        PredictiveAgreement,
+        PredictiveTotalVariation,
+        RepresentationCost,
+        TranspositionCount,
+    )
+    from tu_symmetry.posterior.compact import CompactPosterior
+    from tu_symmetry.posterior.samples import SampleStore
+    from tu_symmetry.routines import (
+        HMCRoutine,
+        LaplaceEnsemble,
+        LaplacePostProcessing,
+        LaplaceRegressionRoutine,
+        MembersRoutine,
+        VariationalRoutine,
+        posterior_ensemble,
+    )
+    from tu_symmetry.scaling.canonical import CanonicalForm, canonicalize, representation_cost
+    from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
+    from tu_symmetry.scaling.profiles import MassProfile, mass_profile
+    from tu_symmetry.scaling.removal import remove_symmetries
+    from tu_symmetry.states import SymmetryError, load_state
     from tu_symmetry.symmetry.action import apply_permutation, apply_scale
     from tu_symmetry.symmetry.certificate import Certificate, certify, require_certificate
+    from tu_symmetry.symmetry.discovery import discover_symmetries
     from tu_symmetry.symmetry.elements import (
         compose,
         identity_permutation,
@@ -99,15 +209,7 @@ if TYPE_CHECKING:
         SymmetryWarning,
     )
     from tu_symmetry.symmetry.in_place import move_optimizer_state
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"tu_symmetry.{_EXPORTS[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tu_symmetry' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    from tu_symmetry.symmetry.rules import register_rule
+    from tu_symmetry.symmetry.verification import verify_symmetries
+else:
+    __getattr__, __dir__ = attach(__name__, _EXPORTS)

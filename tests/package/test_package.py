@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,6 +16,8 @@ import tu_symmetry
 
 HEAVY = ("torch", "lightning", "torch_uncertainty", "torchmetrics", "scipy", "matplotlib")
 CORE = ("symmetry", "alignment", "scaling", "laplace", "posterior", "metrics")
+PACKAGE = Path(tu_symmetry.__file__ or "").parent
+LAZY = sorted(p.parent.name for p in PACKAGE.glob("*/__init__.py") if "attach(__name__" in p.read_text())
 PUBLIC = sorted(name for name in tu_symmetry.__all__ if name != "__version__")
 
 
@@ -50,6 +53,53 @@ def test_dir_lists_what_is_public_and_names_are_unique() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'discover_symetries'"):
         _ = tu_symmetry.discover_symetries
+
+
+def declared_names(source: str, package: str) -> dict[str, dict[str, str]]:
+    """Where each name comes from, once by ``_EXPORTS`` and once by the block that type checkers read."""
+    found: dict[str, dict[str, str]] = {"exports": {}, "typed": {}}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_EXPORTS":
+            assert node.value is not None
+            pairs = ast.literal_eval(node.value)
+            found["exports"] = {name: f"{package}.{module}" for name, module in pairs.items()}
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for line in node.body:
+                assert isinstance(line, ast.ImportFrom) and not any(alias.asname for alias in line.names)
+                found["typed"] |= {alias.name: str(line.module) for alias in line.names}
+    return found
+
+
+@pytest.mark.parametrize("room", ["", *LAZY])
+def test_type_checkers_are_told_of_the_very_names_that_load(room: str) -> None:
+    name = f"tu_symmetry.{room}".rstrip(".")
+    package = importlib.import_module(name)
+    found = declared_names((PACKAGE / room / "__init__.py").read_text(), name)
+    assert found["typed"] == found["exports"]
+    assert sorted(package.__all__) == sorted([*found["exports"], *([] if room else ["__version__"])])
+
+
+def test_every_lazy_package_uses_the_one_mechanism() -> None:
+    own = [p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py") if "def __getattr__(name: str)" in p.read_text()]
+    assert not own
+    assert {"callbacks", "metrics", "routines", "datamodules"} <= set(LAZY)
+
+
+@pytest.mark.slow
+def test_every_public_name_has_a_type_for_checkers_and_misspelled_ones_are_errors(tmp_path: Path) -> None:
+    from mypy import api
+
+    code = tmp_path / "names.py"
+    lines = [f"reveal_type(tus.{name})" for name in tu_symmetry.__all__]
+    code.write_text("\n".join(["import tu_symmetry as tus", *lines, "tus.discover_symetries", ""]))
+    config = tmp_path / "mypy.ini"
+    config.write_text(f"[mypy]\nmypy_path = {PACKAGE.parent}\nignore_missing_imports = True\n")
+    out, errors, _ = api.run(["--config-file", str(config), "--cache-dir", str(tmp_path / "cache"), str(code)])
+    said = [line for line in out.splitlines() if line.startswith(str(code))]
+    revealed = [line.partition("Revealed type is ")[2].strip('"') for line in said if "Revealed type" in line]
+    assert len(revealed) == len(lines), out + errors
+    assert not [n for n, t in zip(tu_symmetry.__all__, revealed, strict=True) if t in ("Any", "")]
+    assert any("discover_symetries" in line and "attr-defined" in line for line in said), out
 
 
 def test_core_rooms_load_without_lightning_and_torch_uncertainty() -> None:

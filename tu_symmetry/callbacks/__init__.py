@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
     "FitCompactPosterior": "compact",
@@ -32,15 +33,5 @@ if TYPE_CHECKING:
     from tu_symmetry.callbacks.reference import PredictiveWriter, ReferencePredictive
     from tu_symmetry.callbacks.scale import ScaleCanonicalization
     from tu_symmetry.callbacks.snapshots import PosteriorSnapshots
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"tu_symmetry.callbacks.{_EXPORTS[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tu_symmetry.callbacks' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+else:
+    __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
     "CIFARDataModule": "images",
@@ -13,20 +14,16 @@ _EXPORTS: dict[str, str] = {
     "ImageDataModule": "images",
 }
 
-__all__ = ["CIFARDataModule", "DataFileError", "DigitsDataModule", "IDXDataModule", "ImageDataModule"]
+__all__ = [
+    "CIFARDataModule",
+    "DataFileError",
+    "DigitsDataModule",
+    "IDXDataModule",
+    "ImageDataModule",
+]
 
 if TYPE_CHECKING:
     from tu_symmetry.datamodules.images import CIFARDataModule, DigitsDataModule, IDXDataModule, ImageDataModule
     from tu_symmetry.datamodules.readers import DataFileError
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"tu_symmetry.datamodules.{_EXPORTS[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tu_symmetry.datamodules' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+else:
+    __getattr__, __dir__ = attach(__name__, _EXPORTS)

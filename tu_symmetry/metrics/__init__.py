@@ -5,10 +5,11 @@ Their pure functions are in :mod:`tu_symmetry.metrics.functional`. Each class lo
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-_EXPORTS = {
+from tu_symmetry._lazy import attach
+
+_EXPORTS: dict[str, str] = {
     "MarginalHomogeneity": "homogeneity",
     "MaximumMeanDiscrepancy": "discrepancy",
     "PairwiseMutualInformation": "diversity",
@@ -35,11 +36,5 @@ if TYPE_CHECKING:
     from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
     from tu_symmetry.metrics.representation import RepresentationCost
     from tu_symmetry.metrics.transpositions import TranspositionCount
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+else:
+    __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
     "HMCRoutine": "hmc",
@@ -31,15 +32,5 @@ if TYPE_CHECKING:
     from tu_symmetry.routines.laplace import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
     from tu_symmetry.routines.members import MembersRoutine
     from tu_symmetry.routines.variational import VariationalRoutine
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        value = getattr(importlib.import_module(f"tu_symmetry.routines.{_EXPORTS[name]}"), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'tu_symmetry.routines' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+else:
+    __getattr__, __dir__ = attach(__name__, _EXPORTS)
