@@ -22,6 +22,7 @@ from benchmarks._measure import both, figure, in_own_process, interleave, times
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.prediction import Drawer
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.reporting.grid import Grid
 
@@ -308,7 +309,7 @@ def measure_predictive(classes: int, width: int = 32, images: int = 1) -> list[R
     }
     start = time.process_time()
     with evaluating(model):
-        list(la._weight_samples(_DRAWS, 0).chunks())
+        list(Drawer().samples(la.fitted, _DRAWS, 0).chunks())
     drawing = time.process_time() - start
     outcomes = interleave({f"{name}, {n} images": partial(_with_memory, c) for (name, n), c in calls.items()}, 1)
     first = next(iter(outcomes.values()))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tu_symmetry.configs import ConfigError, parse
+from tu_symmetry.laplace.jacobians import Tangent, features
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -25,7 +26,6 @@ from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
 from tu_symmetry.tables.laplace_toy import BatchNormMLP, sample_curve
 from tu_symmetry.tables.recipe import DataConfig, load_recipe
 from tu_symmetry.tables.stage import stage_kind
-from tu_symmetry.tables.stored_jacobian import Tangent, features
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -20,6 +20,7 @@ from torchvision.io import encode_jpeg, encode_png
 from tu_symmetry.configs import ConfigError, parse
 from tu_symmetry.datamodules.readers import CIFAR_ARCHIVE, TEXTURES_ARCHIVE
 from tu_symmetry.evaluation import Batches
+from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.reporting.progress import Display
@@ -34,7 +35,6 @@ from tu_symmetry.tables.laplace_residual import CHOICES, Choice, EvidenceOptions
 from tu_symmetry.tables.laplace_residual_report import name_of
 from tu_symmetry.tables.recipe import load_recipe
 from tu_symmetry.tables.stage import stage_kind
-from tu_symmetry.tables.stored_jacobian import StoredJacobian
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -178,10 +178,10 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(table: tuple[Pat
     folder = out / "evidence" / "network-0"
     work = laplace_residual._Work(model, graph, Batches(x, y, 16), EvidenceOptions(), folder, Silent())
     la = work._start(Choice.parse("full/single"), lambda info: None)
-    work._resume(la, Choice.parse("tangent_mode/single"))
+    la = work._resumed(la, Choice.parse("tangent_mode/single"))
     theta, point = la.theta, la.tangent.point()
     assert (theta - point).norm() > 1e-2 * point.norm()
-    work._retake(la, lambda info: None)
+    la = work._retaken(la, lambda info: None)
     assert torch.equal(la.theta, theta)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     move = la.tangent.unflatten(theta - point)

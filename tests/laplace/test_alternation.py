@@ -119,7 +119,7 @@ def test_more_alternations_are_never_worse(kind: Any, hyperprior: Hyperprior | N
                 max_iterations=limit,
                 progress=partial(note, values),
             )
-        objective = la._objective()
+        objective = la.fitted.objective()
         assert objective <= min(values) + 1e-3
         assert objective <= before + 1e-3
         assert 1 <= result.best_iteration <= result.iterations <= limit

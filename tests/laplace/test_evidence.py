@@ -228,7 +228,7 @@ def test_the_joint_point_is_stationary(curvature: str, hyperprior: Hyperprior | 
         step = torch.zeros_like(rho)
         step[i] = 1e-4
         energies = [
-            0.5 * float(((rho + s).exp() * norms).sum() + la._determinants.log_det_ratio(rho + s, tau))
+            0.5 * float(((rho + s).exp() * norms).sum() + la.fitted.curvature.determinants.log_det_ratio(rho + s, tau))
             + prior.energy(rho + s, la.center.log())
             for s in (step, -step)
         ]
@@ -400,7 +400,7 @@ def test_rounding_errors_of_single_precision_are_no_directions(curvature: str) -
         la.set_precision(1e-9)
         (row,) = la.report()
         assert row.gamma == pytest.approx(12, rel=1e-3)
-        ratios.append(la._determinants.log_det_ratio(la.log_precision, 0.0))
+        ratios.append(la.fitted.curvature.determinants.log_det_ratio(la.log_precision, 0.0))
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-4)
 
 

@@ -381,7 +381,7 @@ def test_many_outputs_take_samples_and_few_take_covariances(monkeypatch: pytest.
         x, y = data(4, outputs=outputs)
         la = LinearizedLaplace(mlp(outputs), prior="single", curvature=curvature).fit([(x, y)])  # type: ignore
         la.predictive(x, num_samples=2)
-    monkeypatch.setattr("tu_symmetry.laplace.model._EXACT_ENTRIES", 20)
+    monkeypatch.setattr("tu_symmetry.laplace.prediction._EXACT_ENTRIES", 20)
     la.predictive(x, num_samples=2)
     assert called == ["function_covariance", "function_samples", "function_covariance", "function_samples"]
 

@@ -9,22 +9,22 @@ parameters, or one for each. Its ``fit`` shares the gradient factor between weig
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, DenseBlock, KroneckerBlock
-from tu_symmetry.laplace.curvature import Summary
+from tu_symmetry.laplace.curvature import Options, Summary
+from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
-from tu_symmetry.laplace.mode import EvaluateAt, Mode
+from tu_symmetry.laplace.likelihood import make_likelihood
+from tu_symmetry.laplace.mode import EvaluateAt
+from tu_symmetry.laplace.tangent import Slot, TangentModel, select_parameters
 
-if TYPE_CHECKING:
-    from tu_symmetry.laplace.model import LinearizedLaplace
 
-
-def to_laplace_torch(la: LinearizedLaplace) -> Any:
+def to_laplace_torch(fitted: FittedLaplace) -> Any:
     """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and noise.
 
     Its evidence is that at the linearization point: laplace-torch has no ``theta*``.
@@ -36,23 +36,25 @@ def to_laplace_torch(la: LinearizedLaplace) -> Any:
     from laplace.baselaplace import KronLaplace
     from laplace.utils.matrix import Kron, KronDecomposed
 
-    if la.options.curvature != "kfac":
-        raise ValueError(f"curvature={la.options.curvature!r} has no counterpart in KronLaplace; fit curvature='kfac'")
-    if la.summary.positions > 1:
+    if fitted.options.curvature != "kfac":
+        raise ValueError(
+            f"curvature={fitted.options.curvature!r} has no counterpart in KronLaplace; fit curvature='kfac'"
+        )
+    if fitted.summary.positions > 1:
         raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")
-    blocks = la.posterior.blocks
-    if not la.prior_groups.whole:
+    blocks = fitted.curvature.blocks
+    if not fitted.groups.whole:
         raise ValueError("KronLaplace has one precision for each parameter at most; prior='per_filter' has more")
-    varying = [name for name, p in la.model.named_parameters() if p.requires_grad]
-    if varying != list(la.tangent.names):
+    varying = [name for name, p in fitted.model.named_parameters() if p.requires_grad]
+    if varying != list(fitted.tangent.names):
         raise ValueError(
             "KronLaplace covers all parameters that require a gradient; call requires_grad_(False) on "
-            f"{[n for n in varying if n not in la.tangent.names][:6]}, which this posterior leaves out"
+            f"{[n for n in varying if n not in fitted.tangent.names][:6]}, which this posterior leaves out"
         )
     vectors: list[Any] = []  # lists of one or two factors, where laplace-torch's annotations say tuples
     values: list[Any] = []
     for block in blocks:
-        own = la.tangent.slots[block.name]
+        own = fitted.tangent.slots[block.name]
         if isinstance(block, KroneckerBlock) and (block.start, block.stop) == own[:2] and len(block.inputs) == 1:
             vectors.append([block.outputs[0], block.inputs[0]])
             values.append([block.output_values[0], block.input_values[0]])
@@ -64,38 +66,36 @@ def to_laplace_torch(la: LinearizedLaplace) -> Any:
                 f"{block.name} has a {block.kind} block over a part of it, several of them (a grouped convolution, the "
                 "fused projection of an attention), or a diagonal one; KronLaplace cannot hold it"
             )
-    single = len(la.prior_groups) == 1
-    precision = la.log_precision.exp()
-    of = torch.stack([la.prior_groups.of[name] for name in la.tangent.names])
+    single = len(fitted.groups) == 1
+    precision = fitted.log_precision.exp()
+    of = torch.stack([fitted.groups.of[name] for name in fitted.tangent.names])
     other = KronLaplace(
-        la.model,
-        la.likelihood.name,
-        sigma_noise=math.sqrt(la.noise_variance),
-        prior_precision=float(precision[0]) if single else precision[of].to(la.tangent.point()),
+        fitted.model,
+        fitted.likelihood.name,
+        sigma_noise=math.sqrt(fitted.noise_variance),
+        prior_precision=float(precision[0]) if single else precision[of].to(fitted.tangent.point()),
     )
     other.H = KronDecomposed(vectors, values)
     factors: list[Any] = [
         [_dense(q, s) for q, s in zip(*pair, strict=True)] for pair in zip(vectors, values, strict=True)
     ]
     other.H_facs = Kron(factors)
-    other.mean = la.tangent.point()
-    other.n_data, other.n_outputs = la.summary.samples, la.summary.outputs
-    other.loss = torch.tensor(la.summary.loss, dtype=other.mean.dtype, device=other.mean.device)
+    other.mean = fitted.tangent.point()
+    other.n_data, other.n_outputs = fitted.summary.samples, fitted.summary.outputs
+    other.loss = torch.tensor(fitted.summary.loss, dtype=other.mean.dtype, device=other.mean.device)
     return other
 
 
-def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> LinearizedLaplace:
-    """A fitted ``KronLaplace`` as a :class:`LinearizedLaplace` of the same network, precisions and noise.
+def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> FittedLaplace:
+    """A fitted ``KronLaplace`` as an approximation of the same network, precisions and noise.
 
     Args:
         other: the fitted approximation, over all parameters that require a gradient.
-        evaluate_at: as in :class:`LinearizedLaplace`.
+        evaluate_at: as in :class:`tu_symmetry.LinearizedLaplace`.
 
     Raises:
         ValueError: something else than a fitted KronLaplace, or options without counterpart here.
     """
-    from tu_symmetry.laplace.model import LinearizedLaplace
-
     eigenvalues = getattr(getattr(other, "H", None), "eigenvalues", None)
     if type(other).__name__ != "KronLaplace" or eigenvalues is None:
         raise ValueError(
@@ -111,34 +111,30 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Linear
             raise ValueError(f"{option}={value} of the KronLaplace has no counterpart here; it has to be {wanted}")
     numbers = other.prior_precision.reshape(-1).double().cpu()
     shared = len(numbers) == 1
-    la = LinearizedLaplace(
-        other.model,
-        str(getattr(other.likelihood, "value", other.likelihood)),  # type: ignore[arg-type]
+    tangent = TangentModel(other.model, select_parameters(other.model, None))
+    groups = PriorGroups(tangent.slots, {name: "all" if shared else name for name in tangent.names})
+    blocks = _blocks(tangent.slots, groups, other.H.eigenvectors, eigenvalues)
+    summary = Summary(int(other.n_data), float(other.loss), int(other.n_outputs))
+    return FittedLaplace.begin(
+        tangent,
+        make_likelihood(str(getattr(other.likelihood, "value", other.likelihood))),
+        Options(bias="shared"),
+        FittedCurvature(tuple(blocks), summary, groups),
         prior="single" if shared else "per_group",
         evaluate_at=evaluate_at,
-        bias="shared",
-    )
-    names = la.tangent.names
-    groups = PriorGroups(la.tangent.slots, {name: "all" if shared else name for name in names})
-    blocks = _blocks(la, groups, other.H.eigenvectors, eigenvalues)
-    summary = Summary(int(other.n_data), float(other.loss), int(other.n_outputs))
-    point = la.tangent.point()
-    la.restore(
-        blocks,
-        summary,
-        groups,
         log_precision=numbers.log(),
         noise_variance=float(other.sigma_noise) ** 2,
-        solution=Mode.at(point, summary.loss, evaluate_at),
     )
-    return la
 
 
 def _blocks(
-    la: LinearizedLaplace, groups: PriorGroups, vectors: Sequence[Sequence[Tensor]], values: Sequence[Sequence[Tensor]]
+    slots: Mapping[str, Slot],
+    groups: PriorGroups,
+    vectors: Sequence[Sequence[Tensor]],
+    values: Sequence[Sequence[Tensor]],
 ) -> list[Block]:
     blocks: list[Block] = []
-    for (name, slot), basis, own in zip(la.tangent.slots.items(), vectors, values, strict=True):
+    for (name, slot), basis, own in zip(slots.items(), vectors, values, strict=True):
         number = groups.of[name]
         if len(own) == 1:
             blocks.append(DenseBlock(name, slot.start, number, basis[0], own[0].clamp(min=0)))

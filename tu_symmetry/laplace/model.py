@@ -12,26 +12,24 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace import predictive as outputs_posterior
-from tu_symmetry.laplace.alternation import Step, alternate
-from tu_symmetry.laplace.blocks import Block, Posterior
+from tu_symmetry.laplace import interop, prediction, storage
+from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
-from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
-from tu_symmetry.laplace.groups import Prior, PriorGroups, centers, prior_groups
-from tu_symmetry.laplace.hooks import find_layers
-from tu_symmetry.laplace.layers import Layer
+from tu_symmetry.laplace.evidence import FLAT, Hyperprior
+from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
+from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
+from tu_symmetry.laplace.joint import at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.likelihood import FisherType, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.mode import EvaluateAt, Mode, solve_mode
-from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox, WeightSamples
+from tu_symmetry.laplace.mode import EvaluateAt, Mode
+from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox
 from tu_symmetry.laplace.report import (
     EvidenceResult,
     GroupReport,
@@ -43,11 +41,8 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
-    batch_size,
-    evaluating,
     full_precision,
     last_linear,
-    ordinary,
     rows_of,
     select_parameters,
 )
@@ -66,9 +61,6 @@ __all__ = [
 ]
 
 Progress = Callable[[dict[str, Any]], None]
-
-_EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 samples
-_EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -116,14 +108,9 @@ class LinearizedLaplace:
             (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
         generator: of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
+    The fit is one frozen object, :attr:`fitted`; precisions, weights and all other properties are read from it.
+
     Attributes:
-        prior_groups: the groups of weights that share a precision.
-        log_precision: log of their precisions, float64.
-        noise_variance: of a regression's noise (1 for a classification).
-        center: the hyperprior's center of each precision.
-        whole: parameters without Kronecker factors that have an exact block, since other modules read them too.
-        solution: the weights ``theta`` and how well they solve their problem.
-        summary: number of samples and outputs, and the loss at the linearization point.
         train_loader: what :meth:`fit` was given; None after loading.
 
     Raises:
@@ -190,10 +177,8 @@ class LinearizedLaplace:
             self.tangent: TangentModel = LastLayerModel(model, last_linear(model))
         else:
             self.tangent = TangentModel(model, select_parameters(model, parameters))
-        self._blocks: list[Block] | None = None
-        self._layers: list[Layer] | None = None
-        self.whole: tuple[str, ...] = ()
-        self._samples: WeightSamples | None = None
+        self._fitted: FittedLaplace | None = None
+        self._drawer = prediction.Drawer()
 
     # ------------------------------------------------------------------ fitting
 
@@ -254,63 +239,98 @@ class LinearizedLaplace:
             generator=self.generator or torch.Generator().manual_seed(0),
             progress=progress,
         )
-        self.restore(
-            blocks,
-            summary,
-            groups,
-            log_precision=centers(groups, self.tangent.point()).log(),
+        curvature = FittedCurvature(tuple(blocks), summary, groups, tuple(whole))
+        fitted = FittedLaplace.begin(
+            self.tangent,
+            self.likelihood,
+            self.options,
+            curvature,
+            prior=self.prior,
+            evaluate_at=self.evaluate_at,
             noise_variance=self._initial_noise,
-            solution=Mode.at(self.tangent.point(), summary.loss, self.evaluate_at),
-            whole=whole,
+            noise_fixed=self.noise_fixed,
         )
-        if self._initial is not None:
-            self.set_precision(self._initial)
+        self._fitted = fitted if self._initial is None else fitted.with_precision(self._initial)
         self.train_loader = train_loader
         return self
 
-    @_apart
-    def restore(
-        self,
-        blocks: Sequence[Block],
-        summary: Summary,
-        groups: PriorGroups,
-        *,
-        log_precision: Tensor,
-        noise_variance: float,
-        solution: Mode,
-        hyperprior: Hyperprior = FLAT,
-        whole: Sequence[str] = (),
-        tangent: TangentModel | None = None,
-        train_loader: Iterable[Any] | None = None,
-    ) -> None:
-        """Take over a curvature of this network (fitted, loaded, or converted), precisions and weights.
+    @classmethod
+    def from_fitted(cls, fitted: FittedLaplace, train_loader: Iterable[Any] | None = None) -> LinearizedLaplace:
+        """The approximation around a frozen state, which it does not share with any other.
 
         Args:
-            blocks: of the curvature, in the order of the flat parameter vector.
-            summary: of the pass that gave them.
-            groups: which weights share a precision.
-            log_precision: of the groups.
-            noise_variance: of a regression's noise.
-            solution: the weights that the evidence is evaluated at.
-            hyperprior: on the precisions.
-            whole: parameters without Kronecker factors that have an exact block.
-            tangent: another way to the same network's Jacobian products (stored ones); None keeps the present one.
-            train_loader: the training data, where they will be read again; None keeps what is known.
+            fitted: the state, for example ``la.fitted.restarted(evaluate_at="map")``.
+            train_loader: the training data, where they will be read again.
         """
-        self.tangent = self.tangent if tangent is None else tangent
-        self.train_loader = self.train_loader if train_loader is None else train_loader
-        layered = self.options.curvature in ("kfac", "ekfac")
-        self.whole = tuple(whole)
-        names = [name for name in self.tangent.names if name not in self.whole]
-        self._layers = find_layers(self.model, names) if layered else None
-        self._blocks, self.summary, self.prior_groups = list(blocks), summary, groups
-        self._determinants: Determinants = determinants(blocks, groups)
-        self.center = centers(groups, self.tangent.point())
-        self.log_precision, self.noise_variance, self.hyperprior = log_precision, noise_variance, hyperprior
-        self.solution = solution
-        self.fingerprint = self.tangent.fingerprint()
-        self._state = {name: tensor.clone() for name, tensor in self.tangent.state().items()}
-        self._samples = None
+        last_layer = fitted.options.curvature == "last_layer"
+        la = cls(
+            fitted.model,
+            fitted.likelihood.name,
+            prior=fitted.prior,
+            evaluate_at=fitted.evaluate_at,
+            parameters=None if last_layer else fitted.tangent.names,
+            noise_variance=fitted.noise_variance if fitted.noise_fixed else None,
+            **vars(fitted.options),
+        )
+        la.tangent, la.likelihood = fitted.tangent, fitted.likelihood
+        la._fitted, la.train_loader = fitted, train_loader
+        return la
+
+    @property
+    def fitted(self) -> FittedLaplace:
+        """All that the fit and the evidence have found, as one frozen object.
+
+        Raises:
+            RuntimeError: before :meth:`fit`.
+        """
+        if self._fitted is None:
+            raise RuntimeError("this Laplace approximation has not been fitted; call fit(train_loader) first")
+        return self._fitted
+
+    @property
+    def prior_groups(self) -> PriorGroups:
+        """The groups of weights that share a precision."""
+        return self.fitted.groups
+
+    @property
+    def log_precision(self) -> Tensor:
+        """Log of their precisions, float64 ``[groups]``."""
+        return self.fitted.log_precision
+
+    @property
+    def noise_variance(self) -> float:
+        """Of a regression's noise (1 for a classification)."""
+        return self.fitted.noise_variance
+
+    @property
+    def center(self) -> Tensor:
+        """The hyperprior's center of each precision, float64 ``[groups]``."""
+        return self.fitted.center
+
+    @property
+    def hyperprior(self) -> Hyperprior:
+        """The hyperprior of the last optimization; a flat one before."""
+        return self.fitted.hyperprior
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Parameters without Kronecker factors that have an exact block, since other modules read them too."""
+        return self.fitted.curvature.whole
+
+    @property
+    def solution(self) -> Mode:
+        """The weights ``theta`` and how well they solve their problem."""
+        return self.fitted.solution
+
+    @property
+    def summary(self) -> Summary:
+        """Number of samples and outputs, and the loss at the linearization point."""
+        return self.fitted.summary
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the network's weights and buffers at the fit."""
+        return self.fitted.snapshot.fingerprint
 
     def _group(self, loader: Iterable[Any]) -> PriorGroups:
         normalizations = self.graph.normalizations if self.graph is not None else ()
@@ -331,22 +351,7 @@ class LinearizedLaplace:
     @_apart
     def set_precision(self, precision: float | Mapping[str, float]) -> None:
         """Set the prior precision of all groups, or of groups by name (the others keep theirs)."""
-        self._require_fit()
-        given = dict.fromkeys(self.prior_groups.names, precision) if isinstance(precision, (int, float)) else precision
-        log_precision = self.log_precision.clone()
-        for name, value in given.items():
-            if name not in self.prior_groups.names:
-                raise ValueError(f"no prior group {name!r}; the groups are {list(self.prior_groups.names)[:12]}")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"the precision of {name!r} is {value}; it has to be positive and finite")
-            log_precision[self.prior_groups.names.index(name)] = math.log(value)
-        self._set(log_precision, self.noise_variance)
-
-    def _set(self, log_precision: Tensor, noise: float) -> None:
-        moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
-        if self.evaluate_at == "tangent_mode" and moved:
-            self.solution = replace(self.solution, gradient_norm=math.nan, converged=False)
-        self.log_precision, self.noise_variance, self._samples = log_precision, noise, None
+        self._fitted = self.fitted.with_precision(precision)
 
     # ------------------------------------------------------------------ evidence
 
@@ -388,93 +393,21 @@ class LinearizedLaplace:
             PrunedGroupWarning: a group was switched off.
             NotConvergedWarning: the tolerances were not met.
         """
-        self._require_fit()
-        self.hyperprior = Hyperprior() if hyperprior == "default" else (FLAT if hyperprior is None else hyperprior)
-        double = self.tangent.point().dtype == torch.float64
-        tolerance = tolerance or (1e-6 if double else 1e-3)
+        chosen = Hyperprior() if hyperprior == "default" else (FLAT if hyperprior is None else hyperprior)
         if self.evaluate_at == "map":
-            rho, tau = self._hyperparameter_step(self.solution)
-            self._set(rho, math.exp(tau))
-            result = EvidenceResult(self._log_evidence(self.solution), 1, 0.0, 0.0, True, 1)
+            self._fitted, result = at_map(self.fitted, chosen)
         else:
-            loader = self._training_data(train_loader)
-            accuracy = mode_tolerance or self._default_mode_tolerance()
-            result = self._joint(loader, max_iterations, tolerance, accuracy, progress)
+            self._fitted, result = at_joint_mode(
+                self.fitted,
+                self._training_data(train_loader),
+                chosen,
+                max_iterations=max_iterations,
+                tolerance=tolerance,
+                mode_tolerance=mode_tolerance,
+                progress=progress,
+            )
         warn_about(result, self.report(), stacklevel=4)
         return result
-
-    def _hyperparameter_step(self, mode: Mode) -> tuple[Tensor, float]:
-        return self._determinants.step(
-            self.prior_groups.total(mode.theta.double().square()),
-            self.log_precision,
-            math.log(self.noise_variance),
-            self.center.log(),
-            self.hyperprior,
-            self._noise(mode) if self.likelihood.name == "regression" and not self.noise_fixed else None,
-        )
-
-    def _joint(
-        self,
-        loader: Iterable[Any],
-        max_iterations: int,
-        tolerance: float,
-        mode_tolerance: float,
-        progress: Progress | None,
-    ) -> EvidenceResult:
-        """Alternate between weights and hyperparameters ``(log precisions, log noise variance)``."""
-        tau = torch.tensor([math.log(self.noise_variance)], dtype=torch.float64)
-        bound = math.log(self.hyperprior.cap)
-        free = torch.tensor([0.0 if self.noise_fixed else math.inf], dtype=torch.float64)
-
-        def place(point: Tensor) -> None:
-            self._set(point[:-1], self.noise_variance if self.noise_fixed else math.exp(float(point[-1])))
-
-        def step(point: Tensor, accuracy: float) -> Step:
-            place(point)
-            self.solve_mode(loader, tolerance=accuracy, progress=progress)
-            rho, log_noise = self._hyperparameter_step(self.solution)
-            image = torch.cat([rho, torch.tensor([log_noise], dtype=torch.float64)])
-            undetermined = torch.cat([self._undetermined(rho), torch.tensor([False])])
-            return Step(self._objective(), image, undetermined, self.solution)
-
-        def report(iteration: int, change: float, objective: float) -> None:
-            if progress is not None:
-                progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": objective})
-
-        found = alternate(
-            step,
-            torch.cat([self.log_precision, tau]),
-            torch.cat([self.center.log() - bound, tau - free]),
-            torch.cat([self.center.log() + bound, tau + free]),
-            tolerance=tolerance,
-            accuracy=mode_tolerance,
-            max_iterations=max_iterations,
-            progress=report,
-        )
-        place(found.point)
-        self.solution = found.weights
-        if not found.converged and found.weights.gradient_norm > mode_tolerance:  # found roughly, on the way
-            self.solve_mode(loader, tolerance=mode_tolerance, progress=progress)
-        # where it converged, precisions are those that belong to these weights, whose certificate they hardly change
-        return EvidenceResult(
-            self._log_evidence(self.solution),
-            found.iterations,
-            found.change,
-            self.solution.gradient_norm,
-            found.converged and self.solution.converged,
-            found.best,
-        )
-
-    def _undetermined(self, rho: Tensor) -> Tensor:
-        """Groups on their way to an infinite precision under a flat hyperprior, which they approach ever more slowly.
-
-        The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
-        by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
-        """
-        if not math.isinf(self.hyperprior.std):
-            return torch.zeros(len(rho), dtype=torch.bool)
-        gamma = self._determinants.gamma(rho, math.log(self.noise_variance))
-        return ((gamma < 1e-2) & (rho > self.log_precision)) | (gamma < 1e-8)
 
     @leaves_randomness
     @_apart
@@ -494,25 +427,14 @@ class LinearizedLaplace:
             max_iterations: largest number of Newton steps.
             progress: called after every pass over the data.
         """
-        self._require_fit()
-        precision = self.prior_groups.spread(self.log_precision.exp()).to(self.solution.theta)
-        with evaluating(self.model):
-            self.solution = solve_mode(
-                self.tangent,
-                self.likelihood,
-                self._training_data(train_loader),
-                precision,
-                self.posterior,
-                self.solution.theta,
-                samples=self.summary.samples,
-                tolerance=tolerance or self._default_mode_tolerance(),
-                max_iterations=max_iterations,
-                progress=progress,
-            )
+        self._fitted = at_mode(
+            self.fitted,
+            self._training_data(train_loader),
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            progress=progress,
+        )
         return self.solution
-
-    def _default_mode_tolerance(self) -> float:
-        return 1e-6 if self.solution.theta.dtype == torch.float64 else 1e-2
 
     @leaves_randomness
     @_apart
@@ -521,59 +443,25 @@ class LinearizedLaplace:
 
         At ``tangent_mode`` this mode is found first, where the precisions have changed since it last was.
         """
-        self._require_fit()
-        if math.isnan(self.solution.gradient_norm):
+        if math.isnan(self.fitted.solution.gradient_norm):
             self.solve_mode(train_loader)
-        return self._log_evidence(self.solution)
-
-    def _noise(self, mode: Mode) -> Noise:
-        return Noise(self.summary.samples * self.summary.outputs, 2 * mode.loss)
-
-    def _log_evidence(self, mode: Mode) -> float:
-        tau = math.log(self.noise_variance)
-        data = self._noise(mode).energy(tau) if self.likelihood.name == "regression" else mode.loss
-        norms = self.prior_groups.total(mode.theta.double().square())
-        prior = float((self.log_precision.exp() * norms).sum())
-        return -data - 0.5 * (prior + self._determinants.log_det_ratio(self.log_precision, tau))
-
-    def _objective(self) -> float:
-        return self.hyperprior.energy(self.log_precision, self.center.log()) - self._log_evidence(self.solution)
+        return self.fitted.log_evidence()
 
     def report(self) -> list[GroupReport]:
         """Precision, determined directions and squared norm of every prior group."""
-        self._require_fit()
-        gamma = self._determinants.gamma(self.log_precision, math.log(self.noise_variance))
-        norms = self.prior_groups.total(self.solution.theta.double().square())
-        bound = math.log(self.hyperprior.cap) * (1 - 1e-9)
-        rows = []
-        for i, name in enumerate(self.prior_groups.names):
-            away = float(self.log_precision[i] - self.center[i].log())
-            rows.append(
-                GroupReport(
-                    name=name,
-                    size=int(self.prior_groups.sizes[i]),
-                    precision=float(self.log_precision[i].exp()),
-                    center=float(self.center[i]),
-                    gamma=float(gamma[i]),
-                    squared_norm=float(norms[i]),
-                    at_cap=abs(away) >= bound,
-                    pruned=away >= bound or float(gamma[i]) < 0.5,
-                )
-            )
-        return rows
+        return self.fitted.report()
 
     # ------------------------------------------------------------------ prediction
 
     @property
     def posterior(self) -> Posterior:
         """The Gaussian over the weights (its mean is the linearization point)."""
-        return Posterior(self._require_fit(), self.log_precision, self.noise_variance)
+        return self.fitted.posterior
 
     @property
     def theta(self) -> Tensor:
         """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
-        self._require_fit()
-        return self.solution.theta
+        return self.fitted.theta
 
     @_apart
     def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
@@ -581,21 +469,15 @@ class LinearizedLaplace:
 
         Outputs ``[batch, positions, outputs]`` have joint covariances over both, which are flattened to one axis.
         """
-        self._require_weights()
-        return self._covariance(self._inputs(inputs))
-
-    def _covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        return outputs_posterior.function_covariance(
-            self.tangent, self.posterior, self._layers, inputs, whole=self.whole
-        )
+        self.fitted.require_weights()
+        return prediction.function_covariance(self.fitted, prediction.on_device(self.fitted, inputs))
 
     @_apart
     def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
-        self._require_weights()
-        outputs, changes = outputs_posterior.function_samples(
-            self.tangent, self._weight_samples(num_samples, seed), self._inputs(inputs)
-        )
+        self.fitted.require_weights()
+        inputs = prediction.on_device(self.fitted, inputs)
+        outputs, changes = prediction.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
         return outputs + changes
 
     @_apart
@@ -626,41 +508,17 @@ class LinearizedLaplace:
             :class:`GaussianPredictive`. With ``joint`` the samples: probabilities with an axis of the samples in front,
             or outputs without noise for a regression.
         """
-        self._require_weights()
-        if num_samples < 1:
-            raise ValueError(f"num_samples={num_samples} has to be at least 1")
-        outputs_posterior.check_link_approx(link_approx)
-        if covariance not in ("auto", "exact", "samples"):
-            raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
-        classify = self.likelihood.name == "classification"
-        if joint:
-            samples = self.function_samples(inputs, num_samples, seed=seed)
-            return samples.softmax(-1) if classify else samples
-        inputs = self._inputs(inputs)
-        if classify and link_approx == "mean":
-            with evaluating(self.model):
-                return self.tangent.outputs(inputs).softmax(-1)
-        if covariance == "exact" or (covariance == "auto" and self._exact_is_cheap()):
-            mean, matrix = self._covariance(inputs)
-            matrix = outputs_posterior.within_positions(mean, matrix)
-            variance = matrix.diagonal(dim1=-2, dim2=-1)
-            if classify and link_approx == "mc":
-                return (mean + outputs_posterior.gaussian_samples(matrix, num_samples, seed)).softmax(-1).mean(0)
-        else:
-            mean, changes = outputs_posterior.function_samples(
-                self.tangent, self._weight_samples(num_samples, seed), inputs
-            )
-            if classify and link_approx == "mc":
-                return (mean + changes).softmax(-1).mean(0)
-            variance = changes.square().mean(0)
-        if classify:
-            return outputs_posterior.probit_probabilities(mean, variance)
-        return GaussianPredictive(mean, variance + self.noise_variance, variance)
-
-    def _exact_is_cheap(self) -> bool:
-        """Few outputs; apart from Kronecker factors, a Jacobian of one sample that is not too large."""
-        outputs = self.summary.outputs
-        return outputs <= _EXACT_OUTPUTS and (self._layers is not None or outputs * self.tangent.size <= _EXACT_ENTRIES)
+        self.fitted.require_weights()
+        return prediction.predictive(
+            self.fitted,
+            self._drawer,
+            inputs,
+            num_samples=num_samples,
+            link_approx=link_approx,
+            covariance=covariance,
+            joint=joint,
+            seed=seed,
+        )
 
     def predict(self, loader: Iterable[Any], **options: Any) -> Iterator[Any]:
         """Stream over a loader: :meth:`predictive` of one batch after the other.
@@ -673,32 +531,11 @@ class LinearizedLaplace:
         for batch in loader:
             yield self.predictive(batch[0] if isinstance(batch, (tuple, list)) else batch, **options)
 
-    def _weight_samples(self, count: int, seed: int) -> WeightSamples:
-        kept = self._samples
-        if kept is None or kept.count != count or kept.seed != seed:
-            kept = WeightSamples(self.posterior, count, seed, self.tangent.point()[:1])
-            self._samples = kept
-        return kept
-
-    def _inputs(self, inputs: Any) -> Any:
-        device = next(self.model.parameters()).device
-
-        def move(value: Any) -> Any:
-            return tuple(move(v) for v in value) if isinstance(value, tuple) else value.to(device)
-
-        with torch.inference_mode(False):
-            found = move(ordinary(inputs))
-        if batch_size(found) == 0:
-            raise ValueError("the batch holds no samples, so that there is nothing to predict")
-        return found
-
     # ------------------------------------------------------------------ storage and checks
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""
-        from tu_symmetry.laplace.storage import save
-
-        save(self, path)
+        storage.save(self.fitted, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
@@ -707,22 +544,16 @@ class LinearizedLaplace:
         Raises:
             LaplaceFileError: a truncated or foreign file, or another network.
         """
-        from tu_symmetry.laplace.storage import load
-
-        return load(path, model)
+        return cls.from_fitted(storage.load(path, model))
 
     def to_laplace_torch(self) -> Any:
         """A ``KronLaplace`` with the same posterior, see :func:`tu_symmetry.laplace.interop.to_laplace_torch`."""
-        from tu_symmetry.laplace.interop import to_laplace_torch
-
-        return to_laplace_torch(self)
+        return interop.to_laplace_torch(self.fitted)
 
     @classmethod
     def from_laplace_torch(cls, other: Any, *, evaluate_at: EvaluateAt = "map") -> LinearizedLaplace:
         """A fitted ``KronLaplace``, see :func:`tu_symmetry.laplace.interop.from_laplace_torch`."""
-        from tu_symmetry.laplace.interop import from_laplace_torch
-
-        return from_laplace_torch(other, evaluate_at=evaluate_at)
+        return cls.from_fitted(interop.from_laplace_torch(other, evaluate_at=evaluate_at))
 
     def _training_data(self, loader: Iterable[Any] | None) -> Iterable[Any]:
         loader = self.train_loader if loader is None else loader
@@ -730,29 +561,5 @@ class LinearizedLaplace:
             raise ValueError(
                 "evaluate_at='tangent_mode' reads the training data again; pass train_loader=... after loading a file"
             )
-        self._require_weights()
+        self.fitted.require_weights()
         return loader
-
-    def _require_fit(self) -> list[Block]:
-        if self._blocks is None:
-            raise RuntimeError("this Laplace approximation has not been fitted; call fit(train_loader) first")
-        return self._blocks
-
-    def _require_weights(self) -> None:
-        """Refuse to go on with a network whose weights are not those of :meth:`fit`.
-
-        They are compared by value with a copy, since edits of ``weight.data`` leave no other trace. It takes one pass
-        over the weights in memory.
-        """
-        self._require_fit()
-        now = self.tangent.state()
-        if now.keys() == self._state.keys() and all(
-            t.shape == kept.shape and t.dtype == kept.dtype and t.device == kept.device and torch.equal(t, kept)
-            for t, kept in zip(now.values(), (self._state[name] for name in now), strict=True)
-        ):
-            return
-        if self.tangent.fingerprint() != self.fingerprint:  # also where NaN in a buffer, or another device, looks so
-            raise RuntimeError(
-                "the network's weights have changed since the Laplace approximation was fitted (further training, "
-                "or weights loaded into it); fit again, or put the fitted weights back"
-            )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.hooks import Watch, watching
+from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import check_outputs
 from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
@@ -101,11 +102,8 @@ def _dense_covariance(
     tangent: TangentModel, posterior: Posterior, own: dict[str, Block] | None, inputs: Any, shape: torch.Size
 ) -> Tensor:
     """Covariances from Jacobians of single samples: of all blocks, or of those that cover one parameter each."""
-    width = shape.numel()
-    eye = torch.eye(width, dtype=tangent.point().dtype, device=tangent.point().device).view(width, *shape)
-    rows = [tangent.sample_gradients(inputs, column.expand(batch_size(inputs), *shape)) for column in eye]
-    jacobian = torch.stack(rows, dim=1)
-    covariance = jacobian.new_zeros(len(jacobian), width, width)
+    jacobian = jacobians(tangent, inputs, shape)
+    covariance = jacobian.new_zeros(len(jacobian), shape.numel(), shape.numel())
     for block in posterior.blocks if own is None else own.values():
         place = slice(block.start, block.stop) if own is None else slice(*tangent.slots[block.name][:2])
         white = posterior.whiten(block, jacobian[..., place])

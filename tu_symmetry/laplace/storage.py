@@ -11,20 +11,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock
-from tu_symmetry.laplace.curvature import Summary
+from tu_symmetry.laplace.curvature import Options, Summary
 from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import Mode
-
-if TYPE_CHECKING:
-    from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, last_linear
 
 _FORMAT = "tu_symmetry.laplace"
 _VERSION = 2
@@ -40,38 +40,35 @@ class LaplaceFileError(FileError):
     """A file that is truncated, changed, foreign, or of another network; the message names it."""
 
 
-def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
+def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
     """Write a fitted approximation, whole or not at all.
 
     Args:
-        la: the approximation.
+        fitted: the approximation.
         path: of the file, conventionally ``*.safetensors``; replaced where it exists.
-
-    Raises:
-        RuntimeError: an approximation that has not been fitted.
     """
     path = Path(path)
-    blocks = la.posterior.blocks
-    solution = la.solution
-    tensors = {"log_precision": la.log_precision, "theta": solution.theta}
-    tensors |= {f"group_of.{name}": number for name, number in la.prior_groups.of.items()}
+    blocks = fitted.curvature.blocks
+    solution = fitted.solution
+    tensors = {"log_precision": fitted.log_precision, "theta": solution.theta}
+    tensors |= {f"group_of.{name}": number for name, number in fitted.groups.of.items()}
     for i, block in enumerate(blocks):
         tensors |= {f"block{i}.{key}": t for key, t in block.tensors().items()} | {f"block{i}.groups": block.groups}
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "fingerprint": la.fingerprint,
-        "likelihood": la.likelihood.name,
-        "prior": la.prior,
-        "evaluate_at": la.evaluate_at,
-        "options": asdict(la.options),
-        "parameters": list(la.tangent.names),
-        "whole": list(la.whole),
-        "groups": list(la.prior_groups.names),
-        "noise_variance": la.noise_variance,
-        "noise_fixed": la.noise_fixed,
-        "hyperprior": {key: _finite(value) for key, value in asdict(la.hyperprior).items()},
-        "summary": asdict(la.summary),
+        "fingerprint": fitted.snapshot.fingerprint,
+        "likelihood": fitted.likelihood.name,
+        "prior": fitted.prior,
+        "evaluate_at": fitted.evaluate_at,
+        "options": asdict(fitted.options),
+        "parameters": list(fitted.tangent.names),
+        "whole": list(fitted.curvature.whole),
+        "groups": list(fitted.groups.names),
+        "noise_variance": fitted.noise_variance,
+        "noise_fixed": fitted.noise_fixed,
+        "hyperprior": {key: _finite(value) for key, value in asdict(fitted.hyperprior).items()},
+        "summary": asdict(fitted.summary),
         "solution": {
             key: _finite(value) if isinstance(value, float) else value
             for key, value in vars(solution).items()
@@ -82,7 +79,7 @@ def save(la: LinearizedLaplace, path: str | os.PathLike[str]) -> None:
     write_safetensors(path, tensors, {"laplace": json.dumps(content, allow_nan=False)})
 
 
-def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
+def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     """Read a fitted approximation of a network; predictions are bit-equal to those before :func:`save`.
 
     Args:
@@ -93,25 +90,18 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         LaplaceFileError: a file that is truncated, foreign or was changed, NaN in it, or another network.
         FileNotFoundError: no such file.
     """
-    from tu_symmetry.laplace.model import LinearizedLaplace
-
     path = Path(path)
     content, tensors = _read(path)
-    last_layer = content["options"]["curvature"] == "last_layer"
     known = {name for name, _ in model.named_parameters()}
     foreign = [name for name in content["parameters"] if name not in known]
     if foreign:
         raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
-    la = LinearizedLaplace(
-        model,
-        content["likelihood"],
-        prior=content["prior"],
-        evaluate_at=content["evaluate_at"],
-        parameters=None if last_layer else content["parameters"],
-        noise_variance=content["noise_variance"] if content["noise_fixed"] else None,
-        **content["options"],
-    )
-    if la.tangent.fingerprint() != content["fingerprint"]:
+    options = Options(**content["options"])
+    if options.curvature == "last_layer":
+        tangent: TangentModel = LastLayerModel(model, last_linear(model))
+    else:
+        tangent = TangentModel(model, content["parameters"])
+    if tangent.fingerprint() != content["fingerprint"]:
         raise LaplaceFileError(
             f"{path} was fitted at other weights than this network's; load the checkpoint that it belongs to (weights "
             "and running statistics), or fit again"
@@ -119,21 +109,24 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
     device = next(model.parameters()).device
     names = content["groups"]
     labels: dict[str, Any] = {}
-    for name in la.tangent.names:
+    for name in tangent.names:
         number = tensors[f"group_of.{name}"].tolist()
         labels[name] = names[number] if isinstance(number, int) else [names[n] for n in number]
-    blocks = [_block(i, entry, tensors, device) for i, entry in enumerate(content["blocks"])]
-    la.restore(
-        blocks,
-        Summary(**content["summary"]),
-        PriorGroups(la.tangent.slots, labels),
+    blocks = tuple(_block(i, entry, tensors, device) for i, entry in enumerate(content["blocks"]))
+    groups = PriorGroups(tangent.slots, labels)
+    return FittedLaplace.begin(
+        tangent,
+        make_likelihood(content["likelihood"]),
+        options,
+        FittedCurvature(blocks, Summary(**content["summary"]), groups, tuple(content.get("whole", ()))),
+        prior=content["prior"],
+        evaluate_at=content["evaluate_at"],
         log_precision=tensors["log_precision"],
         noise_variance=content["noise_variance"],
+        noise_fixed=content["noise_fixed"],
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=_solution(content["solution"], tensors["theta"].to(device)),
-        whole=content.get("whole", ()),
     )
-    return la
 
 
 def _solution(entry: Mapping[str, Any], theta: Tensor) -> Mode:

@@ -23,6 +23,7 @@ from tu_symmetry.files import read_json, read_tensors, write_json, write_safeten
 from tu_symmetry.laplace.curvature import Curvature
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
+from tu_symmetry.laplace.jacobians import Tangent, features
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
@@ -32,7 +33,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.data import Data
 from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
 from tu_symmetry.tables.stage import Results, StageContext, stage
-from tu_symmetry.tables.stored_jacobian import Tangent, features
 
 NETWORK = "network"  # the row of the network itself
 CHANGES = {  # title to what is compared with what

@@ -27,8 +27,9 @@ from tu_symmetry.evaluation import Batches
 from tu_symmetry.files import read_json, read_tensors, write_json, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.reporting.progress import Tracker
@@ -41,7 +42,6 @@ from tu_symmetry.tables.laplace_networks import matrices
 from tu_symmetry.tables.models import build_model
 from tu_symmetry.tables.recipe import ModelConfig
 from tu_symmetry.tables.stage import Results, StageContext, stage
-from tu_symmetry.tables.stored_jacobian import StoredJacobian
 
 _Where: TypeAlias = Literal["map", "tangent_mode", "full"]
 _Prior: TypeAlias = Literal["single", "per_group"]
@@ -256,7 +256,7 @@ class _Work:
     ) -> None:
         self.model, self.graph, self.train, self.options = model, graph, train, options
         self.folder, self.tracker = folder, tracker
-        self._fitted: dict[str, LinearizedLaplace] = {}
+        self._fitted: dict[str, FittedLaplace] = {}
         self._tangent: TangentModel | None = None
 
     def optimize(self, choice: Choice, done: int) -> tuple[LinearizedLaplace, dict[str, Any]]:
@@ -272,10 +272,10 @@ class _Work:
             warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
             warnings.simplefilter("ignore", NotConvergedWarning)
             if choice.where == "full":
-                self._resume(la, choice._replace(where="tangent_mode"))
+                la = self._resumed(la, choice._replace(where="tangent_mode"))
                 for _ in range(self.options.refreshes):
                     before = la.log_precision
-                    self._retake(la, progress)
+                    la = self._retaken(la, progress)
                     result = self._evidence(la, choice, progress)
                     moved = float((la.log_precision - before).abs().max())
             else:
@@ -316,73 +316,38 @@ class _Work:
     def _start(self, choice: Choice, progress: Callable[[dict[str, Any]], None]) -> LinearizedLaplace:
         """A Laplace approximation at its initial precisions, with the curvature of its prior's first choice."""
         if choice.prior not in self._fitted:
-            first = self._make(choice)
-            self._fitted[choice.prior] = first.fit(self.train, progress=progress)
-        fitted = self._fitted[choice.prior]
-        la = self._make(choice)
-        tangent = None
-        if la.evaluate_at == "tangent_mode" and self.options.stored_jacobian:
+            first = LinearizedLaplace(
+                self.model, graph=self.graph, prior=choice.prior, parameters=matrices(self.model)
+            ).fit(self.train, progress=progress)
+            self._fitted[choice.prior] = first.fitted
+        fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
+        if choice.where != "map" and self.options.stored_jacobian:
             if self._tangent is None:
                 self._tangent = StoredJacobian(
-                    la.tangent, self.train, shown=lambda samples: progress({"samples": samples})
+                    fitted.tangent, self.train, shown=lambda samples: progress({"samples": samples})
                 )
-            tangent = self._tangent
-        la.restore(
-            fitted.posterior.blocks,
-            fitted.summary,
-            fitted.prior_groups,
-            log_precision=fitted.center.log(),
-            noise_variance=1.0,
-            solution=Mode.at(fitted.tangent.point(), fitted.summary.loss, la.evaluate_at),
-            whole=fitted.whole,
-            tangent=tangent,
-            train_loader=self.train,
-        )
-        return la
+            fitted = fitted.with_tangent(self._tangent)
+        return LinearizedLaplace.from_fitted(fitted, self.train)
 
-    def _make(self, choice: Choice) -> LinearizedLaplace:
-        return LinearizedLaplace(
-            self.model,
-            graph=self.graph,
-            evaluate_at="map" if choice.where == "map" else "tangent_mode",
-            prior=choice.prior,
-            parameters=matrices(self.model),
-        )
-
-    def _resume(self, la: LinearizedLaplace, earlier: Choice) -> None:
-        """Put the precisions and weights of another choice into a Laplace approximation."""
+    def _resumed(self, la: LinearizedLaplace, earlier: Choice) -> LinearizedLaplace:
+        """The same curvature with the precisions and weights of another choice."""
         found = read_tensors(self.folder / f"{earlier.file}.safetensors")
-        la.restore(
-            la.posterior.blocks,
-            la.summary,
-            la.prior_groups,
-            log_precision=found["log_precision"],
-            noise_variance=1.0,
-            solution=replace(la.solution, theta=found["theta"].to(la.solution.theta)),
-            whole=la.whole,
-        )
+        fitted = la.fitted.with_hyperparameters(found["log_precision"]).with_theta(found["theta"])
+        return LinearizedLaplace.from_fitted(fitted, self.train)
 
-    def _retake(self, la: LinearizedLaplace, progress: Callable[[dict[str, Any]], None]) -> None:
-        """The curvature anew, at the outputs of the tangent model at theta*."""
-        solution = la.solution
-        pairs = [la.tangent.jvp(x, solution.theta - la.tangent.point()) for x, _ in self.train]
+    def _retaken(self, la: LinearizedLaplace, progress: Callable[[dict[str, Any]], None]) -> LinearizedLaplace:
+        """The same precisions and weights with the curvature at the outputs of the tangent model at theta*."""
+        fitted = la.fitted
+        pairs = [fitted.tangent.jvp(x, fitted.theta - fitted.tangent.point()) for x, _ in self.train]
         network = torch.cat([outputs for outputs, _ in pairs])
         change = torch.cat([product for _, product in pairs])
         blocks, summary = fit_curvature(
-            la.tangent,
+            fitted.tangent,
             _OutputsAt(network, network + change),
             self.train,
-            la.prior_groups,
-            la.options,
-            whole=la.whole,
+            fitted.groups,
+            fitted.options,
+            whole=fitted.curvature.whole,
             progress=progress,
         )
-        la.restore(
-            blocks,
-            summary,
-            la.prior_groups,
-            log_precision=la.log_precision,
-            noise_variance=1.0,
-            solution=solution,
-            whole=la.whole,
-        )
+        return LinearizedLaplace.from_fitted(fitted.with_curvature(blocks, summary), self.train)

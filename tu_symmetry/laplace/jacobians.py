@@ -9,14 +9,27 @@ and :class:`Tangent` is a module of its own, whose inputs are the Jacobians.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.evaluation import Batches
-from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating
+
+
+def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
+    """Jacobians of a network in evaluation mode, all samples of a batch at once: ``[batch, outputs, size]``.
+
+    Args:
+        tangent: the network and its chosen parameters.
+        inputs: a small batch: one gradient for each sample and output is held.
+        shape: of the outputs of one sample; positions and outputs are flattened to one axis.
+    """
+    width, point = shape.numel(), tangent.point()
+    eye = torch.eye(width, dtype=point.dtype, device=point.device).view(width, *shape)
+    count = batch_size(inputs)
+    return torch.stack([tangent.sample_gradients(inputs, unit.expand(count, *shape)) for unit in eye], dim=1)
 
 
 def outputs_and_jacobians(
@@ -35,13 +48,12 @@ def outputs_and_jacobians(
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(x)
-        jacobian = outputs.new_empty(*outputs.shape, tangent.size)
+        found = outputs.new_empty(*outputs.shape, tangent.size)
         for start in range(0, len(x), chunk):
             part = x[start : start + chunk]
-            for k, unit in enumerate(torch.eye(outputs.shape[1]).to(outputs)):
-                jacobian[start : start + chunk, k] = tangent.sample_gradients(part, unit.expand(len(part), -1))
+            found[start : start + chunk] = jacobians(tangent, part, outputs.shape[1:])
             shown(start + len(part))
-    return outputs, jacobian
+    return outputs, found
 
 
 class StoredJacobian(TangentModel):
@@ -49,21 +61,25 @@ class StoredJacobian(TangentModel):
 
     Products with the stored batches are matrix products, an order of magnitude faster than automatic differentiation;
     all others are as in the base class. A batch is known by its place in memory, so it has to come from the same
-    tensors again, as :class:`~tu_symmetry.tables.data.Batches` gives them.
+    tensors again: batches that are slices of tensors in memory, or a list of batches.
 
     Args:
         tangent: the network and its chosen parameters.
-        data: the data set, in the batches of the passes to come.
+        data: the data set ``(inputs, targets)``, in the batches of the passes to come.
         chunk: samples differentiated at once.
         shown: called with the number of samples done.
     """
 
     def __init__(
-        self, tangent: TangentModel, data: Batches, chunk: int = 50, shown: Callable[[int], None] = lambda done: None
+        self,
+        tangent: TangentModel,
+        data: Iterable[Any],
+        chunk: int = 50,
+        shown: Callable[[int], None] = lambda done: None,
     ) -> None:
         super().__init__(tangent.model, tangent.names)
-        self.data = data
         self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._kept: list[Tensor] = []  # while they live, nothing else has their places in memory
         done = 0
         for inputs, _ in data:
 
@@ -71,6 +87,7 @@ class StoredJacobian(TangentModel):
                 shown(before + count)
 
             self._stored[self._key(inputs)] = outputs_and_jacobians(self, inputs, chunk, of_all)
+            self._kept.append(inputs)
             done += len(inputs)
 
     @staticmethod

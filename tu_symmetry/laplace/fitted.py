@@ -1,0 +1,341 @@
+"""A fitted Laplace approximation as one frozen object, which evidence, prediction, files and conversions work on.
+
+Nothing of it is ever overwritten: another precision, another curvature or another ``theta*`` is another object, made by
+one of the ``with_...`` methods, and shares all the rest with the first. For example, with one curvature of a network in
+``fitted``, the evidence at both places starts from::
+
+    at_mode = fitted.restarted(evaluate_at="tangent_mode")
+    at_map = fitted.restarted(evaluate_at="map")
+
+and neither needs another pass over the data, nor touches what ``fitted`` holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.laplace.blocks import Block, Posterior
+from tu_symmetry.laplace.curvature import Options, Summary
+from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
+from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
+from tu_symmetry.laplace.hooks import find_layers
+from tu_symmetry.laplace.layers import Layer
+from tu_symmetry.laplace.likelihood import Likelihood
+from tu_symmetry.laplace.mode import EvaluateAt, Mode
+from tu_symmetry.laplace.report import GroupReport
+from tu_symmetry.laplace.tangent import TangentModel
+
+
+@dataclass(frozen=True, eq=False)
+class FittedCurvature:
+    """What the passes over the training data have given.
+
+    Attributes:
+        blocks: of the curvature, in the order of the flat parameter vector.
+        summary: number of samples and outputs, and the loss at the linearization point.
+        groups: which weights share a precision.
+        whole: parameters without Kronecker factors that have an exact block, since other modules read them too.
+    """
+
+    blocks: tuple[Block, ...]
+    summary: Summary
+    groups: PriorGroups
+    whole: tuple[str, ...] = ()
+
+    @cached_property
+    def determinants(self) -> Determinants:
+        """What the evidence needs of the blocks; found once for each curvature."""
+        return determinants(self.blocks, self.groups)
+
+
+class Snapshot:
+    """A copy of a network's weights and buffers, to tell whether they are still those of the fit.
+
+    Attributes:
+        fingerprint: a digest of them.
+    """
+
+    def __init__(self, tangent: TangentModel) -> None:
+        self.fingerprint = tangent.fingerprint()
+        self._state = {name: tensor.clone() for name, tensor in tangent.state().items()}
+
+    def matches(self, tangent: TangentModel) -> bool:
+        """Whether a network has these weights.
+
+        They are compared by value with a copy, since edits of ``weight.data`` leave no other trace. It takes one pass
+        over the weights in memory.
+        """
+        now = tangent.state()
+        if now.keys() == self._state.keys() and all(
+            t.shape == kept.shape and t.dtype == kept.dtype and t.device == kept.device and torch.equal(t, kept)
+            for t, kept in zip(now.values(), (self._state[name] for name in now), strict=True)
+        ):
+            return True
+        return tangent.fingerprint() == self.fingerprint  # NaN in a buffer, or another device, only looks different
+
+
+@dataclass(frozen=True, eq=False)
+class FittedLaplace:
+    """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at.
+
+    Made by :meth:`begin`; every change is a new object.
+
+    Attributes:
+        tangent: the network, linearized at its weights, and its Jacobian products.
+        likelihood: the observation model.
+        options: how the curvature is approximated.
+        prior: the kind of prior that gave the groups.
+        evaluate_at: where the evidence is evaluated.
+        curvature: blocks, summary, prior groups.
+        center: the hyperprior's center of each precision, float64 ``[groups]``.
+        log_precision: log of the precisions, float64 ``[groups]``.
+        noise_variance: of a regression's noise (1 for a classification).
+        noise_fixed: whether the noise variance was given.
+        hyperprior: on the precisions.
+        solution: the weights ``theta`` and how well they solve their problem.
+        snapshot: the network's weights at the fit.
+    """
+
+    tangent: TangentModel
+    likelihood: Likelihood
+    options: Options
+    prior: Prior
+    evaluate_at: EvaluateAt
+    curvature: FittedCurvature
+    center: Tensor
+    log_precision: Tensor
+    noise_variance: float
+    noise_fixed: bool
+    hyperprior: Hyperprior
+    solution: Mode
+    snapshot: Snapshot
+
+    @classmethod
+    def begin(
+        cls,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        options: Options,
+        curvature: FittedCurvature,
+        *,
+        prior: Prior,
+        evaluate_at: EvaluateAt,
+        log_precision: Tensor | None = None,
+        noise_variance: float = 1.0,
+        noise_fixed: bool = False,
+        hyperprior: Hyperprior = FLAT,
+        solution: Mode | None = None,
+    ) -> FittedLaplace:
+        """An approximation of a network with its present weights.
+
+        Args:
+            tangent: the network.
+            likelihood: the observation model.
+            options: how the curvature was approximated.
+            curvature: at the network's weights.
+            prior: the kind of prior that gave the groups.
+            evaluate_at: where the evidence is evaluated.
+            log_precision: of the groups; None for their centers.
+            noise_variance: of a regression's noise.
+            noise_fixed: whether it stays.
+            hyperprior: on the precisions.
+            solution: the weights that the evidence is evaluated at; None for the linearization point.
+
+        Raises:
+            ValueError: weights that are all zero, or not finite.
+            UnsupportedLayerError: Kronecker factors of layers that have none.
+        """
+        point = tangent.point()
+        center = centers(curvature.groups, point)
+        found = cls(
+            tangent=tangent,
+            likelihood=likelihood,
+            options=options,
+            prior=prior,
+            evaluate_at=evaluate_at,
+            curvature=curvature,
+            center=center,
+            log_precision=center.log() if log_precision is None else log_precision,
+            noise_variance=noise_variance,
+            noise_fixed=noise_fixed,
+            hyperprior=hyperprior,
+            solution=Mode.at(point, curvature.summary.loss, evaluate_at) if solution is None else solution,
+            snapshot=Snapshot(tangent),
+        )
+        _ = found.layers
+        return found
+
+    # ------------------------------------------------------------------ what follows from it
+
+    @property
+    def model(self) -> nn.Module:
+        """The network."""
+        return self.tangent.model
+
+    @property
+    def groups(self) -> PriorGroups:
+        """Which weights share a precision."""
+        return self.curvature.groups
+
+    @property
+    def summary(self) -> Summary:
+        """Number of samples and outputs, and the loss at the linearization point."""
+        return self.curvature.summary
+
+    @property
+    def theta(self) -> Tensor:
+        """The weights that the evidence is evaluated at: ``[size]``."""
+        return self.solution.theta
+
+    @property
+    def log_noise(self) -> float:
+        """Log of the noise variance."""
+        return math.log(self.noise_variance)
+
+    @property
+    def classification(self) -> bool:
+        """Whether the outputs are logits."""
+        return self.likelihood.name == "classification"
+
+    @cached_property
+    def posterior(self) -> Posterior:
+        """The Gaussian over the weights (its mean is the linearization point)."""
+        return Posterior(self.curvature.blocks, self.log_precision, self.noise_variance)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...] | None:
+        """The layers of Kronecker factors; None for another curvature."""
+        if self.options.curvature not in ("kfac", "ekfac"):
+            return None
+        return tuple(find_layers(self.model, [n for n in self.tangent.names if n not in self.curvature.whole]))
+
+    def require_weights(self) -> None:
+        """Refuse a network whose weights are no longer those of the fit.
+
+        Raises:
+            RuntimeError: they have changed.
+        """
+        if not self.snapshot.matches(self.tangent):
+            raise RuntimeError(
+                "the network's weights have changed since the Laplace approximation was fitted (further training, "
+                "or weights loaded into it); fit again, or put the fitted weights back"
+            )
+
+    # ------------------------------------------------------------------ other objects
+
+    def with_hyperparameters(self, log_precision: Tensor, noise_variance: float | None = None) -> FittedLaplace:
+        """Other log precisions ``[groups]``, and noise variance where it is given.
+
+        At ``tangent_mode`` the weights are those found last, which are no solution any more.
+        """
+        noise = self.noise_variance if noise_variance is None else noise_variance
+        moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
+        solution = self.solution
+        if self.evaluate_at == "tangent_mode" and moved:
+            solution = replace(solution, gradient_norm=math.nan, converged=False)
+        return replace(self, log_precision=log_precision, noise_variance=noise, solution=solution)
+
+    def with_precision(self, precision: float | Mapping[str, float]) -> FittedLaplace:
+        """Other precisions: one for all groups, or by group name (the others keep theirs).
+
+        Raises:
+            ValueError: an unknown group, or a precision that is not positive and finite.
+        """
+        names = self.groups.names
+        given = dict.fromkeys(names, precision) if isinstance(precision, (int, float)) else precision
+        log_precision = self.log_precision.clone()
+        for name, value in given.items():
+            if name not in names:
+                raise ValueError(f"no prior group {name!r}; the groups are {list(names)[:12]}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"the precision of {name!r} is {value}; it has to be positive and finite")
+            log_precision[names.index(name)] = math.log(value)
+        return self.with_hyperparameters(log_precision)
+
+    def with_solution(self, solution: Mode) -> FittedLaplace:
+        """Other weights that the evidence is evaluated at."""
+        return replace(self, solution=solution)
+
+    def with_theta(self, theta: Tensor) -> FittedLaplace:
+        """Weights ``[size]`` to go on from, of which it is not known how well they solve their problem."""
+        solution = replace(self.solution, theta=theta.to(self.theta), gradient_norm=math.nan, converged=False)
+        return self.with_solution(solution)
+
+    def with_curvature(self, blocks: Sequence[Block], summary: Summary) -> FittedLaplace:
+        """Another curvature of the same network over the same prior groups; precisions and weights stay."""
+        return replace(self, curvature=replace(self.curvature, blocks=tuple(blocks), summary=summary))
+
+    def with_tangent(self, tangent: TangentModel) -> FittedLaplace:
+        """Another way to the same network's Jacobian products, stored ones for example.
+
+        Raises:
+            ValueError: another network, or other parameters of it.
+        """
+        if tangent.model is not self.model or tangent.slots != self.tangent.slots:
+            raise ValueError("the other tangent model is of another network, or of other parameters of this one")
+        return replace(self, tangent=tangent)
+
+    def restarted(self, *, evaluate_at: EvaluateAt | None = None) -> FittedLaplace:
+        """The same curvature with the precisions and weights of a fresh fit, for the evidence at either place."""
+        where = self.evaluate_at if evaluate_at is None else evaluate_at
+        return replace(
+            self,
+            evaluate_at=where,
+            log_precision=self.center.log(),
+            noise_variance=self.noise_variance if self.noise_fixed else 1.0,
+            hyperprior=FLAT,
+            solution=Mode.at(self.tangent.point(), self.summary.loss, where),
+        )
+
+    # ------------------------------------------------------------------ evidence at what it holds
+
+    def noise(self, mode: Mode) -> Noise | None:
+        """A regression's observations and squared residuals; None for a classification."""
+        if self.classification:
+            return None
+        return Noise(self.summary.samples * self.summary.outputs, 2 * mode.loss)
+
+    def log_evidence(self) -> float:
+        """``log Z`` at the weights of :attr:`solution`, all constants included (nats)."""
+        noise = self.noise(self.solution)
+        data = self.solution.loss if noise is None else noise.energy(self.log_noise)
+        norms = self.groups.total(self.theta.double().square())
+        ridge = float((self.log_precision.exp() * norms).sum())
+        ratio = self.curvature.determinants.log_det_ratio(self.log_precision, self.log_noise)
+        return -data - 0.5 * (ridge + ratio)
+
+    def objective(self) -> float:
+        """Negative log evidence less the log hyperprior (nats): what precisions and weights are chosen to minimize."""
+        return self.hyperprior.energy(self.log_precision, self.center.log()) - self.log_evidence()
+
+    def gamma(self) -> Tensor:
+        """Effective number of determined directions of every group, float64 ``[groups]``."""
+        return self.curvature.determinants.gamma(self.log_precision, self.log_noise)
+
+    def report(self) -> list[GroupReport]:
+        """Precision, determined directions and squared norm of every prior group."""
+        gamma = self.gamma()
+        norms = self.groups.total(self.theta.double().square())
+        bound = math.log(self.hyperprior.cap) * (1 - 1e-9)
+        rows = []
+        for i, name in enumerate(self.groups.names):
+            away = float(self.log_precision[i] - self.center[i].log())
+            rows.append(
+                GroupReport(
+                    name=name,
+                    size=int(self.groups.sizes[i]),
+                    precision=float(self.log_precision[i].exp()),
+                    center=float(self.center[i]),
+                    gamma=float(gamma[i]),
+                    squared_norm=float(norms[i]),
+                    at_cap=abs(away) >= bound,
+                    pruned=away >= bound or float(gamma[i]) < 0.5,
+                )
+            )
+        return rows

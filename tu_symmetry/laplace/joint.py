@@ -1,0 +1,172 @@
+"""Precisions by the evidence: at the linearization point, or at the joint stationary point of weights and precisions.
+
+All functions take a :class:`~tu_symmetry.laplace.fitted.FittedLaplace` and give another one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.alternation import Step, alternate
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.mode import Mode, solve_mode
+from tu_symmetry.laplace.report import EvidenceResult
+from tu_symmetry.laplace.tangent import evaluating
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+def default_tolerance(fitted: FittedLaplace) -> float:
+    """Largest change of a log precision at convergence."""
+    return 1e-6 if fitted.theta.dtype == torch.float64 else 1e-3
+
+
+def default_mode_tolerance(fitted: FittedLaplace) -> float:
+    """Gradient norm of the weights at convergence, in posterior standard deviations."""
+    return 1e-6 if fitted.theta.dtype == torch.float64 else 1e-2
+
+
+def at_mode(
+    fitted: FittedLaplace,
+    loader: Iterable[Any],
+    *,
+    tolerance: float | None = None,
+    max_iterations: int = 50,
+    progress: Progress | None = None,
+) -> FittedLaplace:
+    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
+
+    Args:
+        fitted: the approximation.
+        loader: the training data.
+        tolerance: gradient norm in posterior standard deviations; None for the default of the floating-point type.
+        max_iterations: largest number of Newton steps.
+        progress: called after every pass over the data.
+    """
+    with evaluating(fitted.model):
+        solution = solve_mode(
+            fitted.tangent,
+            fitted.likelihood,
+            loader,
+            fitted.groups.spread(fitted.log_precision.exp()).to(fitted.theta),
+            fitted.posterior,
+            fitted.theta,
+            samples=fitted.summary.samples,
+            tolerance=tolerance or default_mode_tolerance(fitted),
+            max_iterations=max_iterations,
+            progress=progress,
+        )
+    return fitted.with_solution(solution)
+
+
+def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace, EvidenceResult]:
+    """Precisions (and noise variance) of the largest evidence at the present weights: no data are read."""
+    fitted = replace(fitted, hyperprior=hyperprior)
+    rho, tau = _hyperparameter_step(fitted)
+    found = fitted.with_hyperparameters(rho, math.exp(tau))
+    return found, EvidenceResult(found.log_evidence(), 1, 0.0, 0.0, True, 1)
+
+
+def at_joint_mode(
+    fitted: FittedLaplace,
+    loader: Iterable[Any],
+    hyperprior: Hyperprior,
+    *,
+    max_iterations: int = 100,
+    tolerance: float | None = None,
+    mode_tolerance: float | None = None,
+    progress: Progress | None = None,
+) -> tuple[FittedLaplace, EvidenceResult]:
+    """Alternate between weights and hyperparameters ``(log precisions, log noise variance)``.
+
+    Args:
+        fitted: where to start.
+        loader: the training data.
+        hyperprior: on the log precisions.
+        max_iterations: largest number of alternations.
+        tolerance: largest change of a log precision at convergence; None for that of the floating-point type.
+        mode_tolerance: gradient norm of the weights, likewise.
+        progress: called after every pass over the data.
+
+    Returns:
+        The best point that was seen, and what was reached.
+    """
+    tolerance = tolerance or default_tolerance(fitted)
+    accuracy = mode_tolerance or default_mode_tolerance(fitted)
+    fitted = replace(fitted, hyperprior=hyperprior)
+    tau = torch.tensor([fitted.log_noise], dtype=torch.float64)
+    bound = math.log(hyperprior.cap)
+    free = torch.tensor([0.0 if fitted.noise_fixed else math.inf], dtype=torch.float64)
+
+    def placed(point: Tensor, weights: Mode) -> FittedLaplace:
+        noise = None if fitted.noise_fixed else math.exp(float(point[-1]))
+        return fitted.with_solution(weights).with_hyperparameters(point[:-1], noise)
+
+    last = fitted.solution
+
+    def step(point: Tensor, asked: float) -> Step:
+        nonlocal last
+        found = at_mode(placed(point, last), loader, tolerance=asked, progress=progress)
+        last = found.solution
+        rho, log_noise = _hyperparameter_step(found)
+        image = torch.cat([rho, torch.tensor([log_noise], dtype=torch.float64)])
+        undetermined = torch.cat([_undetermined(found, rho), torch.tensor([False])])
+        return Step(found.objective(), image, undetermined, found.solution)
+
+    def report(iteration: int, change: float, objective: float) -> None:
+        if progress is not None:
+            progress({"stage": "evidence", "iteration": iteration, "change": change, "objective": objective})
+
+    best = alternate(
+        step,
+        torch.cat([fitted.log_precision, tau]),
+        torch.cat([fitted.center.log() - bound, tau - free]),
+        torch.cat([fitted.center.log() + bound, tau + free]),
+        tolerance=tolerance,
+        accuracy=accuracy,
+        max_iterations=max_iterations,
+        progress=report,
+    )
+    # where it converged, precisions are those that belong to these weights, whose certificate they hardly change
+    found = placed(best.point, best.weights).with_solution(best.weights)
+    if not best.converged and best.weights.gradient_norm > accuracy:  # found roughly, on the way
+        found = at_mode(found, loader, tolerance=accuracy, progress=progress)
+    result = EvidenceResult(
+        found.log_evidence(),
+        best.iterations,
+        best.change,
+        found.solution.gradient_norm,
+        best.converged and found.solution.converged,
+        best.best,
+    )
+    return found, result
+
+
+def _hyperparameter_step(fitted: FittedLaplace) -> tuple[Tensor, float]:
+    return fitted.curvature.determinants.step(
+        fitted.groups.total(fitted.theta.double().square()),
+        fitted.log_precision,
+        fitted.log_noise,
+        fitted.center.log(),
+        fitted.hyperprior,
+        None if fitted.noise_fixed else fitted.noise(fitted.solution),
+    )
+
+
+def _undetermined(fitted: FittedLaplace, rho: Tensor) -> Tensor:
+    """Groups on their way to an infinite precision under a flat hyperprior, which they approach ever more slowly.
+
+    The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
+    by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
+    """
+    if not math.isinf(fitted.hyperprior.std):
+        return torch.zeros(len(rho), dtype=torch.bool)
+    gamma = fitted.curvature.determinants.gamma(rho, fitted.log_noise)
+    return ((gamma < 1e-2) & (rho > fitted.log_precision)) | (gamma < 1e-8)

@@ -1,0 +1,113 @@
+"""Prediction with a :class:`~tu_symmetry.laplace.fitted.FittedLaplace`: which way, which link, on which device."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace import predictive as outputs_posterior
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox, WeightSamples
+from tu_symmetry.laplace.tangent import batch_size, evaluating, ordinary
+
+Covariance = Literal["auto", "exact", "samples"]
+
+_EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 samples
+_EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
+
+
+class Drawer:
+    """Samples of the weights, kept as long as the same ones are asked for."""
+
+    def __init__(self) -> None:
+        self._kept: WeightSamples | None = None
+
+    def samples(self, fitted: FittedLaplace, count: int, seed: int) -> WeightSamples:
+        """``count`` samples of the posterior, a function of it and of the seed alone."""
+        kept = self._kept
+        if kept is None or kept.posterior is not fitted.posterior or (kept.count, kept.seed) != (count, seed):
+            kept = self._kept = WeightSamples(fitted.posterior, count, seed, fitted.tangent.point()[:1])
+        return kept
+
+
+def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
+    """A batch of inputs on the network's device, without gradient history.
+
+    Raises:
+        ValueError: a batch without samples.
+    """
+    device = next(fitted.model.parameters()).device
+
+    def move(value: Any) -> Any:
+        return tuple(move(v) for v in value) if isinstance(value, tuple) else value.to(device)
+
+    with torch.inference_mode(False):
+        found = move(ordinary(inputs))
+    if batch_size(found) == 0:
+        raise ValueError("the batch holds no samples, so that there is nothing to predict")
+    return found
+
+
+def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and their exact covariances, joint over positions: :func:`.predictive.function_covariance`."""
+    return outputs_posterior.function_covariance(
+        fitted.tangent, fitted.posterior, fitted.layers, inputs, whole=fitted.curvature.whole
+    )
+
+
+def function_samples(
+    fitted: FittedLaplace, drawer: Drawer, inputs: Any, num_samples: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs, and samples of their deviations ``[samples, *outputs.shape]``, joint over all inputs."""
+    return outputs_posterior.function_samples(fitted.tangent, drawer.samples(fitted, num_samples, seed), inputs)
+
+
+def exact_is_cheap(fitted: FittedLaplace) -> bool:
+    """Few outputs; apart from Kronecker factors, a Jacobian of one sample that is not too large."""
+    outputs = fitted.summary.outputs
+    if outputs > _EXACT_OUTPUTS:
+        return False
+    return fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES
+
+
+def predictive(
+    fitted: FittedLaplace,
+    drawer: Drawer,
+    inputs: Any,
+    *,
+    num_samples: int,
+    link_approx: LinkApprox,
+    covariance: Covariance,
+    joint: bool,
+    seed: int,
+) -> Any:
+    """Posterior predictive of a batch, as :meth:`tu_symmetry.LinearizedLaplace.predictive` has it."""
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} has to be at least 1")
+    outputs_posterior.check_link_approx(link_approx)
+    if covariance not in ("auto", "exact", "samples"):
+        raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
+    classify = fitted.classification
+    inputs = on_device(fitted, inputs)
+    if joint:
+        outputs, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
+        return (outputs + changes).softmax(-1) if classify else outputs + changes
+    if classify and link_approx == "mean":
+        with evaluating(fitted.model):
+            return fitted.tangent.outputs(inputs).softmax(-1)
+    if covariance == "exact" or (covariance == "auto" and exact_is_cheap(fitted)):
+        mean, matrix = function_covariance(fitted, inputs)
+        matrix = outputs_posterior.within_positions(mean, matrix)
+        variance = matrix.diagonal(dim1=-2, dim2=-1)
+        if classify and link_approx == "mc":
+            return (mean + outputs_posterior.gaussian_samples(matrix, num_samples, seed)).softmax(-1).mean(0)
+    else:
+        mean, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
+        if classify and link_approx == "mc":
+            return (mean + changes).softmax(-1).mean(0)
+        variance = changes.square().mean(0)
+    if classify:
+        return outputs_posterior.probit_probabilities(mean, variance)
+    return GaussianPredictive(mean, variance + fitted.noise_variance, variance)
