@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.members import ModuleSource, require_whole_weights, resolve_modules
+from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
@@ -227,12 +227,7 @@ class FitLaplace(Callback):
             if len(found) != 1:
                 raise ValueError(f"network={self.network!r} finds {len(found)} modules; a Laplace fit is of one")
             return found[0]
-        model = getattr(pl_module, "model", None)
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"{type(pl_module).__name__} has no submodule 'model'; say where the network is, for example "
-                "network='backbone' or network=lambda module: module"
-            )
+        model = network_of(pl_module, argument="network")
         network: Any = getattr(model, "core_model", model) if isinstance(model, LaplaceUser) else model
         inner = [name for name in ("core_model", "core_models", "ema_model", "swa_model") if hasattr(network, name)]
         if inner:

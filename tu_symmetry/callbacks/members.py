@@ -80,12 +80,7 @@ def find_members(
                 "members='model.networks' or members=lambda module: module.networks; for snapshots of a single "
                 "network use reference='first' or reference='previous'"
             )
-        network = getattr(pl_module, "model", None)
-        if not isinstance(network, nn.Module):
-            raise ValueError(
-                f"{type(pl_module).__name__} has no submodule 'model'; say which network to follow, for example "
-                "members='network' or members=lambda module: module"
-            )
+        network = network_of(pl_module, argument="members")
         while isinstance(inner := getattr(network, "core_model", None), nn.Module):
             network = inner
         members = [_uncompiled(network)]
@@ -99,6 +94,40 @@ def find_members(
             "to align snapshots of one network along its run"
         )
     return members
+
+
+def network_of(pl_module: LightningModule, *, argument: str) -> nn.Module:
+    """The network that a LightningModule trains: its ``model``, or else its only submodule with weights.
+
+    A LightningModule without submodules, whose weights are its own, is the network itself.
+
+    Args:
+        pl_module: where to look.
+        argument: name of the callback's argument that says it otherwise, for errors.
+
+    Raises:
+        ValueError: several submodules have weights, or none, or there are weights beside the only one.
+    """
+    model = getattr(pl_module, "model", None)
+    if isinstance(model, nn.Module):
+        return model
+    owner = type(pl_module).__name__
+    with_weights = {name: m for name, m in pl_module.named_children() if next(m.parameters(), None) is not None}
+    beside = [name for name, _ in pl_module.named_parameters(recurse=False)]
+    if len(with_weights) == 1 and not beside:
+        return next(iter(with_weights.values()))
+    if not with_weights:
+        if beside:
+            return pl_module
+        raise ValueError(f"{owner} has no weights yet, so there is no network to act on; make it in __init__")
+    found = ", ".join(f"{name!r} ({type(m).__name__})" for name, m in with_weights.items())
+    parts = f"its submodules with weights are {found}"
+    if beside:
+        parts += f", and it has weights of its own ({', '.join(beside[:3])})"
+    raise ValueError(
+        f"{owner} has no submodule 'model', and {parts}; say which network is meant, for example "
+        f"{argument}={next(iter(with_weights))!r}, or {argument}=lambda module: module for all of them as one"
+    )
 
 
 def _core_models(pl_module: LightningModule) -> nn.ModuleList | None:

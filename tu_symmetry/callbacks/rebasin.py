@@ -15,23 +15,14 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
+from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.members import (
     ModuleSource,
-    as_input,
-    check_same_architecture,
     copy_of,
     detached_state,
-    example_from,
-    find_members,
-    mirrored_modules,
-    require_whole_weights,
-    resolve_modules,
-    swag_statistics,
 )
-from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import permute_in_place
@@ -41,7 +32,7 @@ Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]
 Loader = Any
 
 
-class Rebasin(ScheduledCallback):
+class Rebasin(SymmetryCallback):
     """Aligns the members of an ensemble to a reference member while they train, and logs NoT, distances and barriers.
 
     For each member but the reference it logs, as plain scalars to every logger of the trainer,
@@ -77,7 +68,7 @@ class Rebasin(ScheduledCallback):
     Args:
         members: where the members are: an attribute path (``"model.core_models"``) or a callable of the
             LightningModule. Default: the ``core_models`` of TorchUncertainty's deep ensembles; for snapshots the
-            ``model`` of the routine, without TorchUncertainty's averaging wrappers.
+            ``model`` of the routine, without TorchUncertainty's averaging wrappers, or its only submodule with weights.
         reference: index of the member that the others are aligned to, or ``"first"`` or ``"previous"`` to follow one
             network and align its weights to its first or its previous snapshot.
         every_n_epochs: align at the end of every n-th epoch.
@@ -122,8 +113,17 @@ class Rebasin(ScheduledCallback):
         averages: Sequence[ModuleSource] = (),
         prefix: str = "rebasin",
     ) -> None:
-        self._given_graph = graph
-        super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end)
+        super().__init__(
+            members,
+            every_n_epochs=every_n_epochs,
+            every_n_steps=every_n_steps,
+            at_end=at_end,
+            in_place=in_place,
+            example_input=example_input,
+            graph=graph,
+            averages=averages,
+            prefix=prefix,
+        )
         if isinstance(reference, str) and reference not in ("first", "previous"):
             raise ValueError(f"reference must be the index of a member, 'first' or 'previous', got {reference!r}")
         if match_on not in ("weights", "activations"):
@@ -133,48 +133,36 @@ class Rebasin(ScheduledCallback):
         for name, loader in (("dataloader", dataloader), ("barrier_loader", barrier_loader)):
             if isinstance(loader, str) and loader != "val":
                 raise ValueError(f"{name} must be an iterable of batches or 'val', got {loader!r}")
-        self.members = members
         self.reference = reference
-        self.in_place = in_place
         self.match_on = match_on
         self.dataloader = dataloader
         self.barrier_loader = barrier_loader
         self.loss = loss
-        self.example_input = example_input
-        self.averages = tuple(averages)
-        self.prefix = prefix
-
-    @property
-    def state_key(self) -> str:
-        """Several of these callbacks can live in one trainer if their prefixes differ."""
-        return self._generate_state_key(prefix=self.prefix)
 
     def forget(self) -> None:
         """Drop what earlier runs left."""
         super().forget()
-        self.graph: SymmetryGraph | None = self._given_graph
-        self.history: list[dict[str, Any]] = []
         self.permutations: dict[int, Permutation] = {}
         self._snapshot: dict[str, Tensor] | None = None
-        self._seen_input: tuple[Any, ...] | None = None
-        self._warned = False
 
     @property
     def follows_one_network(self) -> bool:
         """Whether snapshots of one network are aligned, not the members of an ensemble."""
         return isinstance(self.reference, str)
 
+    @property
+    def single(self) -> bool:
+        """One network for snapshots, an ensemble otherwise."""
+        return self.follows_one_network
+
     def state_dict(self) -> dict[str, Any]:
         """The place in the schedule, the history, the reference snapshot, and the example input."""
-        own = {"history": self.history, "snapshot": self._snapshot, "example_input": self._seen_input}
-        return super().state_dict() | own
+        return super().state_dict() | {"snapshot": self._snapshot}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint stopped."""
+        """Resume with the schedule, the history and the reference snapshot of a checkpoint."""
         super().load_state_dict(state_dict)
-        self.history = list(state_dict["history"])
         self._snapshot = state_dict["snapshot"]
-        self._seen_input = state_dict["example_input"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check everything that can be checked before the first step.
@@ -183,34 +171,33 @@ class Rebasin(ScheduledCallback):
             ValueError: no members, too few, or of different architectures; a reference that does not exist; no loss
                 for the barriers; averages that do not match the members; weights sharded over processes.
         """
-        require_whole_weights(trainer)
-        members = find_members(pl_module, self.members, single=self.follows_one_network)
-        check_same_architecture(members)
-        if not isinstance(self.reference, str) and not -len(members) <= self.reference < len(members):
-            raise ValueError(f"reference={self.reference} is no member of an ensemble of {len(members)}")
+        super().on_fit_start(trainer, pl_module)
+        count = len(self.networks(pl_module))
+        if not isinstance(self.reference, str) and not -count <= self.reference < count:
+            raise ValueError(f"reference={self.reference} is no member of an ensemble of {count}")
         if self.barrier_loader is not None:
             self._loss(pl_module)
-        if self.in_place:
-            for i, _ in enumerate(members):
-                list(self._mirrors(trainer, pl_module, members, i))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that there is a validation loader where one is needed; discover the symmetries if an input is known."""
         for name, loader in (("dataloader", self.dataloader), ("barrier_loader", self.barrier_loader)):
             if isinstance(loader, str):
                 _validation_batches(trainer, argument=name)
-        if self._example(pl_module) is not None:
-            self._discover(pl_module)
+        super().on_train_start(trainer, pl_module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Discover the symmetries with the first batch, if no input was given."""
-        if self.graph is None:
-            self._seen_input = example_from(batch)
-            self._discover(pl_module)
+    def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
+        """Raise a ``SymmetryError`` if no hidden units can be permuted."""
+        if not graph.permutations:
+            pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in graph.pinned[:3])
+            raise SymmetryError(
+                f"{type(network).__name__} has no permutation symmetry that was found, so there is nothing to align"
+                + (f" ({pins})" if pins else "")
+                + "; print(discover_symmetries(model, example_inputs)) shows the whole report"
+            )
 
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
         """Align, log, and permute in place if asked to."""
-        members = find_members(pl_module, self.members, single=self.follows_one_network)
+        members = self.networks(pl_module)
         graph = self._discover(pl_module)
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
             states = [detached_state(m) for m in members]
@@ -225,7 +212,8 @@ class Rebasin(ScheduledCallback):
                 at = self.reference % len(members)
                 reference = states[at]
                 moving = [i for i in range(len(members)) if i != at]
-            found = self._align_on_rank_zero(trainer, graph, members[0], reference, [states[i] for i in moving])
+            others = [states[i] for i in moving]
+            found = self.on_rank_zero(trainer, lambda: self._align(trainer, graph, members[0], reference, others))
             self.permutations = dict(zip(moving, found.permutations, strict=True))
             record = found.as_record(trainer)
             if self.barrier_loader is not None:
@@ -236,75 +224,12 @@ class Rebasin(ScheduledCallback):
                         graph,
                         permutation,
                         members[i],
-                        mirrors=list(self._mirrors(trainer, pl_module, members, i)),
-                        swag=swag_statistics(pl_module, members[i]),
-                        optimizers=trainer.optimizers,
+                        **self.followers(trainer, pl_module, members, i),
                     )
             if self.reference == "previous":
                 self._snapshot = _on_cpu(detached_state(members[0]))
         self.history.append(record)
         self._log(trainer, pl_module, record, moving, hook)
-
-    def _example(self, pl_module: LightningModule) -> tuple[Any, ...] | None:
-        given = self.example_input if self.example_input is not None else pl_module.example_input_array
-        if given is None:
-            return self._seen_input
-        if isinstance(given, Mapping):
-            raise TypeError(
-                "example_input_array is a dictionary; give Rebasin(example_input=...) a tensor, or the tuple of "
-                "positional arguments of one member's forward"
-            )
-        return tuple(given) if isinstance(given, (tuple, list)) else (given,)
-
-    def _discover(self, pl_module: LightningModule) -> SymmetryGraph:
-        if self.graph is not None:
-            return self.graph
-        example = self._example(pl_module)
-        if example is None:
-            raise ValueError(
-                "no example input to discover the symmetries with: no training batch was seen; give "
-                "Rebasin(example_input=...), or set example_input_array in the LightningModule"
-            )
-        member = find_members(pl_module, self.members, single=self.follows_one_network)[0]
-        copied = copy_of(member).to(device="cpu")
-        if any(t.dtype in (torch.float16, torch.bfloat16) for t in copied.state_dict().values()):
-            copied = copied.to(torch.float32)
-        dtype = next((p.dtype for p in copied.parameters()), torch.float32)
-        with isolate_rng(include_cuda=False):
-            graph = discover_symmetries(copied, tuple(as_input(x, dtype) for x in example))
-            graph.require_verified()
-        if not graph.permutations:
-            pins = "; ".join(f"{p.parameter} axis {p.axis}: {p.reason}" for p in graph.pinned[:3])
-            raise SymmetryError(
-                f"{type(member).__name__} has no permutation symmetry that was found, so there is nothing to align"
-                + (f" ({pins})" if pins else "")
-                + "; print(discover_symmetries(model, example_inputs)) shows the whole report"
-            )
-        self.graph = graph
-        return graph
-
-    def _align_on_rank_zero(
-        self,
-        trainer: Trainer,
-        graph: SymmetryGraph,
-        member: nn.Module,
-        reference: dict[str, Tensor],
-        states: list[dict[str, Tensor]],
-    ) -> _Found:
-        """Align on rank 0 and tell the others; an error there is raised everywhere, so that no rank waits forever."""
-        found: _Found | Exception | None = None
-        if trainer.is_global_zero:
-            try:
-                found = self._align(trainer, graph, member, reference, states)
-            except Exception as error:
-                if trainer.world_size == 1:
-                    raise
-                found = error
-        found = trainer.strategy.broadcast(found, src=0)
-        if isinstance(found, Exception):
-            raise found
-        assert found is not None
-        return found
 
     def _align(
         self,
@@ -321,9 +246,8 @@ class Rebasin(ScheduledCallback):
         alignment = align(
             graph, moving, reference=_as_float(reference), match_on=self.match_on, model=model, dataloader=loader
         )
-        if alignment.uncertified and not self._warned:
-            self._warned = True
-            warnings.warn(f"Rebasin is not certified: {alignment.uncertified}", UncertifiedWarning, stacklevel=2)
+        if alignment.uncertified:
+            self.notice(f"Rebasin is not certified: {alignment.uncertified}", UncertifiedWarning)
         return _Found.of(alignment)
 
     def _barriers(
@@ -349,19 +273,6 @@ class Rebasin(ScheduledCallback):
         before, after = chord_excess(losses).reshape(-1, 2).T.tolist()
         return {"barrier_before": before, "barrier_after": after}
 
-    def _mirrors(
-        self, trainer: Trainer, pl_module: LightningModule, members: list[nn.Module], index: int
-    ) -> Iterator[nn.Module]:
-        yield from mirrored_modules(trainer, pl_module, members[index])
-        for source in self.averages:
-            copies = resolve_modules(source, pl_module, argument="averages")
-            if len(copies) != len(members):
-                raise ValueError(
-                    f"averages={source!r} finds {len(copies)} modules, but there are {len(members)} members"
-                )
-            check_same_architecture([members[index], copies[index]])
-            yield copies[index]
-
     def _loss(self, pl_module: LightningModule) -> Loss:
         loss = self.loss if self.loss is not None else getattr(pl_module, "loss", None)
         if not callable(loss):
@@ -386,12 +297,7 @@ class Rebasin(ScheduledCallback):
             scalars[f"{self.prefix}/{key}"] = sum(values) / len(values)
             if not self.follows_one_network:
                 scalars |= {f"{self.prefix}/{key}_{i}": float(v) for i, v in zip(moving, values, strict=True)}
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(scalars | {"epoch": trainer.current_epoch}, step=trainer.global_step)
-                logger.save()
-        if hook != "end":  # Lightning logs nothing at the end of training; here the values go to other callbacks only
-            pl_module.log_dict(scalars, logger=False, on_step=hook == "step", on_epoch=hook == "epoch", sync_dist=True)
+        self.log_scalars(trainer, pl_module, scalars, hook)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class ScheduledCallback(Callback):
         return {"intervals_done": self._intervals_done, "last_step": self._last_step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint stopped."""
+        """Resume at the checkpoint's place in the schedule."""
         self._intervals_done = state_dict["intervals_done"]
         self._last_step = state_dict["last_step"]
 

@@ -74,7 +74,7 @@ class PosteriorSnapshots(ScheduledCallback):
         self._store: SampleStore | None = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint stopped, in the store that is there."""
+        """Resume at the checkpoint's place in the schedule, in the store that is there."""
         super().load_state_dict(state_dict)
         self._resumed = True
 

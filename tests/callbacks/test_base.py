@@ -1,0 +1,163 @@
+"""What the callbacks share: finding the network whatever it is called, one discovery, notices once."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.callbacks import FitLaplace, PosteriorSnapshots, Rebasin, ScaleCanonicalization
+from tu_symmetry.callbacks.base import SymmetryCallback
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.measured import UncertifiedWarning
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+
+
+class Plain(LightningModule):
+    """As people write them: a loss, a network under any name, steps."""
+
+    def __init__(self, **networks: nn.Module) -> None:
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss()
+        for name, network in networks.items():
+            setattr(self, name, network)
+        self.order = list(networks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Bare(Plain):
+    """Its weights are its own, in no submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(7, 5))
+        self.second = nn.Parameter(torch.randn(3, 7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.first.T) @ self.second.T
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(24, 5, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (24,), generator=generator)), batch_size=8)
+
+
+def fit(module: LightningModule, *callbacks: Callback, **options: Any) -> None:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    Trainer(
+        accelerator="cpu", callbacks=list(callbacks), enable_model_summary=False, max_epochs=2, **quiet, **options
+    ).fit(module, loader())
+
+
+def both() -> tuple[Rebasin, ScaleCanonicalization]:
+    return (
+        Rebasin(reference="previous", every_n_epochs=1, in_place=True),
+        ScaleCanonicalization(every_n_epochs=1, in_place=True),
+    )
+
+
+@pytest.mark.parametrize("make", [lambda: Plain(net=mlp()), lambda: Plain(model=mlp(), extra=nn.Linear(3, 3)), Bare])
+def test_the_network_is_found_whatever_it_is_called(make: Any) -> None:
+    callbacks = both()
+    fit(make(), *callbacks)
+    assert [len(c.history) for c in callbacks] == [1, 2]
+
+
+def test_several_submodules_are_listed_and_the_hints_work(tmp_path: Any) -> None:
+    def make() -> Plain:
+        return Plain(encoder=mlp(), head=nn.Linear(3, 3))
+
+    callbacks: list[Callback] = [*both(), PosteriorSnapshots(tmp_path / "samples", every_n_epochs=1)]
+    for callback in callbacks:
+        with pytest.raises(ValueError, match=r"'encoder' \(Sequential\), 'head' \(Linear\).*members='encoder'"):
+            fit(make(), callback)
+    with pytest.raises(ValueError, match=r"'encoder' \(Sequential\), 'head' \(Linear\).*network='encoder'"):
+        fit(make(), FitLaplace())
+    for members in ("encoder", lambda module: module):
+        scale = ScaleCanonicalization(members, in_place=True)
+        fit(make(), scale)
+        assert len(scale.history) == 1
+    with pytest.raises(ValueError, match="no weights yet"):
+        ScaleCanonicalization().networks(Plain())
+    mixed = Plain(encoder=mlp())
+    mixed.shift = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"weights of its own \(shift\)"):
+        ScaleCanonicalization().networks(mixed)
+
+
+def test_laplace_takes_the_only_submodule() -> None:
+    laplace = FitLaplace()
+    module = Plain(backbone=mlp())
+    fit(module, laplace)
+    assert laplace._find_network(module) is module.backbone
+
+
+def test_two_callbacks_on_one_network_discover_its_symmetries_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[nn.Module] = []
+
+    def counted(model: nn.Module, example: Any) -> Any:
+        calls.append(model)
+        return discover_symmetries(model, example)
+
+    monkeypatch.setattr("tu_symmetry.callbacks.base.discover_symmetries", counted)
+    callbacks = both()
+    fit(Plain(net=mlp()), *callbacks)
+    assert len(calls) == 1
+    assert callbacks[0].graph is callbacks[1].graph
+
+    # Another network of the same run is discovered by itself.
+    module = Plain(net=mlp(), head=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
+    given = ScaleCanonicalization("head", example_input=torch.randn(2, 3), prefix="b")
+    first = ScaleCanonicalization("net", prefix="a")
+    fit(module, first, given)
+    assert first.graph is not given.graph
+    assert given.graph is not None and given.graph.shapes["0.weight"] == (4, 3)
+
+
+def test_a_graph_that_a_user_gave_to_one_callback_is_not_passed_on() -> None:
+    network = mlp()
+    chosen = discover_symmetries(network, torch.randn(2, 5))
+    scale, rebasin = ScaleCanonicalization(graph=chosen), Rebasin(reference="previous")
+    fit(Plain(net=network), scale, rebasin)
+    assert scale.graph is chosen and rebasin.graph is not chosen and rebasin.graph is not None
+
+
+def test_notices_are_said_once_in_a_run() -> None:
+    graph = discover_symmetries(mlp(), torch.randn(2, 5))
+    graph.require_verified()
+    without_probe = pickle.loads(pickle.dumps(graph))
+    scale = ScaleCanonicalization(graph=without_probe, in_place=True, every_n_steps=1)
+    rebasin = Rebasin(reference="previous", graph=without_probe, in_place=True, every_n_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Plain(net=mlp()), scale, rebasin)
+    said = [str(w.message).split(":")[0] for w in caught if issubclass(w.category, UncertifiedWarning)]
+    assert sorted(said) == ["Rebasin is not certified", "ScaleCanonicalization is not certified"]
+    assert len(scale.history) == 6
+
+
+def test_callbacks_that_act_by_symmetries_share_one_base() -> None:
+    for kind in (Rebasin, ScaleCanonicalization):
+        assert issubclass(kind, SymmetryCallback)
+        own = {"on_rank_zero", "followers", "log_scalars", "_discover", "_example", "_mirrors", "state_key"}
+        assert not own & set(vars(kind))
