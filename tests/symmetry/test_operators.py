@@ -585,10 +585,10 @@ def test_the_refusal_of_a_branch_in_compiled_code_names_a_line_of_the_model() ->
             return self.b(h)
 
     x = torch.randn(3, 5)
-    with pytest.raises(tus.SymmetryError, match=r"at test_symmetry_operators\.py:\d+ in forward: exec"):
+    with pytest.raises(tus.SymmetryError, match=r"at test_operators\.py:\d+ in forward: exec"):
         tus.discover_symmetries(Chosen(), x)
     graph = tus.discover_symmetries(Chosen(), x, branches="record")
-    assert "test_symmetry_operators.py" in (graph.branch or "")
+    assert "test_operators.py" in (graph.branch or "")
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ class Branching(nn.Module):
 
 
 def test_a_branch_is_refused_by_its_line() -> None:
-    with pytest.raises(tus.SymmetryError, match=r"test_symmetry_tracing.py:\d+ in forward: if h.sum\(\) > 0:"):
+    with pytest.raises(tus.SymmetryError, match=r"test_tracing.py:\d+ in forward: if h.sum\(\) > 0:"):
         tus.discover_symmetries(Branching(), torch.randn(2, 4))
     with pytest.raises(ValueError, match="branches must be"):
         tus.discover_symmetries(Branching(), torch.randn(2, 4), branches="guess")  # type: ignore[arg-type]

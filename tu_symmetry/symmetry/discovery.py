@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.states import kind_of
-from tu_symmetry.symmetry.extraction import Extraction
+from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
 from tu_symmetry.symmetry.probe import Probe
 from tu_symmetry.symmetry.scales import scale_groups
@@ -59,7 +59,7 @@ def discover_symmetries(
     buffers = frozenset(name for name in aliases if name not in trained)
     shapes = {name: tuple(state[name].shape) for name in aliases}
     order = list(aliases)
-    permutations, pinned = Extraction(ledger).groups(order)
+    permutations, pinned = permutation_groups(ledger, order)
     scales, normalizations, terms = scale_groups(ledger, order, shapes, buffers)
     unused = [
         n for n in order if n not in ledger.parameters and (state[n].is_floating_point() or state[n].is_complex())

@@ -1,0 +1,174 @@
+"""First stage: from units to classes of units, by all ties and bindings.
+
+As an example, take the ties ``0 ~ 5`` and ``5 ~ 9`` among ten units, the pin of 3, and the binding of the units 6 and 7
+(two entries of a flattened axis) to the pairs (1, 8) and (2, 8). The classes are ``{0, 5, 9}`` and the other units
+alone; 3 is pinned; a label with the entries ``[6, 7]`` is resolved into two components, ``[1, 2]`` and ``[8, 8]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from tu_symmetry.symmetry.algebra import Array, Label, among, code, distinct, tighten
+from tu_symmetry.symmetry.ledger import Binding
+
+FAR = 1 << 40  # codes of pinned units lie beyond the codes of positions
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Units after all ties.
+
+    Attributes:
+        of: the class of each unit.
+        count: number of classes.
+        pinned: class to reason.
+        bound: for each class its row in ``tuples``, -1 for a class that is not bound.
+        tuples: ``[bindings, factors]``, the classes (or codes) that a class stands for; -1 fills up.
+    """
+
+    of: Array
+    count: int
+    pinned: dict[int, str]
+    bound: Array
+    tuples: Array
+
+    def resolve(self, label: Label) -> Label:
+        """Replace units by classes, bound classes by what they are bound to, pinned classes by far codes."""
+        found: list[Array] = []
+        for component in label:
+            moving = component >= 0
+            classes = np.where(moving, self.of[np.where(moving, component, 0)], component)
+            rows = np.where(moving, self.bound[np.where(moving, classes, 0)], -1)
+            if (rows >= 0).any():
+                found.append(np.where(rows >= 0, self.tuples[rows, 0], classes))
+                found += [np.where(rows >= 0, self.tuples[rows, k], -1) for k in range(1, self.tuples.shape[1])]
+            else:
+                found.append(classes)
+        fixed = self.fixed
+        resolved = []
+        for component in found:
+            moving = component >= 0
+            stuck = moving & fixed[np.where(moving, component, 0)]
+            resolved.append(tighten(np.where(stuck, code(component + FAR), component)))
+        return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
+
+    @cached_property
+    def fixed(self) -> NDArray[np.bool_]:
+        """For each class whether it is pinned."""
+        mask = np.zeros(self.count, dtype=bool)
+        if self.pinned:
+            mask[np.fromiter(self.pinned, dtype=np.int64)] = True
+        return mask
+
+    @cached_property
+    def representative(self) -> Array:
+        """For each class one of its units, the first."""
+        return np.unique(self.of, return_index=True)[1]
+
+
+def joined(count: int, ties: Sequence[tuple[Array, Array]]) -> tuple[int, Array]:
+    """Number of classes of ``count`` units under ties, and the class of each."""
+    if not ties:
+        return count, np.arange(count, dtype=np.int64)
+    a = np.concatenate([t[0].reshape(-1) for t in ties])
+    b = np.concatenate([t[1].reshape(-1) for t in ties])
+    graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(count, count))
+    n, labels = connected_components(graph, directed=False)
+    return n, labels.astype(np.int64)
+
+
+def resolve_classes(
+    count: int,
+    ties: Sequence[tuple[Array, Array]],
+    pins: Sequence[tuple[Array, str]],
+    bindings: Sequence[Binding],
+) -> Classes:
+    """Join tied units into classes, and settle what units that stand for several stand for.
+
+    Two units of one class that are both bound have to be bound to the same: part for part they are tied, which may join
+    more classes, and so on until nothing changes. Where parts are a unit here and a fixed position there, and where a
+    class is pinned, the units of the parts are pinned too: in the example above ``6 ~ 7`` would tie 1 to 2, and a pin
+    of 6 would pin 1 and 8.
+
+    Args:
+        count: number of units.
+        ties: pairs of arrays of units that are one.
+        pins: units that stay where they are, and why.
+        bindings: units that stand for several.
+    """
+    count = max(count, 1)
+    arity = max((len(binding.parts) for binding in bindings), default=1)
+    keys, rows = _table(bindings, arity)
+    all_ties, all_pins = list(ties), list(pins)
+    while True:
+        number, of = joined(count, all_ties)
+        pinned: dict[int, str] = {}
+        for units, reason in all_pins:
+            for c in distinct(of[units]).tolist():
+                pinned.setdefault(c, reason)
+        bound = np.full(number, -1, dtype=np.int64)
+        if not len(keys):
+            return Classes(of, number, pinned, bound, np.zeros((0, arity), dtype=np.int64))
+        classes = of[keys]
+        resolved = np.where(rows >= 0, of[np.where(rows >= 0, rows, 0)], rows)
+        more_ties, clashes = _agreement(classes, rows, resolved)
+        more_pins: list[tuple[Array, str]] = []
+        for side in clashes:
+            more_pins += _pins_of(side, rows, of, pinned, "factored in two ways")
+        stuck = among(classes, np.fromiter(pinned, dtype=np.int64)) if pinned else np.zeros(len(classes), dtype=bool)
+        for reason in dict.fromkeys(pinned[c] for c in classes[stuck].tolist()):
+            which = np.flatnonzero(stuck)[[pinned[c] == reason for c in classes[stuck].tolist()]]
+            more_pins += _pins_of(which, rows, of, pinned, reason)
+        # a class that is bound and stands in a tuple itself would need substitution within substitution
+        cyclic = among(resolved, classes) & (resolved >= 0)
+        more_pins += _pins_of(np.flatnonzero(cyclic.any(axis=1)), rows, of, pinned, "factored twice over")
+        if not more_ties and not more_pins:
+            bound[classes] = np.arange(len(classes))
+            return Classes(of, number, pinned, bound, resolved)
+        all_ties += more_ties
+        all_pins += more_pins
+
+
+def _table(bindings: Sequence[Binding], arity: int) -> tuple[Array, Array]:
+    """All bound units ``[n]``, and what each is bound to ``[n, arity]``, filled up with -1."""
+    keys = np.concatenate([b.units.reshape(-1) for b in bindings]) if bindings else np.empty(0, np.int64)
+    rows = np.full((len(keys), arity), -1, dtype=np.int64)
+    start = 0
+    for units, parts in bindings:
+        for k, part in enumerate(parts):
+            rows[start : start + units.size, k] = part.reshape(-1)
+        start += units.size
+    return keys, rows
+
+
+def _agreement(classes: Array, rows: Array, resolved: Array) -> tuple[list[tuple[Array, Array]], list[Array]]:
+    """What bindings of one class demand: ties of their parts, and the rows in which parts do not go together."""
+    order = np.argsort(classes, kind="stable")
+    same = classes[order][1:] == classes[order][:-1]
+    first, second = order[:-1][same], order[1:][same]
+    ties: list[tuple[Array, Array]] = []
+    clashes: list[Array] = []
+    for k in range(rows.shape[1]):
+        x, y = rows[first, k], rows[second, k]
+        tie = (x >= 0) & (y >= 0) & (resolved[first, k] != resolved[second, k])
+        if tie.any():
+            ties.append((x[tie], y[tie]))
+        clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
+        clashes += [first[clash], second[clash]]
+    return ties, clashes
+
+
+def _pins_of(which: Array, rows: Array, of: Array, pinned: dict[int, str], reason: str) -> list[tuple[Array, str]]:
+    """The pin of all units in some rows that are not pinned yet; an empty list if there are none."""
+    units = rows[which]
+    units = units[units >= 0]
+    units = units[[c not in pinned for c in of[units].tolist()]] if units.size else units
+    return [(units, reason)] if units.size else []

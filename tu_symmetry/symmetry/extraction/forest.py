@@ -1,0 +1,358 @@
+"""Third stage: the classes of one color, and the blocks that they stand in, become the nodes of a forest.
+
+A node holds the units of one color as an array ``[*blocks, size]``: units of one block may be permuted, each block for
+itself, and blocks move whole with the node that they belong to. As an example, attention with two heads of three units
+each for queries (0 to 5) and values (6 to 11), and the heads 12 and 13::
+
+    heads              [12, 13]
+    queries, in heads  [[0, 1, 2], [3, 4, 5]]
+    values, in heads   [[6, 7, 8], [9, 10, 11]]
+
+The edges say that 0, 1, 2 stand in 12, and so on: each unit in one block, all blocks of one size, so both nodes are
+nested in the heads. Where units stand in several blocks of a color at once (one set of keys for all heads) they are not
+nested in them. Everything that fits neither is pinned, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tu_symmetry.symmetry.algebra import Array, Label, among, distinct, distinct_rows
+from tu_symmetry.symmetry.extraction.classes import Classes
+from tu_symmetry.symmetry.extraction.coloring import Coloring, Edges, Tag
+
+Labels = Mapping[str, tuple[Label, ...]]
+Pairs = dict[int, dict[int, Array]]
+"""For each color and each color of blocks that it stands in: (unit, block) ``[n, 2]``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A color: units that look alike, with the block structure that they stand in.
+
+    Attributes:
+        color: of its units.
+        units: classes ``[*blocks, size]``, ascending in each block, so that slots correspond between blocks.
+        parent: color of the blocks, or None.
+    """
+
+    color: int
+    units: Array
+    parent: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of units in each block."""
+        return int(self.units.shape[-1])
+
+    @property
+    def inner_blocks(self) -> tuple[int, ...]:
+        """Shape of the blocks that units nested in this color have."""
+        return self.units.shape if self.size > 1 else self.units.shape[:-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """The nodes, by color, parents first.
+
+    Attributes:
+        nodes: color to node.
+        still: colors whose units hold something that is pinned, and stay where they are; what they hold may move.
+        reasons: class to why it is pinned.
+        same: blocks of different colors that hold the same units, and so are one block: to be tied.
+        tags: blocks of one color that hold the same units, and are told apart by their order: to be tagged.
+    """
+
+    nodes: Mapping[int, Node]
+    still: frozenset[int]
+    reasons: Mapping[int, str]
+    same: tuple[tuple[Array, Array], ...] = ()
+    tags: tuple[Tag, ...] = ()
+
+    def proper(self, node: Node) -> bool:
+        """Whether the units of a node may change places."""
+        return node.size > 1 and node.color not in self.still
+
+    def parent(self, node: Node) -> Node | None:
+        """The node of the blocks that a node's units stand in."""
+        return None if node.parent is None else self.nodes[node.parent]
+
+    def chain(self, node: Node | None) -> list[Node]:
+        """A node, its parent, and so on."""
+        found = []
+        while node is not None:
+            found.append(node)
+            node = self.parent(node)
+        return found
+
+    def group(self, node: Node | None) -> Node | None:
+        """The nearest of a node and its ancestors that is a group of its own."""
+        return next((n for n in self.chain(node) if self.proper(n)), None)
+
+    def below(self, node: Node, ancestor: Node) -> bool:
+        """Whether a node is nested in another one, at whatever depth."""
+        return any(n is ancestor for n in self.chain(node)[1:])
+
+    def without(self, node: Node, reason: str, classes: Array) -> Forest:
+        """The forest without a node and what is nested in it; the blocks that held it stay where they are.
+
+        Args:
+            node: to leave out.
+            reason: why.
+            classes: of the node's color.
+        """
+        kept = {color: n for color, n in self.nodes.items() if n is not node and not self.below(n, node)}
+        held = {n.color for n in self.chain(node)[1:]}
+        return replace(
+            self,
+            nodes=kept,
+            still=self.still | held,
+            reasons=dict.fromkeys(classes.tolist(), reason) | {**self.reasons},
+        )
+
+
+def plant(labels: Labels, classes: Classes, coloring: Coloring) -> Forest:
+    """Make the forest of all colors that index some parameter, and of the blocks that hold these.
+
+    Args:
+        labels: of the parameters, resolved.
+        classes: of the units.
+        coloring: of the classes.
+    """
+    return _Planting(labels, classes, coloring).forest()
+
+
+def _present(labels: Labels, count: int, edges: Edges) -> Array:
+    """Classes that index some parameter, free to move, and the blocks that hold such classes."""
+    held = np.zeros(count, dtype=bool)
+    for own in labels.values():
+        for label in own:
+            for component in label:
+                held[component[component >= 0]] = True
+    units = np.flatnonzero(held)
+    while len(edges.child):
+        more = distinct(np.append(units, edges.parent[among(edges.child, units)]))
+        if len(more) == len(units):
+            break
+        units = more
+    return units
+
+
+def _by_color(units: Array, colors: Array) -> dict[int, Array]:
+    """The units of each color, ascending."""
+    if not len(units):
+        return {}
+    order = units[np.argsort(colors[units], kind="stable")]
+    found, starts = np.unique(colors[order], return_index=True)
+    return {c: np.sort(own) for c, own in zip(found.tolist(), np.split(order, starts[1:]), strict=True)}
+
+
+def _pairs(edges: Edges, colors: Array) -> Pairs:
+    """The edges by the colors of their ends."""
+    found: Pairs = {}
+    if not len(edges.child):
+        return found
+    pairs = distinct_rows(np.stack([edges.child, edges.parent], axis=1))
+    kinds = colors[pairs]
+    order = np.lexsort((kinds[:, 1], kinds[:, 0]))
+    pairs, kinds = pairs[order], kinds[order]
+    starts = np.flatnonzero((np.diff(kinds, axis=0) != 0).any(axis=1)) + 1
+    for (child, parent), some in zip(kinds[[0, *starts]].tolist(), np.split(pairs, starts), strict=True):
+        found.setdefault(child, {})[parent] = some
+    return found
+
+
+def _without_holders(pairs: Pairs) -> Pairs:
+    """The pairs without those that say that a block stands in the blocks that it holds.
+
+    The weights of a normalization bind an entry of the queries to (dimension, head): this head is then named inside of
+    the block of queries that is nested in it.
+    """
+    kept = {color: dict(outers) for color, outers in pairs.items()}
+    held = {color: sum(color in outers for outers in pairs.values()) for color in pairs}
+    for inner in list(kept):
+        for outer, own in list(kept[inner].items()):
+            back = kept.get(outer, {}).get(inner)
+            if back is None or len(back) > len(distinct(back[:, 0])):
+                continue
+            if len(own) == len(distinct(own[:, 0])) and held[inner] < held[outer]:
+                continue  # one to one: what holds more kinds of blocks is the holder
+            if len(distinct_rows(np.concatenate([back[:, ::-1], own]))) == len(back):
+                del kept[inner][outer]
+    return kept
+
+
+class _Pinned(Exception):
+    """The units of a color that is being placed cannot move, for a reason."""
+
+
+class _Planting:
+    """Places one color after the other; what :func:`plant` works on."""
+
+    def __init__(self, labels: Labels, classes: Classes, coloring: Coloring) -> None:
+        self.count = classes.count
+        self.colors = coloring.colors
+        self.by_color = _by_color(_present(labels, classes.count, coloring.edges), coloring.colors)
+        self.pairs = _without_holders(_pairs(coloring.edges, coloring.colors)) if self.by_color else {}
+        self.reasons = dict(coloring.reasons)
+        self.nodes: dict[int, Node | None] = {}  # None for a color that is pinned
+        self.block_of: dict[int, Array] = {}  # color -> the block of each class
+        self.same: list[tuple[Array, Array]] = []
+        self.tags: list[Tag] = []
+
+    def forest(self) -> Forest:
+        pending = list(self.by_color)
+        while pending:
+            ready = [c for c in pending if all(p in self.nodes for p in self.pairs.get(c, {}) if p in self.by_color)]
+            if not ready:
+                for color in pending:
+                    self._pin(color, "blocks within one another")
+                break
+            for color in ready:
+                try:
+                    self.nodes[color] = self._place(color, self.by_color[color], self.pairs.get(color, {}))
+                except _Pinned as reason:
+                    self._pin(color, str(reason))
+                    self.nodes[color] = None
+            pending = [c for c in pending if c not in self.nodes]
+        still: set[int] = set()
+        for color in self.by_color:
+            if self.nodes.get(color) is None:
+                for outer in self.pairs.get(color, {}):
+                    if self.nodes.get(outer) is not None:
+                        self._pin(outer, "holds a pinned part")
+                        still |= {n.color for n in self._chain(outer)}
+        placed = {color: node for color, node in self.nodes.items() if node is not None}
+        return Forest(placed, frozenset(still), self.reasons, tuple(self.same), tuple(self.tags))
+
+    def _pin(self, color: int, reason: str) -> None:
+        for unit in np.flatnonzero(self.colors == color).tolist():
+            self.reasons.setdefault(unit, reason)
+
+    def _chain(self, color: int | None) -> list[Node]:
+        """The node of a color, its parent, and so on."""
+        found = []
+        while color is not None:
+            node = self.nodes[color]
+            assert node is not None
+            found.append(node)
+            color = node.parent
+        return found
+
+    def _place(self, color: int, units: Array, pairs: Mapping[int, Array]) -> Node:
+        """The node of a color, nested in the innermost of the blocks that its units stand in."""
+        blocks: dict[int, Array] = {}  # color of blocks -> the block of each class
+        for outer, own in pairs.items():
+            found = self._blocks_of(units, outer, own)
+            if found is None:
+                continue
+            outer, block = found
+            if outer in blocks and (blocks[outer] != block).any():
+                raise _Pinned("nested in one group in two ways")
+            blocks[outer] = block
+        for candidate in sorted(blocks, key=lambda c: -len(self._chain(c))):
+            if self._innermost(candidate, blocks, units):
+                return self._nested(color, units, candidate, blocks[candidate])
+        if blocks:
+            self._same_blocks([block[units] for block in blocks.values()])
+            raise _Pinned("nested in two groups at once")
+        return Node(color, units)
+
+    def _blocks_of(self, units: Array, outer: int, pairs: Array) -> tuple[int, Array] | None:
+        """The color of blocks in which each unit stands once, starting from ``outer``, and the block of each class.
+
+        Units that stand in all blocks of ``outer`` at once may still stand in one each of the blocks around these.
+
+        Returns:
+            None for units that stand in all blocks alike, or in a block that is alone of its kind.
+        """
+        while True:
+            node = self.nodes.get(outer)
+            if node is None:
+                raise _Pinned("nested in a pinned block")
+            pairs = distinct_rows(pairs)
+            counts = np.bincount(np.searchsorted(units, pairs[:, 0]), minlength=len(units))
+            if node.units.size == 1:  # a block that is alone of its kind moves nowhere
+                return None
+            if (counts == 1).all():
+                block = np.full(self.count, -1, dtype=np.int64)
+                block[pairs[:, 0]] = pairs[:, 1]
+                return outer, block
+            alone = node.size == 1 and node.parent is not None  # the only one of its kind in its block
+            if (counts != node.size).any() and not alone:
+                if (counts == counts[0]).all():
+                    self._tag_by_order(pairs, int(counts[0]))
+                raise _Pinned("tied across a part of the blocks")
+            if node.parent is None:
+                return None
+            pairs = np.stack([pairs[:, 0], self.block_of[outer][pairs[:, 1]]], axis=1)
+            outer = node.parent
+
+    def _innermost(self, candidate: int, blocks: Mapping[int, Array], units: Array) -> bool:
+        """Whether all the other blocks of a color are the ancestors of the candidate's."""
+        block = blocks[candidate][units]
+        ancestors = {candidate: block}
+        for node in self._chain(candidate):
+            if node.parent is not None:
+                block = self.block_of[node.color][block]
+                ancestors[node.parent] = block
+        return all(c in ancestors and (ancestors[c] == b[units]).all() for c, b in blocks.items())
+
+    def _nested(self, color: int, units: Array, outer: int, block: Array) -> Node:
+        """The node of units that stand in one block each."""
+        parent = self.nodes[outer]
+        assert parent is not None
+        flat = parent.units.reshape(-1)
+        place = np.full(self.count, -1, dtype=np.int64)
+        place[flat] = np.arange(len(flat))
+        slot = place[block[units]]
+        counts = np.bincount(slot, minlength=len(flat))
+        if (counts != counts[0]).any():
+            raise _Pinned("blocks of different sizes")
+        self.block_of[color] = block
+        return Node(color, units[np.argsort(slot, kind="stable")].reshape(*parent.inner_blocks, -1), outer)
+
+    def _same_blocks(self, blocks: list[Array]) -> None:
+        """Take down that blocks of different colors are one, where each of the one holds what one of the other does."""
+        for other in blocks[1:]:
+            pairs = distinct_rows(np.stack([blocks[0], other], axis=1))
+            if len(pairs) == len(distinct(blocks[0])) == len(distinct(other)):
+                self.same.append((pairs[:, 0], pairs[:, 1]))
+
+    def _tag_by_order(self, pairs: Array, count: int) -> None:
+        """Take down that blocks which hold the same units are told apart by their order, if it is the same for all."""
+        outer, order = pairs[:, 1], np.tile(np.arange(count), len(pairs) // count)
+        seen = distinct_rows(np.stack([outer, order], axis=1))
+        if len(distinct(outer)) == len(seen):
+            self.tags.append(Tag(seen[:, 0], seen[:, 1]))
+
+
+def lost_blocks(nestings: list[tuple[Array, Array]], classes: Classes, colors: Array) -> Array:
+    """Blocks that could change places and hold a unit in common: its label does not say which of them is meant.
+
+    Take ``y0 + y1``, the halves of a convolution in two groups. Its eight output channels have units of their own, from
+    which the group can be told, so that the group does not stand in their label. The sum makes one unit of channel k of
+    the one half and channel k of the other: should the groups change places, nothing would tell that these channels do
+    so too. Blocks that cannot change places (queries and keys) need not be told apart by labels.
+
+    Args:
+        nestings: units of the ledger, and the block of each that its label leaves out.
+        classes: of the units.
+        colors: of the classes.
+
+    Returns:
+        Classes that have to be pinned.
+    """
+    nothing = np.empty(0, dtype=np.int64)
+    if not nestings:
+        return nothing
+    units, blocks = (classes.of[np.concatenate(side)] for side in zip(*nestings, strict=True))
+    free = (classes.bound[units] < 0) & ~classes.fixed[units] & ~classes.fixed[blocks]
+    rows = distinct_rows(np.stack([units[free], colors[blocks[free]], blocks[free]], axis=1))
+    if len(rows) < 2:
+        return nothing
+    again = np.flatnonzero((rows[1:, :2] == rows[:-1, :2]).all(axis=1))
+    return distinct(np.append(rows[again][:, 2], rows[again + 1][:, 2]))
