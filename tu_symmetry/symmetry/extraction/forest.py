@@ -106,12 +106,8 @@ class Forest:
         """
         kept = {color: n for color, n in self.nodes.items() if n is not node and not self.below(n, node)}
         held = {n.color for n in self.chain(node)[1:]}
-        return replace(
-            self,
-            nodes=kept,
-            still=self.still | held,
-            reasons=dict.fromkeys(classes.tolist(), reason) | {**self.reasons},
-        )
+        reasons = {**dict.fromkeys(classes.tolist(), reason), **self.reasons}  # the first reason counts
+        return replace(self, nodes=kept, still=self.still | held, reasons=reasons)
 
 
 def plant(labels: Labels, classes: Classes, coloring: Coloring) -> Forest:

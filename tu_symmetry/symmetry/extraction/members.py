@@ -280,8 +280,8 @@ def _parts(owner: Array, label: Label) -> list[list[Array]]:
     """The components of a label that a node moves together, those of each part in one step.
 
     A head and a unit in it name the same head twice: one step moves both. The entries of a flattened Gram matrix
-    ``(h_i h_j)`` have a unit of one node for its row and one for its column: the rows are moved first, then the columns,
-    and each step is a permutation of the whole axis.
+    ``(h_i h_j)`` have a unit of one node for its row and one for its column: the rows are moved first, then the
+    columns, and each step is a permutation of the whole axis.
 
     Args:
         owner: for each class the unit of the node that it belongs to, -1 for none.
