@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,3 +146,49 @@ def test_a_graph_keeps_no_weights_alive() -> None:
     gc.collect()
     assert all(w() is None for w in weights)
     graph.require_verified()  # it is enough to verify
+
+
+class Stubborn(nn.Module):
+    """Refuses to be pickled or stored, and counts how often it is copied."""
+
+    copies = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 300), nn.Linear(300, 3)
+        self.register_buffer("offset", torch.randn(300))
+        self.activation = lambda x: x.relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.activation(self.a(x) + self.offset))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Module:
+        Stubborn.copies += 1
+        return Stubborn()
+
+    def __reduce_ex__(self, protocol: object) -> object:
+        raise TypeError("this module cannot be pickled")
+
+
+def test_copies_and_files_of_a_graph_hold_no_module(tmp_path: Path) -> None:
+    x = torch.randn(1000, 5)
+    graph = tus.discover_symmetries(Stubborn(), x)
+    made = Stubborn.copies
+    assert copy.copy(graph).probe is graph.probe is copy.deepcopy(graph).probe is not None
+    without = graph.without_probe()
+    assert Stubborn.copies == made and without.probe is None and not without.verified
+    torch.save(graph, tmp_path / "graph.pt")
+    loaded = torch.load(tmp_path / "graph.pt", weights_only=False)
+    entries = sum(m.index.numel() for g in graph.permutations for m in g.members) + sum(
+        t.index.numel() for terms in graph.scale_terms.values() for t in terms
+    )
+    assert len(pickle.dumps(graph)) < 8 * entries + 20_000 < 8 * x.numel()  # neither weights nor inputs
+    model = Stubborn()
+    p = tus.random_permutation(graph)
+    for lost in (without, loaded):
+        with pytest.raises(tus.SymmetryError, match="holds no network to verify it with"):
+            tus.apply_permutation(lost, p, model.state_dict())
+        tus.verify_symmetries(lost, model, x[:4])
+        assert lost.verified and lost.probe is not None
+        moved = tus.apply_permutation(lost, p, model.state_dict())
+        assert tus.certify(lost, model.state_dict(), moved).holds

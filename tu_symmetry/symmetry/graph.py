@@ -7,7 +7,8 @@ Three kinds of group act on the weights of a network without changing its functi
 * :class:`ScaleGroup`: positive factors that move between the producers and the consumers of a unit.
 * :class:`NormalizationGroup`: positive factors that a following normalization undoes.
 
-A graph holds no weights. Every index tensor in it is a position along an axis of a named parameter or buffer.
+A graph holds no weights (what it does hold is said at :class:`SymmetryGraph`). Every index tensor in it is a position
+along an axis of a named parameter or buffer.
 """
 
 from __future__ import annotations
@@ -161,6 +162,14 @@ class ScaleTerm:
 class SymmetryGraph:
     """The symmetries of one architecture, as :func:`discover_symmetries` finds them. ``print(graph)`` is readable.
 
+    **What a graph keeps.** Names, shapes and indices, the values of ``constants``, and in ``probe`` what it takes to
+    run the network: a copy of the module without values for its weights (no parameter and no trained buffer of the
+    model stays alive), and the example inputs in float64. The probe is there so that a graph verifies itself before it
+    first transforms weights, and so that every transformation can be certified. ``graph.without_probe()`` leaves it out
+    (where example inputs are large, say), and so do pickling and ``torch.save``, since a module may be of any class;
+    copies and deep copies share it. Without a probe, ``verify_symmetries(graph, model, example_inputs)`` and
+    ``certify(..., model=model, example_inputs=...)`` take the module from the caller.
+
     Attributes:
         permutations: permutation groups, parents before the groups nested in them.
         scales: positive-scale groups.
@@ -183,9 +192,8 @@ class SymmetryGraph:
         verified: whether :func:`verify_symmetries` has passed.
         failed: groups that were taken out because they failed verification: name to reason.
         by_hand: names of the groups that :meth:`with_permutation` added.
-        probe: the network that the graph was discovered on, without its weights, and the example inputs: what verifies
-            the graph before its first use, and measures certificates. None for a graph that was unpickled: a module is
-            not stored with it.
+        probe: the network that the graph was discovered on, without its weights, and the example inputs (see above);
+            None where it was left out, or lost by pickling.
     """
 
     permutations: tuple[PermutationGroup, ...]
@@ -208,6 +216,9 @@ class SymmetryGraph:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"probe": None}  # modules are not pickled: they may be of any class
+
+    def __copy__(self) -> SymmetryGraph:
+        return replace(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SymmetryGraph:
         return replace(self, **{f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self)})
@@ -245,6 +256,13 @@ class SymmetryGraph:
         for name in names:
             self[name]
         return self._without({g: "left out by hand" for g in self.groups() if g.name in names})
+
+    def without_probe(self) -> SymmetryGraph:
+        """The graph without the network and the inputs that it was discovered on: it then holds no module at all.
+
+        If it is not verified yet, it has to be, by :func:`verify_symmetries`, before it transforms weights.
+        """
+        return replace(self, probe=None)
 
     def _take_out(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> None:
         """Take groups out of this very graph, as :meth:`without` does: claims that failed verification."""

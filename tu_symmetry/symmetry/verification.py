@@ -61,7 +61,8 @@ def verify_symmetries(
     what may change follows from that precision.
 
     Args:
-        graph: what :func:`discover_symmetries` returned; ``graph.verified`` is set on success.
+        graph: what :func:`discover_symmetries` returned; ``graph.verified`` is set on success. A graph without a probe
+            (an unpickled one) is given the one that it was verified with, so that it can certify what it does.
         model: the module, left untouched (a copy without its weights is used).
         example_inputs: as for discovery.
         example_kwargs: as for discovery.
