@@ -1,0 +1,209 @@
+"""``DualLaplace``: against the full curvature of ``LinearizedLaplace``, dense Gaussian processes, files, bad input."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import tu_symmetry as tus
+from tests.laplace.dual_oracles import SHAPE, case
+from tests.laplace_oracles import data, jacobian, randomize
+from tu_symmetry.laplace.observation import LinearObservation
+from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior
+
+
+def network():
+    return randomize(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)))
+
+
+def fitted(own, **options):
+    return tus.DualLaplace(
+        own.model, structured=own.priors, prior=None, observation=own.observation, **options
+    ).fit([(own.x, own.y.unsqueeze(0))])  # fmt: skip
+
+
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+@pytest.mark.parametrize("prior", ["per_layer", "single"])
+def test_equals_the_full_curvature_with_isotropic_priors(evaluate_at, prior):
+    x, y = data(3, outputs=2, kind="regression", samples=6)
+    model = network()
+    full = tus.LinearizedLaplace(
+        model, "regression", curvature="full", prior=prior, evaluate_at=evaluate_at, noise_variance=0.3
+    ).fit([(x[:4], y[:4]), (x[4:], y[4:])])
+    precision = {name: 0.5 + i for i, name in enumerate(full.prior_groups.names)}
+    full.set_precision(precision)
+    if evaluate_at == "tangent_mode":
+        full.solve_mode(tolerance=1e-12)
+    dual = tus.DualLaplace(model, prior=prior, evaluate_at=evaluate_at, noise_variance=0.3)
+    dual.fit([(x[:4], y[:4]), (x[4:], y[4:])])
+    dual.set_hyperparameters({f"{name}.variance": 1 / value for name, value in precision.items()})
+    assert dual.log_marginal_likelihood() == pytest.approx(full.log_marginal_likelihood(), rel=1e-8)
+    new = torch.randn(5, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    expected = full.predictive(new, covariance="exact")
+    found = dual.marginals(new)
+    assert torch.allclose(found.mean, expected.mean) and torch.allclose(found.variance, expected.variance)
+
+
+def test_optimized_evidence_agrees_with_the_full_curvature():
+    x, y = data(3, outputs=2, kind="regression", samples=20)
+    model = network()
+    flat = tus.Hyperprior(std=math.inf, cap=1e9)
+    full = tus.LinearizedLaplace(model, "regression", curvature="full", prior="single", evaluate_at="tangent_mode").fit(
+        [(x, y)]
+    )
+    full.optimize_evidence(hyperprior=flat)
+    dual = tus.DualLaplace(model, prior="single").fit([(x, y)])
+    dual.optimize_evidence()
+    assert dual.log_marginal_likelihood() >= full.log_marginal_likelihood() - 1e-3
+
+
+def test_predictive_of_new_inputs_is_the_gaussian_process():
+    x, y = data(3, outputs=2, kind="regression", samples=6)
+    model = network()
+    dual = tus.DualLaplace(model, prior="single", noise_variance=0.2).fit([(x, y)])
+    dual.set_hyperparameters({"all.variance": 0.7})
+    names = [name for name, _ in model.named_parameters()]
+    new = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    train, test = (jacobian(model, names, t).flatten(0, 1) for t in (x, new))
+    k = 0.7 * train @ train.mT + 0.2 * torch.eye(12, dtype=torch.float64)
+    expected = 0.7 * test @ test.mT - 0.49 * test @ train.mT @ torch.linalg.solve(k, train @ test.mT)
+    found = dual.predictive(new)
+    assert found.mean.shape == (4, 2) and torch.allclose(found.covariance, expected, atol=1e-10)
+    again = dual.predictive(x)
+    assert torch.allclose(again.covariance, dual.predictive().covariance, atol=1e-9)
+    drawn = dual.function_samples(new, 20_000) - found.mean
+    sampled = drawn.flatten(1).mT @ drawn.flatten(1) / 20_000
+    diagonal = expected.diagonal()
+    error = ((diagonal.unsqueeze(0) * diagonal.unsqueeze(1) + expected.square()) / 20_000).sqrt()
+    assert bool(((sampled - expected).abs() < 4.5 * error + 1e-9).all())
+
+
+def test_images_keep_their_shape_and_files_give_the_same(tmp_path):
+    own = case(7)
+    dual = fitted(own, evaluate_at="map")
+    result = dual.optimize_evidence()
+    assert result.converged
+    found = dual.predictive()
+    assert found.mean.shape == (1, 1, *SHAPE) and found.variance.shape == found.mean.shape
+    assert dual.function_samples(None, 3).shape == (3, 1, 1, *SHAPE)
+    dual.save(tmp_path / "la.safetensors")
+    again = tus.DualLaplace.load(tmp_path / "la.safetensors", own.model)
+    assert again.hyperparameters == dual.hyperparameters
+    assert torch.equal(again.predictive().covariance, found.covariance)
+    assert torch.equal(again.predictive(own.x).covariance, dual.predictive(own.x).covariance)
+    assert again.log_marginal_likelihood() == dual.log_marginal_likelihood()
+    assert torch.equal(again.function_samples(None, 2, seed=3), dual.function_samples(None, 2, seed=3))
+    other = randomize(type(own.model)(), seed=9)
+    with pytest.raises(tus.LaplaceFileError, match="other weights"):
+        tus.DualLaplace.load(tmp_path / "la.safetensors", other)
+    with pytest.raises(tus.LaplaceFileError, match="another network"):
+        tus.DualLaplace.load(tmp_path / "la.safetensors", network())
+    (tmp_path / "cut").write_bytes((tmp_path / "la.safetensors").read_bytes()[:-9])
+    with pytest.raises(tus.LaplaceFileError):
+        tus.DualLaplace.load(tmp_path / "cut", own.model)
+    with pytest.raises(FileNotFoundError):
+        tus.DualLaplace.load(tmp_path / "none", own.model)
+
+
+def test_log_density_is_that_of_the_gaussian():
+    own = case(7)
+    dual = fitted(own)
+    found = dual.predictive()
+    target = torch.rand(1, 1, *SHAPE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    matrix = found.covariance + 0.05 * torch.eye(20, dtype=torch.float64)
+    expected = torch.distributions.MultivariateNormal(found.mean.reshape(-1), matrix).log_prob(target.reshape(-1))
+    assert found.log_density(target, extra_variance=0.05) == pytest.approx(float(expected), rel=1e-9)
+    with pytest.raises(ValueError, match="as large"):
+        found.log_density(target[..., :3])
+
+
+def test_blocks_beside_the_structured_ones():
+    own = case(7)
+    dual = tus.DualLaplace(
+        own.model, structured=[KernelPrior(["a.weight"], name="a")], observation=own.observation
+    ).fit([(own.x, own.y.unsqueeze(0))])
+    assert [prior.name for prior in dual.priors] == ["a", "a (rest)", "b", "c"]
+    assert dual.hyperparameters.keys() == {
+        "a.variance", "a.lengthscale", "a (rest).variance", "b.variance", "c.variance", "noise_variance"
+    }  # fmt: skip
+
+
+def test_per_group_uses_the_normalization_groups():
+    model = randomize(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 1)))
+    x, y = data(3, outputs=1, kind="regression", samples=5)
+    dual = tus.DualLaplace(model, prior="per_group").fit([(x, y)])
+    assert "rest" in {prior.name for prior in dual.priors} and len(dual.priors) > 1
+    with pytest.raises(ValueError, match="do not go together: a normalization group"):
+        tus.DualLaplace(case(7).model, prior="per_group", structured=[KernelPrior(["a.weight"])])
+
+
+def test_saturated_outputs_stay_without_variance():
+    own = case(7)
+    with torch.no_grad():
+        own.model.c.bias.fill_(800.0)  # the sigmoid is 1 everywhere, its slope 0
+    dual = fitted(own, evaluate_at="map")
+    dual.optimize_evidence()
+    found = dual.predictive()
+    assert torch.equal(found.variance, torch.zeros(1, 1, *SHAPE, dtype=torch.float64))
+    assert math.isfinite(found.log_density(found.mean, extra_variance=0.01))
+    with pytest.raises(ValueError, match="variance 0"):
+        found.log_density(found.mean)
+
+
+def test_bad_input():
+    own = case(7)
+    with pytest.raises(ValueError, match="NaN"):
+        fitted_with = tus.DualLaplace(own.model, structured=own.priors, prior=None, observation=own.observation)
+        fitted_with.fit([(own.x, torch.full((1, 7), math.nan, dtype=torch.float64))])
+    with pytest.raises(ValueError, match="takes 20 outputs, the network gives 24"):
+        fitted_with.fit([(torch.zeros(1, 1, 6, 4, dtype=torch.float64), own.y.unsqueeze(0))])
+    with pytest.raises(ValueError, match="one batch"):
+        fitted_with.fit([(own.x, own.y.unsqueeze(0))] * 2)
+    with pytest.raises(RuntimeError, match="not been fitted"):
+        fitted_with.log_marginal_likelihood()
+    with pytest.raises(ValueError, match="need to be equal"):
+        tus.DualLaplace(network()).fit([(torch.zeros(2, 3).double(), torch.zeros(2, 1).double())])
+    with pytest.raises(ValueError, match="nothing would be uncertain"):
+        tus.DualLaplace(own.model, prior=None)
+    with pytest.raises(ValueError, match="covers"):
+        tus.DualLaplace(own.model, prior=None, structured=own.priors, parameters=["a", "b", "c.weight"])
+    with pytest.raises(ValueError, match="leaves out"):
+        tus.DualLaplace(own.model, structured=own.priors, parameters=["a"])
+    with pytest.raises(ValueError, match="positive and finite"):
+        tus.DualLaplace(own.model, noise_variance=0.0)
+    dual = fitted(own)
+    with pytest.raises(ValueError, match="no hyperparameter"):
+        dual.set_hyperparameters({"z": 1.0})
+    with torch.no_grad():
+        own.model.a.weight.add_(1)
+    with pytest.raises(RuntimeError, match="changed"):
+        dual.predictive()
+
+
+def test_a_kernel_that_is_a_function_is_fitted_but_not_saved(tmp_path):
+    own = case(None)
+    prior = KernelPrior(["a.weight", "b.weight"], kernel=lambda d: 1 / (1 + d.square()), lengthscale=1.0)
+    dual = tus.DualLaplace(own.model, structured=[prior], prior=None).fit([(own.x, own.y.view(1, 1, *SHAPE))])
+    dual.optimize_evidence()
+    with pytest.raises(ValueError, match="function"):
+        dual.save(tmp_path / "la")
+    assert not list(tmp_path.iterdir())
+
+
+def test_observation_by_functions_is_saved_as_its_matrix(tmp_path):
+    own = case(7)
+    a = own.matrix
+    own.observation = LinearObservation(forward=lambda x: x @ a.mT, adjoint=lambda u: u @ a, outputs=20, values=7)
+    dual = fitted(own)
+    dual.save(tmp_path / "la")
+    again = tus.DualLaplace.load(tmp_path / "la", own.model)
+    assert again.log_marginal_likelihood() == pytest.approx(dual.log_marginal_likelihood(), rel=1e-12)
+
+
+def test_isotropic_block_alone():
+    own = case(7)
+    dual = tus.DualLaplace(
+        own.model, structured=[IsotropicPrior(["c"], name="last")], prior=None, observation=own.observation
+    ).fit([(own.x, own.y.unsqueeze(0))])
+    assert dual.tangent.names == ("c.weight", "c.bias") and dual.names == ("last.log_variance", "log_noise_variance")

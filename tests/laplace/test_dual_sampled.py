@@ -1,0 +1,146 @@
+"""Conjugate gradients, the preconditioner, and the sampling-based evidence against dense formulas, float64."""
+
+import math
+
+import pytest
+import torch
+
+from tests.laplace.dual_oracles import case
+from tu_symmetry.laplace.flat import FlatTangentModel, ObservedTangent
+from tu_symmetry.laplace.sampled import (
+    NystromPreconditioner,
+    SampledEvidence,
+    SolverWarning,
+    conjugate_gradients,
+)
+
+PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)
+NOISE = math.exp(-1.1)
+
+
+def sampled(own, *, matrix_free=False, **options):
+    operator = ObservedTangent(FlatTangentModel(own.model, own.names), [own.x], own.observation)
+    if not matrix_free:  # many thousand products: by the dense matrix, to which the first test compares the operator
+        aj = own.matrix @ own.jacobian
+        operator.forward, operator.adjoint = lambda v: v @ aj.mT, lambda u: u @ aj
+    options = {"tolerance": 1e-12, "max_iterations": 200, "rank": 5, **options}
+    return SampledEvidence(operator, own.priors, own.y, **options)
+
+
+def blocks(own):
+    return own.evidence().split(PHI)[0]
+
+
+def spd(n, seed=0, decay=0.7):
+    q = torch.linalg.qr(torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))[0]
+    return (q * (100 * decay ** torch.arange(n, dtype=torch.float64))) @ q.mT
+
+
+def test_operator_and_its_transpose():
+    own = case(7)
+    operator = sampled(own, matrix_free=True).operator
+    v = torch.randn(3, operator.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    aj = own.matrix @ own.jacobian
+    assert torch.allclose(operator.forward(v), v @ aj.mT) and torch.allclose(operator.adjoint(u), u @ aj)
+
+
+def test_conjugate_gradients_solve_and_the_preconditioner_saves_products():
+    kernel, noise = spd(60), 1e-3
+    right = torch.randn(4, 60, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    right[2] = 0
+
+    def product(u):
+        return u @ kernel + noise * u
+
+    plain = conjugate_gradients(product, right, tolerance=1e-10, max_iterations=500)
+    exact = torch.linalg.solve(kernel + noise * torch.eye(60, dtype=torch.float64), right.mT).mT
+    assert plain.converged and torch.allclose(plain.solution, exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(plain.solution[2], torch.zeros(60, dtype=torch.float64))
+    low = NystromPreconditioner(lambda u: u @ kernel, 60, 25, noise, torch.Generator().manual_seed(2), right)
+    fast = conjugate_gradients(product, right, preconditioner=low, tolerance=1e-10, max_iterations=500)
+    assert fast.converged and fast.iterations < plain.iterations / 2
+    assert torch.allclose(fast.solution, exact, rtol=1e-5, atol=1e-5)
+    full = NystromPreconditioner(lambda u: u @ kernel, 60, 60, noise, torch.Generator().manual_seed(2), right)
+    assert conjugate_gradients(product, right, preconditioner=full, tolerance=1e-6).iterations <= 5
+    with pytest.raises(ValueError, match="not positive definite"):
+        conjugate_gradients(lambda u: -u, right)
+    with pytest.raises(ValueError, match="not positive definite"):
+        conjugate_gradients(lambda u: u * math.nan, right)
+
+
+@pytest.mark.parametrize("values", [7, 31, None])
+def test_samples_are_those_of_the_weight_posterior(values):
+    own = case(values)
+    found = sampled(own)
+    evidence = own.evidence()
+    s = own.prior_matrix(PHI, evidence)
+    aj = own.matrix @ own.jacobian
+    h = torch.linalg.inv(s) + aj.mT @ aj / NOISE
+    zeta, theta, solved = found.samples(blocks(own), NOISE, count=20_000)
+    assert solved.converged
+    shifted = own.y - own.matrix @ (own.outputs - own.jacobian @ own.theta)
+    assert torch.allclose(theta, torch.linalg.solve(h, aj.mT @ shifted / NOISE), atol=1e-6)
+    expected = torch.linalg.inv(h)
+    covariance = zeta.mT @ zeta / len(zeta)
+    diagonal = expected.diagonal()
+    error = ((diagonal.unsqueeze(0) * diagonal.unsqueeze(1) + expected.square()) / len(zeta)).sqrt()
+    assert bool(((covariance - expected).abs() < 5.5 * error).all())  # some 7,000 different entries
+
+
+def test_gradient_is_unbiased():
+    own = case(7)
+    found = sampled(own, num_samples=8000)
+    _, exact = own.evidence("tangent_mode").value_and_gradient(PHI)
+    slopes, noise = found.gradient(blocks(own), NOISE)
+    joined = torch.cat([*slopes.values(), torch.tensor([noise])])
+    each = torch.stack([
+        torch.cat([*s.values(), torch.tensor([n])])
+        for s, n in (sampled(own, num_samples=400).gradient(blocks(own), NOISE, seed=i) for i in range(8))
+    ])  # fmt: skip
+    error = each.std(0) / math.sqrt(20)
+    assert bool(((joined - exact).abs() < 5 * error + 1e-9).all())
+
+
+def test_fixed_point_is_stationary_for_the_dense_evidence():
+    own = case(20, noise=0.05)
+    found = sampled(own, num_samples=3000, tolerance=1e-7, rank=20)
+    start = {name: value.clone() for name, value in blocks(own).items()}
+    result = found.fixed_point(start, noise_variance=0.02, fit_noise=False, num_steps=40)
+    phi = torch.cat([*result.phi.values(), torch.tensor([math.log(0.02)], dtype=torch.float64)])
+    _, gradient = own.evidence("tangent_mode").value_and_gradient(phi)
+    gamma = torch.tensor(list(result.effective.values()))
+    scale = 4.5 * (2 * gamma / 3000).sqrt() / 2 + 1e-3
+    assert abs(float(gradient[0])) < float(scale[0]) and abs(float(gradient[2])) < float(scale[1])
+    assert result.phi["ab"][1] == start["ab"][1]  # the length scale stays
+    h = torch.linalg.inv(own.prior_matrix(phi, own.evidence()))
+    aj = own.matrix @ own.jacobian
+    curvature = aj.mT @ aj / 0.02
+    share = (torch.linalg.inv(h + curvature) * curvature.mT).sum(1)
+    expected = torch.stack([share[:81].sum(), share[81:].sum()])
+    assert bool(((gamma - expected).abs() < 5 * (2 * expected / 3000).sqrt() + 0.02).all())
+
+
+def test_adam_on_stochastic_gradients_reaches_the_dense_optimum():
+    own = case(7)
+    from tu_symmetry.laplace.dual import optimize
+
+    dense = own.evidence("tangent_mode")
+    best = optimize(dense, dense.initial(0.5), fixed=["log_noise_variance"])
+    found = sampled(own, num_samples=20, tolerance=1e-6, matrix_free=True)
+    result = found.adam(noise_variance=0.5, fit_noise=False, num_steps=25, lr=0.2, decay_every=15, refresh_every=10)
+    phi = torch.cat([*result.phi.values(), torch.tensor([math.log(0.5)], dtype=torch.float64)])
+    assert dense.value(phi) < dense.value(dense.initial(0.5)) - 0.5 * (dense.value(dense.initial(0.5)) - best.objective)
+
+
+def test_unfinished_solves_and_bad_input_are_told():
+    own = case(20)
+    with pytest.warns(SolverWarning, match="max_iterations or rank"):
+        sampled(own, max_iterations=1, rank=0).samples(blocks(own), 1e-6, count=2)
+    with pytest.raises(ValueError, match="NaN"):
+        own.y[3] = math.nan
+        sampled(own)
+    with pytest.raises(ValueError, match="says nothing"):
+        broken = case(20)
+        broken.priors = broken.priors[:1]
+        sampled(broken)

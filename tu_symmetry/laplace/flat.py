@@ -1,0 +1,129 @@
+"""Networks with outputs of any shape, flattened; their Jacobian, and the linear observation of their tangent model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+
+from tu_symmetry.laplace.observation import LinearObservation
+from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+
+
+class FlatTangentModel(TangentModel):
+    """A tangent model whose outputs are ``[batch, outputs]``, whatever shape the network gives them."""
+
+    def function(self, inputs: Any) -> Callable[[dict[str, Tensor]], Tensor]:
+        """The flattened outputs on ``inputs`` as a function of the chosen parameters."""
+        weights = self.weights()
+        count = batch_size(inputs)
+
+        def outputs(parameters: dict[str, Tensor]) -> Tensor:
+            args = inputs if isinstance(inputs, tuple) else (inputs,)
+            found = functional_call(self.model, {**weights, **parameters}, args)
+            if isinstance(found, Tensor) and found.ndim > 2 and len(found) == count:
+                found = found.flatten(1)
+            return found
+
+        return outputs
+
+
+def jacobian(tangent: TangentModel, inputs: Any, *, chunk: int = 56) -> dict[str, Tensor]:
+    """The whole Jacobian of a batch, parameter to ``[batch * outputs, *shape]``.
+
+    Args:
+        tangent: the network.
+        inputs: a batch.
+        chunk: number of gradients that are taken at once.
+    """
+    with evaluating(tangent.model):
+        outputs = tangent.outputs(inputs)
+        count, width = outputs.shape
+        if width <= count:  # few outputs: one of all samples at a time
+            columns = []
+            for column in range(width):
+                cotangent = torch.zeros_like(outputs)
+                cotangent[:, column] = 1
+                pieces = [
+                    tangent.sample_gradients(rows_of(inputs, slice(i, i + chunk)), cotangent[i : i + chunk])
+                    for i in range(0, count, chunk)
+                ]
+                columns.append(torch.cat(pieces))
+            flat = torch.stack(columns, dim=1).flatten(0, 1)
+        else:
+            flat = outputs.new_empty(count * width, tangent.size)
+            eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+            for sample in range(count):
+                row = rows_of(inputs, slice(sample, sample + 1))
+                with torch.enable_grad():
+                    pullback = vjp(tangent.function(row), tangent.parameters())[1]
+                    for start in range(0, width, chunk):
+                        rows = _gradients(tangent, pullback, eye[start : start + chunk].unsqueeze(1))
+                        flat[sample * width + start : sample * width + start + len(rows)] = rows
+    return {name: flat[:, s.start : s.stop].unflatten(1, s.shape) if s.shape else flat[:, s.start]
+            for name, s in tangent.slots.items()}  # fmt: skip
+
+
+def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotangents: Tensor) -> Tensor:
+    """``[count, size]`` for cotangents ``[count, 1, outputs]``, at once where the operators can be vectorized."""
+
+    def one(cotangent: Tensor) -> dict[str, Tensor]:
+        return pullback(cotangent)[0]
+
+    try:
+        found: Mapping[str, Tensor] = vmap(one)(cotangents)
+    except RuntimeError:  # an operator without a batching rule
+        each = [one(cotangent) for cotangent in cotangents]
+        found = {name: torch.stack([g[name] for g in each]) for name in tangent.names}
+    return torch.cat([found[name].detach().reshape(len(cotangents), -1) for name in tangent.names], dim=1)
+
+
+class ObservedTangent:
+    """``A J`` and its transpose for all inputs, matrix-free: what the sampling-based evidence works on.
+
+    Args:
+        tangent: the network.
+        batches: its inputs, batch after batch; outputs are those of all of them, one after the other.
+        observation: ``A``; None for the identity.
+
+    Attributes:
+        outputs: number of outputs ``d``.
+        values: number of observed values ``m``.
+        size: number of weights.
+    """
+
+    def __init__(
+        self, tangent: TangentModel, batches: Sequence[Any], observation: LinearObservation | None = None
+    ) -> None:
+        self.tangent, self.batches = tangent, list(batches)
+        self.observation = LinearObservation() if observation is None else observation
+        with evaluating(tangent.model):
+            found = [tangent.outputs(inputs) for inputs in self.batches]
+        self._shapes = [tuple(f.shape) for f in found]
+        self.base = torch.cat([f.reshape(-1) for f in found])
+        self.outputs, self.size = self.base.numel(), tangent.size
+        expected = self.outputs if self.observation.outputs is None else self.observation.outputs
+        self.values = self.outputs if self.observation.values is None else self.observation.values
+        self.observation.check_sizes(self.outputs, self.values)
+        assert expected == self.outputs
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """``A J v``: ``[count, size] -> [count, values]``."""
+        with evaluating(self.tangent.model):
+            parts = [self.tangent.jvps(inputs, vectors).flatten(1) for inputs in self.batches]
+        return self.observation.forward(torch.cat(parts, dim=1))
+
+    def adjoint(self, values: Tensor) -> Tensor:
+        """``J^T A^T u``: ``[count, values] -> [count, size]``."""
+        back = self.observation.adjoint(values)
+        lengths = [shape[0] * shape[1] for shape in self._shapes]
+        found = back.new_zeros(len(back), self.size)
+        with evaluating(self.tangent.model):
+            for inputs, own, shape in zip(self.batches, back.split(lengths, dim=1), self._shapes, strict=True):
+                with torch.enable_grad():
+                    pullback = vjp(self.tangent.function(inputs), self.tangent.parameters())[1]
+                    found += _gradients(self.tangent, pullback, own.unflatten(1, shape))
+        return found

@@ -1,0 +1,431 @@
+"""The evidence of tangent models that no dense matrix fits: samples, conjugate gradients, a low-rank preconditioner.
+
+``K = A J S J^T A^T + v I`` is only ever multiplied with vectors, one Jacobian product each way. Posterior samples are
+prior samples, corrected (arXiv 2210.04994)::
+
+    theta_0 ~ N(0, S), e ~ N(0, v I):      zeta = theta_0 - S J^T A^T K^-1 (A J theta_0 + e)  ~  N(0, H^-1),
+
+with ``H = S^-1 + J^T A^T A J / v``. The effective dimension of block b is
+``gamma_b = E[zeta . (J^T A^T A J zeta / v)]_b``, and MacKay's fixed point of its variance is
+``s_b^2 <- s_b^2 * (theta*_b . S_b^-1 theta*_b) / gamma_b``. Length scales have no such step; they take stochastic
+gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with random signs z.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.dual import require_disjoint
+from tu_symmetry.laplace.flat import ObservedTangent
+from tu_symmetry.laplace.observation import require_measurements
+from tu_symmetry.laplace.structured import StructuredPrior
+
+Product = Callable[[Tensor], Tensor]
+
+__all__ = [
+    "ConjugateGradients",
+    "NystromPreconditioner",
+    "SampledEvidence",
+    "SampledResult",
+    "SolverWarning",
+    "conjugate_gradients",
+]
+
+
+class SolverWarning(UserWarning):
+    """Conjugate gradients stopped before their tolerance."""
+
+
+@dataclass(frozen=True, eq=False)
+class ConjugateGradients:
+    """Solutions of ``K x = b`` for several right sides.
+
+    Attributes:
+        solution: ``[count, m]``.
+        iterations: how many were done.
+        residual: largest ``|K x - b| / |b|`` of the right sides.
+        converged: whether it is within the tolerance.
+    """
+
+    solution: Tensor
+    iterations: int
+    residual: float
+    converged: bool
+
+
+def conjugate_gradients(
+    product: Product,
+    right: Tensor,
+    *,
+    preconditioner: Product | None = None,
+    tolerance: float = 1e-3,
+    max_iterations: int = 50,
+) -> ConjugateGradients:
+    """Preconditioned conjugate gradients for a positive definite operator, all right sides at once.
+
+    Args:
+        product: ``[count, m] -> [count, m]``.
+        right: ``[count, m]``.
+        preconditioner: an approximate inverse, symmetric and positive definite.
+        tolerance: on the residual over the right side.
+        max_iterations: products at most.
+
+    Raises:
+        ValueError: an operator that is not positive definite, or gives NaN.
+    """
+    apply = preconditioner or (lambda r: r)
+    size = right.norm(dim=1, keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
+    x, r = torch.zeros_like(right), right.clone()
+    z = apply(r)
+    p, rz = z, (r * z).sum(1, keepdim=True)
+    iterations = 0
+    while iterations < max_iterations and float((r.norm(dim=1, keepdim=True) / size).max()) > tolerance:
+        q = product(p)
+        curvature = (p * q).sum(1, keepdim=True)
+        active = rz.abs() > 0
+        if not bool(torch.isfinite(curvature).all()) or bool((active & (curvature <= 0)).any()):
+            raise ValueError(
+                "the operator is not positive definite along a direction of conjugate gradients: a singular prior, "
+                "a noise variance that is lost in rounding (use float64), or NaN in the network's Jacobian"
+            )
+        step = torch.where(active, rz / curvature.clamp(min=torch.finfo(right.dtype).tiny), 0.0)
+        x, r = x + step * p, r - step * q
+        z = apply(r)
+        new = (r * z).sum(1, keepdim=True)
+        p = z + torch.where(active, new / rz.where(active, torch.ones_like(rz)), 0.0) * p
+        rz, iterations = new, iterations + 1
+    residual = float((r.norm(dim=1, keepdim=True) / size).max())
+    return ConjugateGradients(x, iterations, residual, residual <= tolerance)
+
+
+class NystromPreconditioner:
+    """The inverse of ``U diag(e) U^T + v I`` for a randomized low-rank approximation of a positive operator.
+
+    The operator ``G`` is multiplied once with ``rank`` random vectors. On the complement of ``U`` it acts as its
+    smallest kept eigenvalue does, so that the preconditioned spectrum is flat.
+
+    Args:
+        product: of ``G`` (without noise), ``[count, m] -> [count, m]``.
+        values: ``m``.
+        rank: of the approximation; at most ``m``.
+        noise: ``v``.
+        generator: of the CPU.
+        like: a tensor with dtype and device.
+    """
+
+    def __init__(
+        self, product: Product, values: int, rank: int, noise: float, generator: torch.Generator, like: Tensor
+    ) -> None:
+        rank = min(rank, values)
+        drawn = torch.randn(values, rank, generator=generator, dtype=torch.float64).to(like)
+        basis = torch.linalg.qr(drawn)[0]
+        image = product(basis.mT.contiguous()).mT
+        shift = math.sqrt(values) * torch.finfo(like.dtype).eps * float(image.norm())
+        image = image + shift * basis
+        core = basis.mT @ image
+        root, failed = torch.linalg.cholesky_ex((core + core.mT) / 2)
+        if int(failed):
+            raise ValueError("the operator of the preconditioner is not positive: check the prior's covariances")
+        factor = torch.linalg.solve_triangular(root, image.mT, upper=False).mT
+        self.vectors, scale = torch.linalg.svd(factor, full_matrices=False)[:2]
+        self.eigenvalues = (scale.square() - shift).clamp(min=0)
+        self.noise = noise
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """``P^-1 v`` for ``[count, m]``, scaled so that it is the identity on the complement."""
+        along = vector @ self.vectors
+        last = float(self.eigenvalues[-1]) + self.noise
+        return vector + (along * (last / (self.eigenvalues + self.noise) - 1)) @ self.vectors.mT
+
+
+@dataclass(frozen=True, eq=False)
+class SampledResult:
+    """What the sampling-based evidence found.
+
+    Attributes:
+        phi: block to hyperparameters (logarithms).
+        noise_variance: of the measurements.
+        effective: block to effective dimension ``gamma``, of the last step.
+        theta: the tangent mode ``theta*`` of the last step, a flat vector.
+        history: one entry for each step: variances, noise, effective dimensions, iterations and residual of CG.
+    """
+
+    phi: dict[str, Tensor]
+    noise_variance: float
+    effective: dict[str, float]
+    theta: Tensor
+    history: list[dict[str, Any]] = field(repr=False)
+
+
+class SampledEvidence:
+    """Matrix-free evidence of a tangent model with structured priors and a linear observation.
+
+    Args:
+        operator: ``A J`` over the linearized weights.
+        priors: resolved; every parameter in one block.
+        measurements: ``y`` ``[m]``.
+        num_samples: posterior samples of a step, or probes of a gradient.
+        rank: of the preconditioner; 0 for none.
+        tolerance: of conjugate gradients.
+        max_iterations: of conjugate gradients.
+        seed: of all samples; the same in every call, so that steps differ by the hyperparameters only.
+
+    Raises:
+        ValueError: measurements that do not fit, NaN in them, parameters without a block.
+    """
+
+    def __init__(
+        self,
+        operator: ObservedTangent,
+        priors: Sequence[StructuredPrior],
+        measurements: Tensor,
+        *,
+        num_samples: int = 64,
+        rank: int = 200,
+        tolerance: float = 1e-3,
+        max_iterations: int = 50,
+        seed: int = 0,
+    ) -> None:
+        tangent = operator.tangent
+        require_disjoint(priors, tangent.names)
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
+        self.operator, self.priors = operator, {prior.name: prior for prior in priors}
+        point = tangent.point()
+        self.like, self.seed, self.count = point[:1], seed, num_samples
+        self.rank, self.tolerance, self.max_iterations = rank, tolerance, max_iterations
+        y = require_measurements(measurements).reshape(-1).to(point)
+        operator.observation.check_sizes(operator.outputs, y.numel())
+        observe = operator.observation.forward
+        self.residual = y - observe(operator.base.unsqueeze(0))[0]
+        self.target = self.residual + operator.forward(point.unsqueeze(0))[0]
+        self.index = {
+            prior.name: torch.cat([torch.arange(*tangent.slots[name][:2]) for name in prior.parameters]).to(
+                point.device
+            )
+            for prior in priors
+        }
+
+    def initial(self) -> dict[str, Tensor]:
+        """The hyperparameters that the priors start from."""
+        return {name: prior.initial() for name, prior in self.priors.items()}
+
+    def _by_block(self, phi: Mapping[str, Tensor], vectors: Tensor, method: str) -> Tensor:
+        found = torch.zeros_like(vectors)
+        for name, prior in self.priors.items():
+            own = self.index[name]
+            found[:, own] = getattr(prior, method)(phi[name], vectors[:, own])
+        return found
+
+    def kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
+        """``A J S J^T A^T u`` for ``[count, m]``."""
+        return self.operator.forward(self._by_block(phi, self.operator.adjoint(vectors), "product"))
+
+    def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> NystromPreconditioner | None:
+        """Of the given rank, at these hyperparameters."""
+        if self.rank == 0:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        return NystromPreconditioner(
+            lambda u: self.kernel(phi, u), self.operator.values, self.rank, noise, generator, self.like
+        )
+
+    def solve(
+        self, phi: Mapping[str, Tensor], noise: float, right: Tensor, preconditioner: Product | None = None
+    ) -> ConjugateGradients:
+        """``K^-1 b`` for ``[count, m]``.
+
+        Warns:
+            SolverWarning: stopped before the tolerance.
+        """
+        found = conjugate_gradients(
+            lambda u: self.kernel(phi, u) + noise * u,
+            right,
+            preconditioner=preconditioner,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+        )
+        if not found.converged:
+            warnings.warn(
+                f"conjugate gradients stopped at a residual of {found.residual:.1e} after {found.iterations} "
+                f"iterations (asked for {self.tolerance:.1e}); raise max_iterations or rank",
+                SolverWarning,
+                stacklevel=3,
+            )
+        return found
+
+    def samples(
+        self,
+        phi: Mapping[str, Tensor],
+        noise: float,
+        *,
+        count: int | None = None,
+        preconditioner: Product | None = None,
+    ) -> tuple[Tensor, Tensor, ConjugateGradients]:
+        """Posterior samples of the weights' deviation from ``theta*``, and ``theta*`` itself, by one batched solve.
+
+        Returns:
+            ``zeta`` ``[count, size]``, ``theta*`` ``[size]``, and the solve.
+        """
+        count = self.count if count is None else count
+        generator = torch.Generator().manual_seed(self.seed)
+        drawn = torch.randn(count, self.operator.size, generator=generator, dtype=self.like.dtype).to(self.like)
+        error = torch.randn(count, self.operator.values, generator=generator, dtype=self.like.dtype).to(self.like)
+        prior = self._by_block(phi, drawn, "root_product")
+        right = self.operator.forward(prior) + math.sqrt(noise) * error
+        solved = self.solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner)
+        back = self._by_block(phi, self.operator.adjoint(solved.solution), "product")
+        return prior - back[:-1], back[-1], solved
+
+    def gradient(
+        self,
+        phi: Mapping[str, Tensor],
+        noise: float,
+        *,
+        seed: int | None = None,
+        preconditioner: Product | None = None,
+    ) -> tuple[dict[str, Tensor], float]:
+        """Unbiased estimate of the gradient of ``-log Z`` (at the tangent mode), by random signs.
+
+        Args:
+            phi: block to hyperparameters.
+            noise: variance.
+            seed: of the signs; None for that of the object.
+            preconditioner: of conjugate gradients.
+
+        Returns:
+            Block to gradient in its ``phi``, and the derivative in the log noise variance.
+        """
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        m = self.operator.values
+        probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator) - 1).to(self.like)
+        solved = self.solve(phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner).solution
+        pulled = self.operator.adjoint(torch.cat([solved, probes]))
+        left, alpha, right = pulled[: self.count], pulled[self.count], pulled[self.count + 1 :]
+        found = {}
+        for name, prior in self.priors.items():
+            own = self.index[name]
+            by_pattern = [x[..., own].unflatten(-1, (-1, prior.pattern)) for x in (left, right, alpha)]
+            outer = torch.einsum("snk,snl->kl", by_pattern[0], by_pattern[1]) / self.count
+            outer = outer - torch.einsum("nk,nl->kl", by_pattern[2], by_pattern[2])
+            slopes = 0.5 * torch.einsum("kl,rkl->r", outer.double().cpu(), prior.basis)
+            with torch.enable_grad():
+                leaf = phi[name].detach().clone().requires_grad_()
+                (found[name],) = torch.autograd.grad((prior.coefficients(leaf) * slopes).sum(), leaf)
+        trace = float((solved[: self.count] * probes).sum() / self.count)
+        return found, 0.5 * noise * (trace - float(solved[self.count].square().sum()))
+
+    def fixed_point(
+        self,
+        phi: Mapping[str, Tensor] | None = None,
+        *,
+        noise_variance: float = 1.0,
+        fit_noise: bool = True,
+        num_steps: int = 5,
+        progress: Callable[[dict[str, Any]], None] | None = None,
+    ) -> SampledResult:
+        """MacKay's steps for the variances of all blocks and of the noise; length scales stay as they are.
+
+        Args:
+            phi: to start from; None for the priors' own.
+            noise_variance: to start from.
+            fit_noise: whether the noise variance moves: ``v <- |y - A h*|^2 / (m - sum gamma)``.
+            num_steps: how many.
+            progress: called with the history's entry after each step.
+        """
+        phi = {name: own.clone() for name, own in (phi or self.initial()).items()}
+        noise, history = noise_variance, []
+        gamma: dict[str, float] = {}
+        theta, blocks = torch.zeros_like(self.like), list(self.priors.items())
+        for step in range(num_steps):
+            preconditioner = self.preconditioner(phi, noise)
+            zeta, theta, solved = self.samples(phi, noise, preconditioner=preconditioner)
+            seen = self.operator.forward(zeta)
+            back = self.operator.adjoint(seen) / noise
+            inverse = self._by_block(phi, theta.unsqueeze(0), "inverse_product")[0]
+            for name, prior in self.priors.items():
+                own = self.index[name]
+                gamma[name] = float((zeta[:, own] * back[:, own]).sum() / len(zeta))
+                energy = float(theta[own] @ inverse[own])
+                place = prior.hyperparameters.index("variance")
+                low, high = prior.bounds()[place]
+                ratio = math.log(max(energy, 1e-300) / max(gamma[name], 1e-300))
+                phi[name][place] = float(min(max(phi[name][place] + ratio, low), high))
+            if fit_noise:
+                error = float((self.target - self.operator.forward(theta.unsqueeze(0))[0]).square().sum())
+                noise = error / max(self.operator.values - sum(gamma.values()), 1e-3 * self.operator.values)
+            entry = {
+                "step": step + 1,
+                "variances": {n: float(phi[n][p.hyperparameters.index("variance")].exp()) for n, p in blocks},
+                "noise_variance": noise,
+                "effective": dict(gamma),
+                "cg_iterations": solved.iterations,
+                "cg_residual": solved.residual,
+            }
+            history.append(entry)
+            if progress is not None:
+                progress(entry)
+        return SampledResult(phi, noise, gamma, theta, history)
+
+    def adam(
+        self,
+        phi: Mapping[str, Tensor] | None = None,
+        *,
+        noise_variance: float = 1.0,
+        fit_noise: bool = True,
+        num_steps: int = 3000,
+        lr: float = 0.01,
+        decay_every: int = 1000,
+        refresh_every: int = 100,
+        progress: Callable[[dict[str, Any]], None] | None = None,
+    ) -> SampledResult:
+        """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
+
+        Args:
+            phi: to start from; None for the priors' own.
+            noise_variance: to start from.
+            fit_noise: whether the noise variance moves.
+            num_steps: how many.
+            lr: of Adam.
+            decay_every: steps after which the learning rate is halved.
+            refresh_every: steps after which the preconditioner is made anew.
+            progress: called with the history's entry after each step.
+        """
+        leaves = {name: own.double().clone() for name, own in (phi or self.initial()).items()}
+        noise = torch.tensor(math.log(noise_variance), dtype=torch.float64)
+        moved = [*leaves.values(), *([noise] if fit_noise else [])]
+        optimizer = torch.optim.Adam(moved, lr=lr)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
+        history: list[dict[str, Any]] = []
+        preconditioner = None
+        for step in range(num_steps):
+            variance = float(noise.exp())
+            if step % refresh_every == 0:
+                preconditioner = self.preconditioner(leaves, variance)
+            seed = self.seed + 7919 * (step + 1)
+            slopes, noise_slope = self.gradient(leaves, variance, seed=seed, preconditioner=preconditioner)
+            for name, own in leaves.items():
+                own.grad = slopes[name]
+            noise.grad = torch.tensor(noise_slope, dtype=torch.float64)
+            optimizer.step()
+            schedule.step()
+            for name, own in leaves.items():
+                limits = torch.tensor(self.priors[name].bounds(), dtype=torch.float64)
+                own.copy_(own.clamp(limits[:, 0], limits[:, 1]))
+            entry = {
+                "step": step + 1,
+                "phi": {name: own.tolist() for name, own in leaves.items()},
+                "noise_variance": float(noise.exp()),
+            }
+            history.append(entry)
+            if progress is not None:
+                progress(entry)
+        _, theta, _ = self.samples(leaves, float(noise.exp()), count=1, preconditioner=preconditioner)
+        return SampledResult(dict(leaves), float(noise.exp()), {}, theta, history)
