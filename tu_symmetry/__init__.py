@@ -90,15 +90,20 @@ __all__ = [
     "CanonicalForm",
     "Certificate",
     "CompactPosterior",
+    "DualLaplace",
+    "DualPredictive",
     "FitCompactPosterior",
     "FitLaplace",
     "GaussianPredictive",
     "HMCRoutine",
     "Hyperprior",
+    "IsotropicPrior",
+    "KernelPrior",
     "LaplaceEnsemble",
     "LaplaceFileError",
     "LaplacePostProcessing",
     "LaplaceRegressionRoutine",
+    "LinearObservation",
     "LinearizedLaplace",
     "MarginalHomogeneity",
     "MassProfile",
@@ -117,11 +122,13 @@ __all__ = [
     "ReferencePredictive",
     "RepresentationCost",
     "SampleStore",
+    "SampledEvidence",
     "ScaleCanonicalization",
     "ScaleGroup",
     "SymmetryError",
     "SymmetryGraph",
     "SymmetryWarning",
+    "TotalVariation",
     "TranspositionCount",
     "VariationalRoutine",
     "__version__",
@@ -167,11 +174,16 @@ if TYPE_CHECKING:
         ReferencePredictive,
         ScaleCanonicalization,
     )
+    from tu_symmetry.laplace.dual_model import DualLaplace, DualPredictive
     from tu_symmetry.laplace.evidence import Hyperprior
+    from tu_symmetry.laplace.hyperpriors import TotalVariation
     from tu_symmetry.laplace.model import LinearizedLaplace
+    from tu_symmetry.laplace.observation import LinearObservation
     from tu_symmetry.laplace.predictive import GaussianPredictive
     from tu_symmetry.laplace.report import PrunedGroupWarning
+    from tu_symmetry.laplace.sampled import SampledEvidence
     from tu_symmetry.laplace.storage import LaplaceFileError
+    from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior
     from tu_symmetry.metrics import (
         MarginalHomogeneity,
         MaximumMeanDiscrepancy,

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from dual_oracles import case
 from torch.distributions import MultivariateNormal
 
-from tests.laplace.dual_oracles import case
 from tu_symmetry.laplace.dual import (
     BoundReachedWarning,
     DualEvidence,

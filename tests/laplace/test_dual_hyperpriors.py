@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from dual_oracles import SHAPE, case
 
-from tests.laplace.dual_oracles import SHAPE, case
 from tu_symmetry.laplace.dual import HyperpriorContext, optimize
 from tu_symmetry.laplace.hyperpriors import TotalVariation, differences, expected_absolute
 

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from dual_oracles import SHAPE, case
+from laplace_oracles import data, jacobian, randomize
 from torch import nn
 
 import tu_symmetry as tus
-from tests.laplace.dual_oracles import SHAPE, case
-from tests.laplace_oracles import data, jacobian, randomize
 from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior
 
@@ -153,6 +153,8 @@ def test_saturated_outputs_stay_without_variance():
 
 def test_bad_input():
     own = case(7)
+    with pytest.raises(ValueError, match="DualLaplace"):
+        tus.LinearizedLaplace(own.model, "regression", curvature="dual")
     with pytest.raises(ValueError, match="NaN"):
         fitted_with = tus.DualLaplace(own.model, structured=own.priors, prior=None, observation=own.observation)
         fitted_with.fit([(own.x, torch.full((1, 7), math.nan, dtype=torch.float64))])

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from dual_oracles import case
 
-from tests.laplace.dual_oracles import case
 from tu_symmetry.laplace.flat import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.sampled import (
     NystromPreconditioner,

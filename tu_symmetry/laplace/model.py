@@ -139,6 +139,11 @@ class LinearizedLaplace:
         generator: torch.Generator | None = None,
     ) -> None:
         require_module(model)
+        if curvature == "dual":
+            raise ValueError(
+                "curvature='dual' is a class of its own, tu_symmetry.DualLaplace: it has no curvature of the weights "
+                "but a kernel of the outputs, and takes structured priors and linear observations"
+            )
         for option, value, allowed in (
             ("prior", prior, ("per_group", "per_filter", "per_layer", "single")),
             ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
