@@ -84,7 +84,7 @@ def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None
 
 
 def test_samples_of_the_same_run(tmp_path: Path) -> None:
-    routine = HMCRoutine(network(), 0.02, 3, burn_in=2, samples=tmp_path / "s")
+    routine = HMCRoutine(network(), 0.02, leapfrog_steps=3, burn_in=2, samples=tmp_path / "s")
     fitting = FitCompactPosterior(q_d=tmp_path / "q_d.safetensors", samples=tmp_path / "s", num_samples=3)
     trainer(tmp_path, fitting, max_epochs=None, max_steps=9).fit(routine, datamodule=data(batch_size="full"))
     store = SampleStore.open(tmp_path / "s")

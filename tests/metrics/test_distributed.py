@@ -53,7 +53,7 @@ def values(share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryG
     }
     metrics |= {
         "discrepancy without symmetries": MaximumMeanDiscrepancy(graph=graph, level="layer"),
-        "homogeneity": MarginalHomogeneity(graph, draws=39),
+        "homogeneity": MarginalHomogeneity(graph, num_resamples=39),
     }
     metrics["discrepancy without symmetries"].update(perceptrons(share, 10), reference=True)
     metrics["discrepancy without symmetries"].update(perceptrons(share, 20), reference=False)

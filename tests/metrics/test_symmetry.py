@@ -192,7 +192,7 @@ def test_p_values_are_uniform_under_the_null(statistic: str) -> None:
     found = []
     for seed in range(200):
         shared = 1 + normal(8, 1, 1, seed=seed).abs()
-        found.append(p_value(shared * normal(8, 5, 3, seed=1000 + seed), seed, statistic=statistic, draws=39))
+        found.append(p_value(shared * normal(8, 5, 3, seed=1000 + seed), seed, statistic=statistic, num_resamples=39))
     values = torch.tensor(found, dtype=torch.float64)
     for level in (0.1, 0.25, 0.5):  # exact: P(p <= level) = level, within three standard errors
         assert abs(float((values <= level + 1e-9).double().mean()) - level) < 3 * (level * (1 - level) / 200) ** 0.5
@@ -221,7 +221,7 @@ def test_planted_differences_are_found(kind: str, statistic: str) -> None:
 
 
 def test_the_unit_that_differs_deviates_most() -> None:
-    found = marginal_homogeneity(planted("dead unit"), draws=9, generator=torch.Generator().manual_seed(0))
+    found = marginal_homogeneity(planted("dead unit"), num_resamples=9, generator=torch.Generator().manual_seed(0))
     assert int(found.deviation.argmax()) == 2 and found.deviation.shape == (8,) and found.null.shape == (9,)
     assert found.statistic == pytest.approx(float(found.deviation.mean()), rel=1e-6)
 
@@ -238,9 +238,9 @@ def test_the_statistic_by_its_definition() -> None:
                 own, all_ = (x[:, u, k] <= threshold).double().mean(), (pooled <= threshold).double().mean()
                 squares.append(6 * float(own - all_) ** 2)
     for statistic, expected in (("cramer_von_mises", np.mean(squares)), ("kolmogorov_smirnov", np.max(squares) ** 0.5)):
-        found = marginal_homogeneity(x, statistic=statistic, thresholds=3, draws=1)  # type: ignore[arg-type]
+        found = marginal_homogeneity(x, statistic=statistic, thresholds=3, num_resamples=1)  # type: ignore[arg-type]
         assert found.statistic == pytest.approx(expected, rel=1e-5)
-    by_rank = marginal_homogeneity(x.exp(), thresholds=3, draws=1).statistic
+    by_rank = marginal_homogeneity(x.exp(), thresholds=3, num_resamples=1).statistic
     assert by_rank == pytest.approx(np.mean(squares), rel=1e-5)
 
 
@@ -255,7 +255,7 @@ def test_blocks_are_relabeled_inside() -> None:
 
 def test_homogeneity_of_networks() -> None:
     _, graph = network()
-    metric = MarginalHomogeneity(graph, draws=199)
+    metric = MarginalHomogeneity(graph, num_resamples=199)
     stack = ensemble(60, 0)
     for part in (slice(0, 25), slice(25, 60)):
         metric.update({n: t[part] for n, t in stack.items()})

@@ -111,7 +111,7 @@ def test_draws_have_the_moments_and_buffers_stay(members: list[dict[str, Tensor]
     q = CompactPosterior.from_states(members, graph, align=False)
     n = 20_000
     before = torch.get_rng_state()
-    draws = q.sample(n, torch.Generator().manual_seed(0))
+    draws = q.sample(n, generator=torch.Generator().manual_seed(0))
     assert torch.equal(before, torch.get_rng_state())
     for name, t in q.std.items():
         z = (draws[name] - q.mean[name]) / t
@@ -120,7 +120,7 @@ def test_draws_have_the_moments_and_buffers_stay(members: list[dict[str, Tensor]
         assert (z**4).mean() == pytest.approx(3, abs=0.1)
     for name in q.mean.keys() - q.std.keys():
         assert torch.equal(draws[name], q.mean[name].expand(draws[name].shape))
-    again = q.sample(n, torch.Generator().manual_seed(0))
+    again = q.sample(n, generator=torch.Generator().manual_seed(0))
     assert all(torch.equal(draws[k], again[k]) for k in draws)
     assert not torch.equal(q.sample(1)["0.bias"], q.sample(1)["0.bias"])
     with pytest.raises(ValueError, match="draw 0"):
@@ -148,7 +148,7 @@ def test_low_rank_is_the_best_of_its_rank_and_samples_have_its_covariance(
     if rank == 4:  # the whole covariance: the marginal variances are the diagonal posterior's
         np.testing.assert_allclose(np.diag(expected), values.var(0, ddof=1), atol=1e-12)
     n = 40_000
-    covariance = np.cov(flat(q.sample(n, torch.Generator().manual_seed(2)), names).T)
+    covariance = np.cov(flat(q.sample(n, generator=torch.Generator().manual_seed(2)), names).T)
     spread = np.sqrt((np.outer(np.diag(expected), np.diag(expected)) + expected**2) / n)
     assert (np.abs(covariance - expected) / spread).max() < 6
 
@@ -186,11 +186,11 @@ def test_tied_weights_are_one_weight() -> None:
     for rank in (0, 2):
         q = CompactPosterior.from_states(members, graph, align=False, rank=rank)
         assert q.sigma().numel() == 16 + 4 + 4
-        draws = q.sample(3, torch.Generator().manual_seed(0))
+        draws = q.sample(3, generator=torch.Generator().manual_seed(0))
         assert torch.equal(draws["first.weight"], draws["second.weight"])
         mask = q.pruning_mask(0.5)
         assert torch.equal(mask["first.weight"], mask["second.weight"])
-        module = q.as_module(Tied(), 3, torch.Generator().manual_seed(0))
+        module = q.as_module(Tied(), 3, generator=torch.Generator().manual_seed(0))
         assert module(torch.randn(5, 4)).shape == (15, 4)
 
 
@@ -203,7 +203,7 @@ def test_a_file_holds_all_of_it(
     assert [p.name for p in tmp_path.iterdir()] == ["q.safetensors"]
     back = CompactPosterior.load(tmp_path / "q.safetensors", graph)
     assert back.metadata == q.metadata and back.rank == rank
-    a, b = (p.sample(4, torch.Generator().manual_seed(0)) for p in (q, back))
+    a, b = (p.sample(4, generator=torch.Generator().manual_seed(0)) for p in (q, back))
     assert list(a) == list(b) and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
 
 
@@ -270,8 +270,8 @@ def test_an_ensemble_of_draws_is_member_major(
 ) -> None:
     q = CompactPosterior.from_states(members, graph, align=False)
     model = net()
-    module = q.as_module(model, 3, torch.Generator().manual_seed(5), vectorize=vectorize)
-    draws = q.sample(3, torch.Generator().manual_seed(5))
+    module = q.as_module(model, 3, generator=torch.Generator().manual_seed(5), vectorize=vectorize)
+    draws = q.sample(3, generator=torch.Generator().manual_seed(5))
     before = {n: t.clone() for n, t in module.state_dict().items()}
     for mode in (module.train(), module.eval()):
         found = mode(X)
@@ -281,7 +281,7 @@ def test_an_ensemble_of_draws_is_member_major(
             torch.testing.assert_close(found[5 * i : 5 * i + 5], model(X))
     assert all(torch.equal(t, before[n]) for n, t in module.state_dict().items())
     assert not any(p.requires_grad for p in module.parameters())
-    copy = q.as_module(net(), 3, torch.Generator().manual_seed(0), vectorize=vectorize)
+    copy = q.as_module(net(), 3, generator=torch.Generator().manual_seed(0), vectorize=vectorize)
     copy.load_state_dict(module.state_dict())
     assert torch.equal(copy(X), module(X))
 

@@ -54,7 +54,7 @@ def probabilities(posterior: CompactPosterior, x: Tensor) -> Tensor:
 
 def test_metrics_equal_a_hand_computation(posterior: CompactPosterior, data: tuple[Tensor, Tensor]) -> None:
     x, y = data
-    module = posterior.as_module(mlp(), SAMPLES, torch.Generator().manual_seed(7))
+    module = posterior.as_module(mlp(), SAMPLES, generator=torch.Generator().manual_seed(7))
     routine = ClassificationRoutine(
         module, num_classes=CLASSES, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information"
     )
@@ -82,13 +82,13 @@ def test_saved_posterior_is_evaluated_alike(
     posterior: CompactPosterior, data: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     posterior.save(tmp_path / "q.safetensors")
-    module = posterior_ensemble(tmp_path / "q.safetensors", mlp(), SAMPLES, seed=7)
+    module = posterior_ensemble(tmp_path / "q.safetensors", mlp(), num_samples=SAMPLES, seed=7)
     outputs = module(data[0]).reshape(SAMPLES, -1, CLASSES).softmax(-1)
     torch.testing.assert_close(outputs, probabilities(posterior, data[0]))
     with pytest.raises(ValueError, match="does not say how many"):
         posterior_ensemble(tmp_path / "q.safetensors", mlp())
     with pytest.raises(ValueError, match="do not belong to Linear"):
-        posterior_ensemble(tmp_path / "q.safetensors", nn.Linear(4, 3), SAMPLES)
+        posterior_ensemble(tmp_path / "q.safetensors", nn.Linear(4, 3), num_samples=SAMPLES)
 
 
 def test_stored_samples_as_an_ensemble(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_stored_samples_as_an_ensemble(data: tuple[Tensor, Tensor], tmp_path: Pa
         store.append(net.state_dict(), chain=0, step=i)
     for number, chosen in ((None, [0, 1, 2, 3, 4]), (3, [0, 2, 4])):
         expected = torch.cat([nets[i](data[0]) for i in chosen])
-        torch.testing.assert_close(posterior_ensemble(tmp_path / "s", mlp(), number)(data[0]), expected)
+        torch.testing.assert_close(posterior_ensemble(tmp_path / "s", mlp(), num_samples=number)(data[0]), expected)
     with pytest.raises(ValueError, match="holds 5 samples"):
-        posterior_ensemble(tmp_path / "s", mlp(), 6)
+        posterior_ensemble(tmp_path / "s", mlp(), num_samples=6)
     with pytest.raises(SampleFileError, match="another architecture"):
         posterior_ensemble(tmp_path / "s", nn.Linear(4, 3))
 
@@ -127,5 +127,5 @@ routine:
         init_args: {{in_features: 4, num_outputs: 3, hidden_dims: [8]}}
 """)
     routine = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).routine
-    expected = q.as_module(nets[0], 5, torch.Generator().manual_seed(7))(data[0])
+    expected = q.as_module(nets[0], 5, generator=torch.Generator().manual_seed(7))(data[0])
     torch.testing.assert_close(routine(data[0]), expected)

@@ -185,7 +185,7 @@ def test_moments_are_a_compact_posterior_with_tied_weights_and_buffers(tmp_path:
     trainer(tmp_path, 8).fit(routine, datamodule=data())
     q = CompactPosterior.load(tmp_path / "m" / "moments.safetensors")
     assert q.mean.keys() == Tied().state_dict().keys() and "shift" not in q.std
-    draw = q.sample(2, torch.Generator().manual_seed(0))
+    draw = q.sample(2, generator=torch.Generator().manual_seed(0))
     assert torch.equal(draw["a.weight"], draw["b.weight"]) and torch.equal(draw["shift"], torch.ones(2, 64))
     assert q.metadata["networks"] == 5
     with pytest.raises(FileExistsError, match="is there already"):

@@ -243,7 +243,7 @@ def test_regression_metrics_equal_a_hand_computation(outputs: int) -> None:
             setattr(data, name, TensorDataset(x, torch.stack([y, x[:, 0] * x[:, 1]], 1)))
     model = net(outputs)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    routine = LaplaceRegressionRoutine(model, outputs, nn.MSELoss(), optim_recipe=optimizer)
+    routine = LaplaceRegressionRoutine(model, outputs, loss=nn.MSELoss(), optim_recipe=optimizer)
     found, callback = run(routine, data, likelihood="regression", evaluate_at="map")
     assert found.keys() >= {"test/reg/NLL", "test/cal/QCE", "test/reg/MAE", "test/reg/RMSE"}
     la = by_hand(model, data, likelihood="regression", evaluate_at="map")
@@ -261,7 +261,7 @@ def test_regression_metrics_equal_a_hand_computation(outputs: int) -> None:
 
 
 def test_regression_needs_an_approximation_and_one_network() -> None:
-    routine = LaplaceRegressionRoutine(net(1), 1, nn.MSELoss())
+    routine = LaplaceRegressionRoutine(net(1), 1, loss=nn.MSELoss())
     with pytest.raises(RuntimeError, match="FitLaplace"):
         trainer().test(routine, DataModule("regression"), verbose=False)
     with pytest.raises(ValueError, match="leave out dist_family"):

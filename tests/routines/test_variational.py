@@ -64,7 +64,7 @@ class Curve(Callback):
 
 def test_the_bound_and_its_descent_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     curve, path = Curve(), tmp_path / "vi" / "q.safetensors"
-    routine = VariationalRoutine(network(), prior_precision=2.0, draws=2, seed=4, posterior=path)
+    routine = VariationalRoutine(network(), prior_precision=2.0, num_samples=2, seed=4, posterior=path)
     trainer(tmp_path, 3, curve).fit(routine, datamodule=data())
 
     model = initialized(network(), derived_seed(4, 1, 0)).double()
@@ -131,7 +131,7 @@ def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
         nn.Linear(2, 1),
         prior_precision=2.0,
         nll=gaussian_nll,
-        draws=4,
+        num_samples=4,
         optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.99),
     )
@@ -169,7 +169,7 @@ def test_a_cut_run_resumes(tmp_path: Path) -> None:
 
 
 def test_test_measures_draws(tmp_path: Path) -> None:
-    routine = VariationalRoutine(network(), eval_draws=7, initialize=False)
+    routine = VariationalRoutine(network(), num_test_samples=7, initialize=False)
     assert torch.equal(routine.mean()["layers.0.weight"], network().state_dict()["layers.0.weight"])
     (found,) = trainer(tmp_path).test(routine, datamodule=data(), verbose=False)
     (again,) = trainer(tmp_path).test(routine, datamodule=data(), verbose=False)
@@ -195,7 +195,7 @@ trainer: {{accelerator: cpu, devices: 1, max_steps: 3, limit_val_batches: 0, ena
   class_path: tu_symmetry.routines.VariationalRoutine
   init_args:
     initial_std: 0.02
-    eval_draws: 3
+    num_test_samples: 3
     posterior: {folder}/q.safetensors
     nll: tu_symmetry.posterior.network.categorical_nll
     model:

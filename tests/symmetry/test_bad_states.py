@@ -277,7 +277,7 @@ def test_right_states_are_taken_and_no_public_function_advances_the_global_rando
         "low rank": lambda: tus.CompactPosterior.from_states(many, graph(), rank=1).sample(2),
         "as_module": lambda: posterior.as_module(MODEL, 2)(torch.zeros(2, 4)),
         "pruning_mask": lambda: posterior.pruning_mask(0.5),
-        "marginal_homogeneity": lambda: functional.marginal_homogeneity(samples, draws=3),
+        "marginal_homogeneity": lambda: functional.marginal_homogeneity(samples, num_resamples=3),
         "maximum_mean_discrepancy": lambda: functional.maximum_mean_discrepancy(*tensors),
         "pairwise_mutual_information": lambda: functional.pairwise_mutual_information(probs),
         "normalization_epsilons": lambda: tus.normalization_epsilons(MODEL),

@@ -40,7 +40,7 @@ class Alignment(Generic[States]):
         distances_after: the same after the permutation.
         reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
         iterations: passes over the networks, those of the relaxation of a universe included.
-        certificates: of each network, by how much its outputs on the graph's example inputs changed, beside what
+        certificates: for each network, by how much its outputs on the graph's example inputs changed, beside what
             rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
     """
@@ -88,11 +88,11 @@ def align(
             consistent along every cycle by construction). Or a state dict.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
-        solver: of weight matching: ``frank_wolfe``, or ``descent``, which is faster and misses more. For a universe
-            also ``synchronized``: it begins with the relaxation of all networks together, which often ends higher on
-            trained networks, and takes four copies of all in memory.
+        solver: how weights are matched: ``frank_wolfe``, or ``descent``, which is faster and misses more. For a
+            universe also ``synchronized``: it begins with the relaxation of all networks together, which often ends
+            higher on trained networks, and takes four copies of all in memory.
         restarts: starts of each ``descent``, see :func:`weight_matching`.
-        similarity: of activations, see :func:`activation_matching`.
+        similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
         candidates: bound on the networks that are compared for a medoid (a fixed sample of them if there are more).

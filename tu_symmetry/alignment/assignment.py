@@ -52,7 +52,8 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
     Args:
         family: a root group and all groups nested in it.
         grams: for each group ``[blocks * size, blocks * size]`` on the host, rows for the reference.
-        prices: of the last call for similar grams (see :func:`assign`), by name of the root; brought up to date.
+        prices: column prices of the last call for similar grams (see :func:`assign`), by name of the root; brought up
+            to date.
 
     Returns:
         Group name to LongTensor ``[*blocks, size]``, for the groups of this family.
@@ -112,7 +113,7 @@ def assign(similarities: np.ndarray, prices: dict[str, Tensor] | None = None, na
 
     Args:
         similarities: ``[n, n]``, float32 or float64.
-        prices: of columns, from earlier calls with similar matrices; good ones save time and change no result.
+        prices: column prices, from earlier calls with similar matrices; good ones save time and change no result.
         name: under which the matrix' prices are found and left.
 
     Returns:

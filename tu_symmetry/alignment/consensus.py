@@ -70,7 +70,7 @@ class Consensus:
         sweep: number of the pass, 0 for the first.
         done: networks of this pass that are done.
         moved: whether this pass has changed a permutation.
-        iterations: of the relaxation of all networks together, if there was one.
+        iterations: passes of the relaxation of all networks together, if there was one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Consensus:
             graph: the symmetry graph.
             count: number of networks, at least two.
             reference: ``mean`` or ``universe``.
-            solver: of the first pass; ``synchronized`` for a universe only.
+            solver: the solver of the first pass; ``synchronized`` for a universe only.
             match: ``(reference state, state, index)`` to a permutation, with that solver; for the running mean.
             max_iterations: bound on the sweeps of a universe.
             threads: networks whose assignments are solved at the same time in the relaxation.

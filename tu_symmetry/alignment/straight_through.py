@@ -63,8 +63,8 @@ def straight_through_matching(
         dataloader: batches ``(inputs, targets)``, read ``2 * epochs + 1`` times.
         loss: mean loss over a batch, differentiable.
         epochs: passes of training over the loader.
-        learning_rate: of Adam on the free copy.
-        max_iterations: of each projection.
+        learning_rate: Adam's learning rate on the free copy.
+        max_iterations: bound on the sweeps of each projection.
         progress: called after each epoch with ``{"epoch", "loss", "best"}``: losses of the midpoint.
 
     Returns:

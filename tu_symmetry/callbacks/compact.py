@@ -49,7 +49,7 @@ class FitCompactPosterior(Callback):
         rank: rank of the low-rank part of both posteriors.
         train_data: loader or data set for the activations and for the example input; by default that of this run,
             in order and without augmentation.
-        batch_size: of the activations' batches; by default that of the loader.
+        batch_size: size of the activations' batches; by default that of the loader.
 
     Attributes:
         alignment: the alignment, after the fit.

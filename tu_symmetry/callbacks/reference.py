@@ -41,7 +41,7 @@ class ReferencePredictive(Callback):
         ValueError: a file that is missing the key, or does not hold probability distributions.
     """
 
-    def __init__(self, reference: str | Path, key: str = "probs", metrics: dict[str, Metric] | None = None) -> None:
+    def __init__(self, reference: str | Path, key: str = "probs", *, metrics: dict[str, Metric] | None = None) -> None:
         super().__init__()
         self.path = Path(reference)
         self.key = key
@@ -155,7 +155,7 @@ class AgainstReference(WrapperMetric):
     Args:
         metric: with ``update(probs, reference_probs)``.
         reference: ``[points, classes]``.
-        rank: of this process.
+        rank: rank of this process.
         world: number of processes, among which the points are dealt out in turn.
     """
 

@@ -45,10 +45,10 @@ def plain_training_loader(
 
     Args:
         trainer: whose loader, or whose data module's loader, is taken.
-        pl_module: of the run.
+        pl_module: the LightningModule of the run.
         given: a loader or data set to use instead.
         transform: takes the place of the data set's ``transform``.
-        batch_size: of the new loader; by default that of the loader it comes from, 128 for a data set.
+        batch_size: batch size of the new loader; by default that of the loader it comes from, 128 for a data set.
 
     Raises:
         ValueError: data that are augmented (they read differently from time to time), or of which no plain loader can

@@ -61,10 +61,10 @@ class Architecture:
         with _step(console, "running it once"):
             self._run(module, inputs, kwargs)
         with _step(console, "discovering its symmetries"):
-            graph = discover_symmetries(module, inputs, kwargs)
+            graph = discover_symmetries(module, inputs, example_kwargs=kwargs)
         if verify:
             with _step(console, "verifying them in float64"):
-                verify_symmetries(graph, module, inputs, kwargs)
+                verify_symmetries(graph, module, inputs, example_kwargs=kwargs)
         return graph
 
     def _keyword(self, text: str, dtype: torch.dtype) -> Any:

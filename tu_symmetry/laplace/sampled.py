@@ -238,7 +238,7 @@ class SampledEvidence:
         )
 
     def solve(
-        self, phi: Mapping[str, Tensor], noise: float, right: Tensor, preconditioner: Product | None = None
+        self, phi: Mapping[str, Tensor], noise: float, right: Tensor, *, preconditioner: Product | None = None
     ) -> ConjugateGradients:
         """``K^-1 b`` for ``[count, m]``.
 
@@ -280,7 +280,7 @@ class SampledEvidence:
         error = torch.randn(count, self.operator.values, generator=generator, dtype=self.like.dtype).to(self.like)
         prior = self._by_block(phi, drawn, "root_product")
         right = self.operator.forward(prior) + math.sqrt(noise) * error
-        solved = self.solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner)
+        solved = self.solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner=preconditioner)
         back = self._by_block(phi, self.operator.adjoint(solved.solution), "product")
         return prior - back[:-1], back[-1], solved
 
@@ -306,7 +306,9 @@ class SampledEvidence:
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         m = self.operator.values
         probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator) - 1).to(self.like)
-        solved = self.solve(phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner).solution
+        solved = self.solve(
+            phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner=preconditioner
+        ).solution
         pulled = self.operator.adjoint(torch.cat([solved, probes]))
         left, alpha, right = pulled[: self.count], pulled[self.count], pulled[self.count + 1 :]
         found = {}

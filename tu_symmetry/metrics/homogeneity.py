@@ -27,10 +27,10 @@ class MarginalHomogeneity(Metric):
     Args:
         graph: the symmetry graph of the networks.
         statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
-        draws: number of random relabelings for each group.
+        num_resamples: number of random relabelings for each group.
         max_units: largest number of units of a group that are tested; None for all.
         max_weights: largest number of incoming weights of a unit that are tested; None for all.
-        seed: of the relabelings.
+        seed: seed of the relabelings.
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
@@ -46,7 +46,7 @@ class MarginalHomogeneity(Metric):
         graph: SymmetryGraph,
         *,
         statistic: Statistic = "cramer_von_mises",
-        draws: int = 199,
+        num_resamples: int = 199,
         max_units: int | None = 64,
         max_weights: int | None = 16,
         seed: int = 0,
@@ -55,7 +55,7 @@ class MarginalHomogeneity(Metric):
         super().__init__(**kwargs)
         if not any(g.size > 1 for g in graph.permutations):
             raise SymmetryError(f"{graph.architecture or 'the network'} has no group of interchangeable units to test")
-        self.graph, self.statistic, self.draws, self.seed = graph, statistic, draws, seed
+        self.graph, self.statistic, self.num_resamples, self.seed = graph, statistic, num_resamples, seed
         self.max_units, self.max_weights = max_units, max_weights
         self.layout: dict[str, torch.Size] = {}
         self.add_state("samples", default=[], dist_reduce_fx="cat")
@@ -89,7 +89,10 @@ class MarginalHomogeneity(Metric):
         generator = torch.Generator().manual_seed(self.seed)
         return {
             name: marginal_homogeneity(
-                piece.unflatten(1, shape), statistic=self.statistic, draws=self.draws, generator=generator
+                piece.unflatten(1, shape),
+                statistic=self.statistic,
+                num_resamples=self.num_resamples,
+                generator=generator,
             )
             for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)
         }

@@ -55,9 +55,9 @@ class TranspositionCount(Metric):
         Raises:
             SymmetryError: if it is no permutation.
         """
-        element = {"permutation": permutation} if isinstance(permutation, Tensor) else permutation
-        check_permutation(element)
-        self.total = self.total + transposition_count({name: p.cpu() for name, p in element.items()})
+        by_group = {"permutation": permutation} if isinstance(permutation, Tensor) else permutation
+        check_permutation(by_group)
+        self.total = self.total + transposition_count({name: p.cpu() for name, p in by_group.items()})
         self.permutations = self.permutations + 1
 
     def compute(self) -> Tensor:

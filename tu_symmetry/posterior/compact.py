@@ -228,13 +228,14 @@ class CompactPosterior:
         model: nn.Module,
         mean: Mapping[str, Tensor],
         std: Mapping[str, Tensor],
+        *,
         metadata: Mapping[str, Any] | None = None,
     ) -> CompactPosterior:
         """Put a diagonal posterior together from the moments of a module's parameters.
 
         Args:
-            model: of the architecture; tied weights and buffers are taken from it.
-            mean: of every parameter, by its name in ``named_parameters`` (tied ones once), on any device.
+            model: a network of the architecture; tied weights and buffers are taken from it.
+            mean: the mean of every parameter, by its name in ``named_parameters`` (tied ones once), on any device.
             std: likewise.
             metadata: anything that JSON can hold; the architecture is added.
 
@@ -270,26 +271,28 @@ class CompactPosterior:
         """All standard deviations, flat ``[weights]``, in the order of the names; tied weights once."""
         return torch.cat([self.std[name].flatten() for name in self._free()])
 
-    def sample(self, n: int, generator: torch.Generator | None = None) -> State:
+    def sample(self, num_samples: int, *, generator: torch.Generator | None = None) -> State:
         """Draw networks.
 
         Args:
-            n: how many.
+            num_samples: how many.
             generator: source of the noise, on any device; without one the draw cannot be repeated.
 
         Returns:
-            A stack ``[n, ...]`` of full states: weights are drawn, buffers repeated.
+            A stack ``[num_samples, ...]`` of full states: weights are drawn, buffers repeated.
         """
-        if n < 1:
-            raise ValueError(f"cannot draw {n} networks")
+        if num_samples < 1:
+            raise ValueError(f"cannot draw {num_samples} networks")
         generator = own_generator(generator)
-        stack = {name: t.expand(n, *t.shape).clone() for name, t in self.mean.items()}
+        stack = {name: t.expand(num_samples, *t.shape).clone() for name, t in self.mean.items()}
         scale = math.sqrt(0.5) if self.factors else 1.0
         for name in self._free():
-            draw = stack[name] + scale * self.std[name] * _noise((n, *self.std[name].shape), self.std[name], generator)
+            noise = _noise((num_samples, *self.std[name].shape), self.std[name], generator)
+            draw = stack[name] + scale * self.std[name] * noise
             stack |= {alias: draw for alias in self._tied[name]}
         if self.factors:
-            common = torch.randn(n, self.rank, generator=generator, dtype=torch.float64, device=generator.device)
+            size = (num_samples, self.rank)
+            common = torch.randn(size, generator=generator, dtype=torch.float64, device=generator.device)
             for name in self._free():
                 factor = self.factors[name]
                 draw = stack[name] + scale * torch.tensordot(common.to(factor), factor, dims=1)
@@ -384,10 +387,15 @@ class CompactPosterior:
             raise SampleFileError(f"{path} is damaged: {error}") from error
 
     def as_module(
-        self, model: nn.Module, n: int, generator: torch.Generator | None = None, *, vectorize: bool = True
+        self,
+        model: nn.Module,
+        num_samples: int,
+        *,
+        generator: torch.Generator | None = None,
+        vectorize: bool = True,
     ) -> CompactEnsemble:
-        """A module that evaluates ``n`` draws as an ensemble, see :class:`CompactEnsemble`."""
-        return CompactEnsemble(model, self.sample(n, generator), vectorize=vectorize)
+        """A module that evaluates ``num_samples`` draws as an ensemble, see :class:`CompactEnsemble`."""
+        return CompactEnsemble(model, self.sample(num_samples, generator=generator), vectorize=vectorize)
 
     def __repr__(self) -> str:
         return f"CompactPosterior({len(self.sigma())} weights, rank {self.rank}, {self.metadata})"

@@ -22,7 +22,7 @@ class Transition(NamedTuple):
     Attributes:
         accepted: whether the chain moved.
         acceptance: probability with which it would have (of NUTS the mean over its tree).
-        potential: of the position that the chain has now, in nats.
+        potential: potential of the position that the chain has now, in nats.
         step_size: leapfrog step that was used.
     """
 
@@ -49,8 +49,8 @@ class HamiltonianChain:
         adapt_step_size: adapt the step to ``target_acceptance`` by dual averaging.
         adapt_mass_matrix: adapt a diagonal mass matrix to the variances.
         target_acceptance: acceptance probability that the step is adapted to.
-        max_tree_depth: of NUTS, at most ``2 ** max_tree_depth`` steps.
-        seed: of the chain.
+        max_tree_depth: bound on NUTS's trees, at most ``2 ** max_tree_depth`` steps.
+        seed: seed of the chain.
         transitions: how many have been made before, for the random numbers.
 
     Raises:
@@ -225,7 +225,7 @@ class SignedSums:
     Args:
         like: a state with the weights' shapes.
         count: number of projections; at most one for each weight.
-        seed: of the directions.
+        seed: seed of the directions.
     """
 
     def __init__(self, like: Mapping[str, Tensor], count: int, seed: int) -> None:

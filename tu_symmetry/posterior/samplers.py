@@ -139,7 +139,7 @@ def hmc_samples(
         prior_precision: inverse variance of the prior of every parameter.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
         initial_state: start of the chain; the parameters of ``model`` by default.
-        seed: of the chain.
+        seed: seed of the chain.
         device: where the chain runs and its samples stay.
         chunk_size: transitions between two calls of ``on_chunk``.
         on_chunk: receives each chunk as soon as it is done, to write it to a file.
@@ -217,10 +217,10 @@ def deep_ensemble(
         members: number of networks.
         epochs: passes over the data.
         batch_size: points in a batch; the last batch of an epoch may be smaller.
-        learning_rate: of Adam.
+        learning_rate: Adam's learning rate.
         prior_precision: inverse variance of the prior of every parameter.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
-        seed: of all initializations and data orders.
+        seed: seed of all initializations and data orders.
         device: where the networks are trained and stay.
         progress: receives a dict with ``done``, ``total`` and ``loss`` after each epoch.
 
@@ -286,11 +286,11 @@ def mean_field_vi(
         y: all targets ``(N, ...)``.
         epochs: passes over the data.
         batch_size: points in a batch; the last batch of an epoch may be smaller.
-        learning_rate: of Adam.
+        learning_rate: Adam's learning rate.
         initial_std: standard deviation of every parameter at the start.
         prior_precision: inverse variance of the prior of every parameter.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
-        seed: of the initialization, the order of the data and the draws.
+        seed: seed of the initialization, the order of the data and the draws.
         device: where the fit runs and stays.
         progress: receives a dict with ``done``, ``total`` and ``elbo`` after each epoch.
 

@@ -125,7 +125,7 @@ class SampleStore(Sequence[State]):
             folder: must not exist, or be empty.
             architecture: name of the architecture.
             method: how the samples are made (``hmc``, ``deep_ensemble``, ``snapshots``, ...).
-            seed: of the run.
+            seed: seed of the run.
             more: anything else worth keeping.
 
         Raises:
@@ -154,7 +154,7 @@ class SampleStore(Sequence[State]):
         (:class:`tu_symmetry.files.UnsealedFileWarning`), and only NaN and infinite weights are noticed.
 
         Args:
-            folder: of a store.
+            folder: folder of a store.
             like: a state that the samples must agree with in names and shapes.
 
         Raises:

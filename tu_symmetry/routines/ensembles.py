@@ -15,8 +15,8 @@ from tu_symmetry.posterior.samples import SampleStore
 def posterior_ensemble(
     posterior: str | os.PathLike[str],
     model: nn.Module,
-    num_samples: int | None = None,
     *,
+    num_samples: int | None = None,
     seed: int = 0,
     vectorize: bool = True,
 ) -> CompactEnsemble:
@@ -44,7 +44,7 @@ def posterior_ensemble(
         posterior: a file that :meth:`CompactPosterior.save` wrote, or the folder of a :class:`SampleStore`.
         model: a module of the posterior's architecture; its own weights do not matter.
         num_samples: how many draws, or how many samples, evenly spaced, of a store (None for all of them).
-        seed: of the draws.
+        seed: seed of the draws.
         vectorize: see :class:`~tu_symmetry.posterior.compact.CompactEnsemble`.
 
     Raises:
@@ -62,4 +62,4 @@ def posterior_ensemble(
     if num_samples is None or num_samples < 1:
         raise ValueError(f"{path} is a Gaussian, and num_samples={num_samples} does not say how many networks to draw")
     generator = torch.Generator().manual_seed(seed)
-    return CompactPosterior.load(path).as_module(model, num_samples, generator, vectorize=vectorize)
+    return CompactPosterior.load(path).as_module(model, num_samples, generator=generator, vectorize=vectorize)

@@ -50,7 +50,7 @@ class HMCRoutine(PredictiveRoutine):
         step_size: leapfrog step.
         leapfrog_steps: leapfrog steps of a trajectory.
         burn_in: transitions before the first sample.
-        thinning: of the transitions after the burn-in every ``thinning``-th one is stored.
+        thinning: every ``thinning``-th transition after the burn-in is stored.
         stored: ``(first, last, count)``: store the transitions ``linspace(first, last, count)`` instead, counted from 0
             after the burn-in, both ends included.
         prior_precision: inverse variance of the prior of every parameter.
@@ -59,8 +59,8 @@ class HMCRoutine(PredictiveRoutine):
         adapt_step_size: adapt the step during the burn-in (the trajectory's length stays the same).
         adapt_mass_matrix: adapt a diagonal mass matrix during the burn-in.
         target_acceptance: acceptance probability that the step is adapted to.
-        max_tree_depth: of NUTS.
-        seed: of the chain.
+        max_tree_depth: bound on the depth of NUTS's trees.
+        seed: seed of the chain.
         chain: number of the chain in the store.
         samples: folder of the sample store; None to store no samples.
         samples_per_file: samples in memory between two writes (checkpoints and the end write too).
@@ -80,6 +80,7 @@ class HMCRoutine(PredictiveRoutine):
         self,
         model: nn.Module,
         step_size: float = 1e-3,
+        *,
         leapfrog_steps: int = 500,
         burn_in: int = 100,
         thinning: int = 1,
@@ -252,7 +253,7 @@ class HMCRoutine(PredictiveRoutine):
             ValueError: fewer than two of them.
         """
         metadata = {"method": "hmc", "networks": self.moments.count, "aligned": False}
-        return CompactPosterior.from_moments(self.model, self.moments.mean, self.moments.std(), metadata)
+        return CompactPosterior.from_moments(self.model, self.moments.mean, self.moments.std(), metadata=metadata)
 
     def diagnostics(self) -> dict[str, float]:
         """Effective sample sizes and split R-hat of all transitions after the burn-in so far."""

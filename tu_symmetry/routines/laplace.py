@@ -37,10 +37,10 @@ class LaplacePostProcessing(PostProcessing):
 
     Args:
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
-        num_samples: of the Monte-Carlo approximation.
+        num_samples: number of samples of the Monte-Carlo approximation.
         link_approx: see :meth:`LinearizedLaplace.predictive`.
         covariance: see :meth:`LinearizedLaplace.predictive`.
-        seed: of the samples.
+        seed: seed of the samples.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LaplaceEnsemble(nn.Module):
     Args:
         core_model: the network.
         num_samples: number of functions.
-        seed: of the functions.
+        seed: seed of the functions.
         laplace: the approximation of ``core_model``; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
     """
 
@@ -175,7 +175,7 @@ class LaplaceRegressionRoutine(RegressionRoutine):
     Args:
         model: the network, with outputs ``[batch, output_dim]``.
         output_dim: number of outputs.
-        loss: of training, for example ``nn.MSELoss()``.
+        loss: loss of training, for example ``nn.MSELoss()``.
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
         options: further arguments of the routine (``optim_recipe``, ``log_plots``, ``save_to_csv``, ...).
 
@@ -187,8 +187,8 @@ class LaplaceRegressionRoutine(RegressionRoutine):
         self,
         model: nn.Module,
         output_dim: int,
-        loss: nn.Module | None = None,
         *,
+        loss: nn.Module | None = None,
         laplace: LinearizedLaplace | None = None,
         **options: Any,
     ) -> None:

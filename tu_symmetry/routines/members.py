@@ -37,7 +37,7 @@ class MembersRoutine(PredictiveRoutine):
         num_members: number of networks.
         prior_precision: inverse variance of the prior of every parameter; 0 for none.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
-        seed: of the initializations.
+        seed: seed of the initializations.
         data_order: ``own``: batches are ``[members, B, ...]``, as ``orders`` of this package's data modules makes
             them; ``shared``: all members see the same batches, from any data module.
         num_data: number of training points; by default that of the training loader's data set.
@@ -46,8 +46,8 @@ class MembersRoutine(PredictiveRoutine):
             from, member ``m`` from the ``m``-th, in place of fresh initializations. It is read when the fit is set up;
             a resumed fit starts from its checkpoint all the same.
         chunk_size: how many members are evaluated at a time, to save memory; None for all.
-        optimizer: of the stack; Adam with learning rate 1e-3 by default. ``optimizer`` of LightningCLI goes first.
-        lr_scheduler: of the optimizer.
+        optimizer: optimizer of the stack; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
+        lr_scheduler: learning-rate scheduler of the optimizer.
         metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
 
     Raises:
@@ -58,6 +58,7 @@ class MembersRoutine(PredictiveRoutine):
         self,
         model: nn.Module,
         num_members: int = 5,
+        *,
         prior_precision: float = 1.0,
         nll: Likelihood = categorical_nll,
         seed: int = 0,

@@ -74,7 +74,7 @@ class PredictiveRoutine(LightningModule):
     with TorchUncertainty's routines: ``ood/AUROC`` and ``ood/AUPR`` of the maximum class probability.
 
     Attributes:
-        member_scores: of the last validation or test, ``NLL`` and ``Acc`` of every member.
+        member_scores: ``NLL`` and ``Acc`` of every member in the last validation or test.
         test_cls_metrics: metrics of the predictive in a test; callbacks may put others in their place.
 
     Args:

@@ -36,26 +36,26 @@ class VariationalRoutine(PredictiveRoutine):
     The objective is the evidence lower bound of the whole training set, ``-N / B * nll(batch) - KL(q || prior)`` in
     nats, with the closed-form KL to ``N(0, 1 / prior_precision)``, untempered; what the optimizer sees is its negative
     divided by ``N``. The weights are drawn by reparameterization: the noise is that of the weights, one draw (or the
-    mean of ``draws`` of them) for all points of a batch; there is no local reparameterization. The state of the noise
-    is in the checkpoint.
+    mean of ``num_samples`` of them) for all points of a batch; there is no local reparameterization. The state of the
+    noise is in the checkpoint.
 
     Logged, in nats, as means over an epoch: ``vi/elbo``, ``vi/log_likelihood`` (of the training set, expected) and
-    ``vi/kl``; validation and test measure ``eval_draws`` draws as an ensemble, always the same ones.
+    ``vi/kl``; validation and test measure ``num_test_samples`` draws as an ensemble, always the same ones.
 
     Args:
         model: the network; it runs in ``eval`` mode.
         prior_precision: inverse variance of the prior of every parameter.
         initial_std: standard deviation of every weight at the start.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
-        draws: draws of the weights for each batch.
+        num_samples: draws of the weights for each batch.
         initialize: draw the first mean by the ``reset_parameters`` of the layers; else it is the model as it is.
-        seed: of the initialization and the noise.
+        seed: seed of the initialization and the noise.
         num_data: number of training points; by default that of the training loader's data set.
         posterior: file that the Gaussian is written to at the end, as :class:`CompactPosterior` reads it; None to
             write none.
-        eval_draws: draws in a validation or test.
-        optimizer: of means and ``rho``; Adam with learning rate 1e-3 by default. That of LightningCLI goes first.
-        lr_scheduler: of the optimizer.
+        num_test_samples: draws in a validation or test.
+        optimizer: optimizer of means and ``rho``; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
+        lr_scheduler: learning-rate scheduler of the optimizer.
         metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
 
     Raises:
@@ -67,31 +67,37 @@ class VariationalRoutine(PredictiveRoutine):
         self,
         model: nn.Module,
         prior_precision: float = 1.0,
+        *,
         initial_std: float = 0.05,
         nll: Likelihood = categorical_nll,
-        draws: int = 1,
+        num_samples: int = 1,
         initialize: bool = True,
         seed: int = 0,
         num_data: int | None = None,
         posterior: str | Path | None = None,
-        eval_draws: int = 20,
+        num_test_samples: int = 20,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         metrics: dict[str, Metric] | None = None,
     ) -> None:
         super().__init__(nll, metrics)
-        require_positive(prior_precision=prior_precision, initial_std=initial_std, draws=draws, eval_draws=eval_draws)
+        require_positive(
+            prior_precision=prior_precision,
+            initial_std=initial_std,
+            num_samples=num_samples,
+            num_test_samples=num_test_samples,
+        )
         require_positive(num_data=num_data or 1)
         require_function_of_parameters(model)
         self.model = initialized(model, derived_seed(seed, 1, 0)) if initialize else copy.deepcopy(model)
         rho = math.log(math.expm1(initial_std))
         self.rho = nn.ParameterList(torch.full_like(p, rho) for p in self.model.parameters())
         self.prior_precision = prior_precision
-        self.draws = draws
+        self.num_samples = num_samples
         self.seed = seed
         self.num_data = num_data
         self.posterior_file = None if posterior is None else Path(posterior)
-        self.eval_draws = eval_draws
+        self.num_test_samples = num_test_samples
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self._noise: torch.Generator | None = None
@@ -112,7 +118,7 @@ class VariationalRoutine(PredictiveRoutine):
     def posterior(self) -> CompactPosterior:
         """The Gaussian as it is now."""
         return CompactPosterior.from_moments(
-            self.model, self.mean(), self.std(), {"method": "mean_field_vi", "seed": self.seed}
+            self.model, self.mean(), self.std(), metadata={"method": "mean_field_vi", "seed": self.seed}
         )
 
     def configure_optimizers(self) -> Any:
@@ -146,7 +152,7 @@ class VariationalRoutine(PredictiveRoutine):
         mean, std = self.mean(), self.std()
         drawn = [
             self.nll(functional_call(self.model, gaussian_draw(mean, std, self._noise), (x,)), y)
-            for _ in range(self.draws)
+            for _ in range(self.num_samples)
         ]
         nll = torch.stack(drawn).mean() * (self._points / len(x))
         kl = gaussian_kl(mean, std, self.prior_precision)
@@ -191,7 +197,7 @@ class VariationalRoutine(PredictiveRoutine):
         self._evaluated = self._drawn()
 
     def member_outputs(self, x: Tensor) -> Tensor:
-        """Outputs ``(eval_draws, B, ...)``."""
+        """Outputs ``(num_test_samples, B, ...)``."""
         self.model.eval()
         draws = self._drawn() if self._evaluated is None else self._evaluated
         return torch.stack([functional_call(self.model, draw, (x,)) for draw in draws])
@@ -200,4 +206,4 @@ class VariationalRoutine(PredictiveRoutine):
     def _drawn(self) -> list[States]:
         generator = torch.Generator(self.device).manual_seed(derived_seed(self.seed, 6, 0))
         mean, std = self.mean(), self.std()
-        return [gaussian_draw(mean, std, generator) for _ in range(self.eval_draws)]
+        return [gaussian_draw(mean, std, generator) for _ in range(self.num_test_samples)]

@@ -53,8 +53,8 @@ def remove_symmetries(
             should stay nearby: sorting tears apart units whose keys are almost equal.
         normalizations: what becomes of the scale of weights before a normalization, as in ``canonicalize``.
         degenerate: what becomes of the scale of dead units, as in ``canonicalize``.
-        epsilons: of batch normalizations, to be folded exactly, as in ``canonicalize``; without it the function is
-            unchanged up to epsilon where there are normalizations.
+        epsilons: the epsilons of batch normalizations, to be folded exactly, as in ``canonicalize``; without it the
+            function is unchanged up to epsilon where there are normalizations.
         certify: measure on the example inputs that the graph was discovered with that the outputs of each network stay
             the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no network to run
             (it was unpickled), an :class:`~tu_symmetry.symmetry.measured.UncertifiedWarning` says so.

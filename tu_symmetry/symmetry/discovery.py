@@ -19,8 +19,8 @@ from tu_symmetry.symmetry.tracing import interpret, tied_names, trace
 def discover_symmetries(
     model: nn.Module,
     example_inputs: Tensor | tuple[Any, ...],
-    example_kwargs: Mapping[str, Any] | None = None,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     branches: Literal["refuse", "record"] = "refuse",
 ) -> SymmetryGraph:
     """Find the permutation, positive-scale and normalization symmetries of a module.

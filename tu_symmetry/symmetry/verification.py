@@ -42,8 +42,8 @@ def verify_symmetries(
     graph: SymmetryGraph,
     model: nn.Module,
     example_inputs: Tensor | tuple[Any, ...],
-    example_kwargs: Mapping[str, Any] | None = None,
     *,
+    example_kwargs: Mapping[str, Any] | None = None,
     on_failure: Literal["pin", "raise"] = "pin",
     tolerance: float = 1e-9,
     seed: int = 0,
@@ -72,7 +72,7 @@ def verify_symmetries(
             Groups given by hand (:meth:`SymmetryGraph.with_permutation`) raise in both cases.
         tolerance: largest accepted change of an output entry, relative to its own scale; it is raised to 256 units in
             the last place where the network does not run in float64.
-        seed: of the random weights and elements.
+        seed: seed of the random weights and elements.
 
     Raises:
         SymmetryError: naming the groups that do not hold (see ``on_failure``), if the network does not run or does not

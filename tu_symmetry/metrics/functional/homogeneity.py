@@ -28,8 +28,9 @@ class HomogeneityTest:
 
     Attributes:
         statistic: the observed statistic, at least 0; the larger, the more the units' marginals differ.
-        p_value: probability under the null of a statistic this large, ``(1 + #{null >= observed}) / (1 + draws)``.
-        null: statistics under random relabelings ``[draws]``.
+        p_value: probability under the null of a statistic this large, ``(1 + #{null >= observed})`` divided by
+            ``1 + num_resamples``.
+        null: statistics under random relabelings ``[num_resamples]``.
         deviation: each unit's share of the statistic ``[*blocks, units]``: the unit that deviates most is its maximum.
     """
 
@@ -43,7 +44,7 @@ def marginal_homogeneity(
     samples: Tensor,
     *,
     statistic: Statistic = "cramer_von_mises",
-    draws: int = 199,
+    num_resamples: int = 199,
     thresholds: int = 8,
     generator: torch.Generator | None = None,
 ) -> HomogeneityTest:
@@ -63,9 +64,9 @@ def marginal_homogeneity(
     Args:
         samples: weights ``[S, *blocks, units, weights]``; units are relabeled within each block.
         statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
-        draws: number of random relabelings; the least p-value is ``1 / (1 + draws)``.
+        num_resamples: number of random relabelings; the least p-value is ``1 / (1 + num_resamples)``.
         thresholds: number of pooled quantiles at which the distribution functions are compared.
-        generator: of the relabelings; without one they cannot be repeated.
+        generator: source of the relabelings; without one they cannot be repeated.
 
     Raises:
         ValueError: for other shapes, fewer than two samples or units, NaN or infinite weights.
@@ -98,14 +99,14 @@ def marginal_homogeneity(
 
     deviation = differences(indicators)
     observed = summary(deviation)
-    null = torch.empty(draws, dtype=torch.float64)
+    null = torch.empty(num_resamples, dtype=torch.float64)
     source = own_generator(generator)
-    for k in range(draws):
+    for k in range(num_resamples):
         labels = torch.rand(indicators.shape[:3], generator=source, device=source.device).argsort(-1).cpu()
         null[k] = summary(differences(torch.take_along_dim(indicators, labels.unsqueeze(-1), dim=2)))
     # Sums of the same numbers in another order differ by rounding errors, which must not break ties.
     at_least = int((null >= observed * (1 - 1e-5)).sum())
-    return HomogeneityTest(observed, (1 + at_least) / (1 + draws), null, deviation.reshape(*blocks, units))
+    return HomogeneityTest(observed, (1 + at_least) / (1 + num_resamples), null, deviation.reshape(*blocks, units))
 
 
 def unit_samples(

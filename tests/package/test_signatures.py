@@ -1,0 +1,93 @@
+"""One order and one set of words in every public signature, and docstrings that read as English.
+
+Operands come first, the graph before all others, and are required; what has a default is an option, and an option after
+the second argument is passed by name. So arguments can be added anywhere without breaking a call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tu_symmetry as tus
+
+PACKAGE = Path(tus.__file__ or "").parent
+GRAPH_SECOND = {
+    "CompactPosterior.from_states",  # of what class it makes one: the states
+    "CompactPosterior.load",  # a file; the graph is needed for nothing but a check
+}
+OTHER_WORDS = {
+    "draws": "num_samples",
+    "n": "num_samples",
+    "n_samples": "num_samples",
+    "rng": "generator",
+    "max_iter": "max_iterations",
+    "max_sweeps": "max_iterations",
+    "sweeps": "max_iterations",
+    "iterations": "max_iterations",
+}
+METHOD_THIRD = {"canonicalize"}  # its method is what is computed, like an operand
+SEEDED = {"verify_symmetries", "posterior_ensemble"}  # repeatable by default; named in a YAML file, where no object is
+ROOMS = ("alignment", "callbacks", "cli", "metrics", "posterior", "routines", "scaling")
+
+
+def public_callables() -> Iterator[tuple[str, Any]]:
+    """Functions, constructors that are written by hand, and public methods of all that is exported."""
+    for name in tus.__all__:
+        value = getattr(tus, name)
+        if inspect.isfunction(value):
+            yield name, value
+        if not inspect.isclass(value):
+            continue
+        hooks = {m for base in value.__mro__[1:] if not base.__module__.startswith("tu_symmetry") for m in vars(base)}
+        for attribute, member in vars(value).items():
+            function = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+            generated = attribute == "__init__" and dataclasses.is_dataclass(value)
+            own = attribute == "__init__" or not (attribute.startswith("_") or attribute in hooks)
+            if inspect.isfunction(function) and own and not generated:
+                yield f"{name}.{attribute}", function
+
+
+def parameters(function: Any) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(n, f, id=n) for n, f in public_callables()])
+def test_operands_then_options_by_name(name: str, function: Any) -> None:
+    by_position = [p for p in parameters(function) if p.kind is p.POSITIONAL_OR_KEYWORD]
+    late = [p.name for p in by_position[2:] if p.default is not p.empty and name not in METHOD_THIRD]
+    assert not late, f"{late}: options after the second argument are keyword-only"
+    names = [p.name for p in by_position]
+    assert "graph" not in names[1:] or name in GRAPH_SECOND, "the graph comes first"
+
+
+@pytest.mark.parametrize(("name", "function"), [pytest.param(n, f, id=n) for n, f in public_callables()])
+def test_one_word_for_one_thing(name: str, function: Any) -> None:
+    found = {p.name: OTHER_WORDS[p.name] for p in parameters(function) if p.name in OTHER_WORDS}
+    assert not found, f"what stands for which: {found}"
+    if "." not in name and name not in SEEDED:
+        assert "seed" not in {p.name for p in parameters(function)}, "functions take a generator"
+
+
+def test_the_walk_sees_functions_constructors_and_methods() -> None:
+    seen = {name for name, _ in public_callables()}
+    assert {"align", "Rebasin.__init__", "CompactPosterior.sample", "CompactPosterior.load"} <= seen
+    assert not {"Rebasin.on_train_start", "Alignment.__init__"} & seen
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_read_as_english(room: str) -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
+        for path in (PACKAGE / room).rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r'\s+(\*{0,2}\w+: of |"""Of )', line)
+        or re.search(r"\b(mend|mended|goes on where|votes)\b", line, re.I)
+    ]
+    assert not found
