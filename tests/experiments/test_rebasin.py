@@ -1,11 +1,13 @@
-"""The barrier recipes parse; their stages run, resume, and find what was planted."""
+"""Loss barriers: every file runs, planted permutations are found, cut commands resume, the report is what was found."""
 
 from __future__ import annotations
 
 import io
-import json
+import math
 import pickle
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,170 +16,296 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
-from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.barrier import loss_barrier, mean_model_loss, tempered_loss_barrier
 from tu_symmetry.alignment.repair import repair
-from tu_symmetry.configs import ConfigError, parse, resolve
+from tu_symmetry.configs import ConfigError
+from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches, logits
+from tu_symmetry.experiments.rebasin import VGG, ResNet, barriers, match, matching, measure
+from tu_symmetry.experiments.rebasin.matching import matched, read_permutations
+from tu_symmetry.experiments.rebasin.members import Members
+from tu_symmetry.experiments.rebasin.report import answers
+from tu_symmetry.files import FileError
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
-from tu_symmetry.states import unstack
+from tu_symmetry.states import stack_states
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_permutation
-from tu_symmetry.tables import barriers
-from tu_symmetry.tables.barriers import MEMBERS, MembersOptions, _augmented, read_permutations
-from tu_symmetry.tables.convnets import VGG, ResNet
-from tu_symmetry.tables.data import load_data
-from tu_symmetry.tables.engine import run_table
-from tu_symmetry.tables.models import build_model
-from tu_symmetry.tables.recipe import DataConfig, ModelConfig, load_recipe
-from tu_symmetry.tables.stage import Results, StageContext, stage, stage_kind
+from tu_symmetry.tables.commands import load_table, run_commands
+from tu_symmetry.tables.functions import build_parser
+from tu_symmetry.tables.lightning import SymmetryCLI, run_lightning
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "rebasin"
+SMALL, CIFAR = RECIPES / "fashion-small", RECIPES / "cifar10"
+FILES = [(folder, c) for folder in (SMALL, CIFAR) for c in load_table(folder).commands]
+IDS = [f"{folder.name}-{c.name}" for folder, c in FILES]
 NETWORKS: dict[str, dict[str, Any]] = {
-    "resnet": {
-        "network": "tu_symmetry.tables.convnets.ResNet",
-        "arguments": {"in_channels": 1, "width": 4, "blocks": [1, 1]},
-    },
-    "vgg": {
-        "network": "tu_symmetry.tables.convnets.VGG",
-        "arguments": {"in_channels": 1, "stages": [[8], [12, 12]], "hidden": [16]},
-    },
+    "resnet": {"width": 4, "blocks": [1, 1]},
+    "wide": {"width": 8, "blocks": [1, 1]},
+    "vgg": {"stages": [[8], [12, 12]], "hidden": [16]},
 }
-TRAINING = {"members": 3, "epochs": 4, "batch_size": 20, "learning_rate": 0.05}
+SIZES = {"train_size": 400, "test_size": 160}
+METHODS = ("weights", "activations", "straight_through", "universe")
+TRAINING = {
+    "data.batch_size": 20,
+    "trainer.max_epochs": 4,
+    "trainer.accelerator": "cpu",
+    "trainer.enable_progress_bar": "false",
+    "routine.optimizer.lr": 0.05,
+    "routine.lr_scheduler.max_lr": 0.05,
+    "routine.lr_scheduler.total_steps": 80,
+}
+MATCHING = {"images": 100, "batch_size": 50, "epochs": 1}
+MEASURING = {"points": 3, "statistics": 200, "held_out": 60}
 
 
-@stage()
-def permuted_copies(context: StageContext, options: MembersOptions) -> Results:
-    """Members that are one trained network, permuted at random."""
-    network = barriers._train(context, options, 0, lambda epoch, loss: None)
-    config = ModelConfig(options.network, options.arguments)
-    graph = discover_symmetries(build_model(config, context.data), context.data.train_x[:2])
-    generator = context.generator("permutations")
-    copies = [network] + [
-        apply_permutation(graph, random_permutation(graph, generator=generator), network)
-        for _ in range(options.members - 1)
-    ]
-    save_file({name: torch.stack([c[name] for c in copies]) for name in network}, context.folder / MEMBERS)
-    model = {"class_path": options.network, "init_args": options.arguments}
-    return {"title": options.title, "model": model, "members": options.members}
+def flags(*kinds: str) -> list[str]:
+    """Small networks, few images and short runs for these kinds of networks."""
+    found: dict[str, Any] = {}
+    for kind in kinds:
+        model = {f"model.{key}": value for key, value in NETWORKS[kind].items()}
+        data = {f"data.{key}": value for key, value in SIZES.items()}
+        routine = {f"routine.{key}": value for key, value in model.items()}
+        found |= {f"{kind}.{key}": value for key, value in (data | routine | TRAINING).items()}
+        for name, more in (("matching", MATCHING), ("barriers", MEASURING)):
+            found |= {f"{kind}_{name}.command.{key}": value for key, value in (model | data | more).items()}
+    return [f"{key}={value}" for key, value in found.items()]
 
 
-def write_recipe(folder: Path, members: str, networks: Sequence[str] = tuple(NETWORKS), *, report: bool = True) -> Path:
-    """A recipe of toy networks on digits with the stages of the real ones."""
-    stages: dict[str, Any] = {}
-    for name in networks:
-        network = NETWORKS[name]
-        stages[name] = {"stage": members, "options": {"title": name, **network, **TRAINING}}
-        stages[f"{name}_matching"] = {
-            "stage": "rebasin_matching",
-            "inputs": {"members": name},
-            "options": {"images": 100, "batch_size": 50, "epochs": 1},
-        }
-        stages[f"{name}_barriers"] = {
-            "stage": "rebasin_barriers",
-            "inputs": {"members": name, "matching": f"{name}_matching"},
-            "options": {"points": 3, "statistics": 200, "held_out": 60},
-        }
-    if report:
-        inputs = {role: f"{name}_barriers" for role, name in zip(("first", "second"), networks, strict=True)}
-        stages["report"] = {"stage": "rebasin_report", "inputs": inputs}
-    table = {"title": "toy", "stages": list(stages), "data": {"name": "digits", "train_size": 400, "test_size": 160}}
-    folder.mkdir()
-    for name, content in {"table": table, **stages}.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
+def without(table: Path, *names: str) -> None:
+    """Take commands out of a table."""
+    lines = table.read_text().splitlines()
+    table.write_text("\n".join(line for line in lines if not any(f"name: {name}" in line for name in names)))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small recipe's own files for two kinds of networks, on scikit-learn's digits, which need no download."""
+    folder: Path = tmp_path_factory.mktemp("recipe")
+    for file in SMALL.glob("*.yaml"):
+        text = file.read_text().replace("IDXDataModule", "DigitsDataModule")
+        (folder / file.name).write_text(text.replace("dataset: fashion_mnist, root: data, ", ""))
+    without(folder / "table.yaml", "wide")
+    table = (folder / "table.yaml").read_text()
+    (folder / "table.yaml").write_text(table.replace("wide_barriers, ", ""))
+    report = yaml.safe_load((folder / "report.yaml").read_text())
+    arguments = report["command"]["init_args"]
+    arguments["networks"] = {n: f for n, f in arguments["networks"].items() if "wide" not in f}
+    arguments["narrow"], arguments["wide"] = arguments["networks"]
+    arguments["recipe"] = str(folder)
+    (folder / "report.yaml").write_text(yaml.safe_dump(report))
     return folder
 
 
-def run(folder: Path, out: Path, overrides: list[str] | None = None) -> tuple[dict[str, Any], str]:
+def run(folder: Path, out: Path, overrides: list[str], root: Path | None = None) -> tuple[dict[str, Any], str]:
     console = Console(record=True, width=160, file=io.StringIO())
     display = Display(console)
-    results = run_table(folder, out=out, overrides=overrides or [], display=display)
+    results = run_commands(folder, out=out, data_root=root, overrides=overrides, display=display)
     display.tables(results)
     return results, console.export_text()
 
 
-@pytest.mark.parametrize("name", ["fashion-small", "cifar10"])
-def test_recipes_parse_and_their_networks_can_be_built(name: str) -> None:
-    recipe = load_recipe(RECIPES / name)
-    kinds = set()
-    for stage_name, config in recipe.stages.items():
-        kind = stage_kind(config.stage)
-        options = parse(kind.options, config.options, stage_name)
-        kinds.add(config.stage)
-        if isinstance(options, MembersOptions):
-            images = 32 if name == "cifar10" else 28
-            network = resolve(options.network)(num_classes=10, **options.arguments)
-            channels = options.arguments.get("in_channels", 3)
-            assert network(torch.zeros(2, channels, images, images)).shape == (2, 10)
-    assert kinds == {"rebasin_members", "rebasin_matching", "rebasin_barriers", "rebasin_report"}
-    assert (RECIPES / name / "README.md").is_file()
+KINDS = ("resnet", "vgg")
+TINY = [
+    *flags(*KINDS),
+    "resnet.routine.model.stem_stride=1",
+    "resnet_matching.command.model.stem_stride=1",
+    "resnet_barriers.command.model.stem_stride=1",
+]
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A whole run on members that are permuted copies of one network."""
-    folder = tmp_path_factory.mktemp("planted")
-    return run(write_recipe(folder / "toy", f"{__name__}:permuted_copies", report=False), folder / "run")[0]
+def trained(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple[Path, dict[str, Any], str]:
+    """A whole table on independently trained networks."""
+    out: Path = tmp_path_factory.mktemp("trained")
+    return (out, *run(recipe, out, TINY))
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_permuted_copies_have_barriers_and_matching_removes_them(planted: dict[str, Any], name: str) -> None:
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of data sets in the files of Fashion-MNIST and of CIFAR-10: noise."""
+    root: Path = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    raw, folder = root / "FashionMNIST" / "raw", root / "cifar-10-batches-py"
+    raw.mkdir(parents=True)
+    folder.mkdir()
+    for half, count in (("train", 400), ("t10k", 160)):
+        for stem, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            values = rng.integers(0, 256 if len(shape) == 3 else 10, shape, dtype=np.uint8)
+            head = np.array([0x0800 + len(shape), *shape], dtype=">u4").tobytes()
+            (raw / f"{half}-{stem}-ubyte").write_bytes(head + values.tobytes())
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        pixels = rng.integers(0, 256, (160, 3 * 32 * 32), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": rng.integers(0, 10, 160).tolist()}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    return root
+
+
+@pytest.mark.parametrize(("folder", "command"), FILES, ids=IDS)
+def test_every_file_is_a_configuration_of_its_command(
+    folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing but ``--config FILE``; and the three files of a kind are about the same networks."""
+    path = str(folder / command.config)
+    if command.command == "run":
+        assert build_parser().parse_args(["--config", path]).command.class_path
+        return
+    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
+    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
+    config = SymmetryCLI(args=[command.command, "--config", path]).config[command.command]
+    routine, data = config.routine.init_args, config.data.init_args
+    assert config.trainer.callbacks[-1].init_args.save_last
+    assert routine.num_members == data.orders == 3
+    steps = math.ceil((data.train_size or 50_000) / data.batch_size)
+    schedule = routine.lr_scheduler.init_args
+    assert (
+        schedule.total_steps == config.trainer.max_epochs * steps and schedule.max_lr == routine.optimizer.init_args.lr
+    )
+    for name in ("matching", "barriers"):
+        made = build_parser().parse_args(["--config", str(folder / f"{command.name}_{name}.yaml")]).command.init_args
+        assert made.model == routine.model and str(made.samples) == str(routine.samples)
+        assert made.data.class_path == config.data.class_path and made.data.init_args.train_size == data.train_size
+        assert made.data.init_args.test_size == data.test_size
+
+
+def test_networks_have_the_papers_shapes() -> None:
+    small, large = torch.zeros(2, 1, 28, 28), torch.zeros(2, 3, 32, 32)
+    for folder, x in ((SMALL, small), (CIFAR, large)):
+        for kind in NETWORKS:
+            made = (
+                build_parser().parse_args(["--config", str(folder / f"{kind}_matching.yaml")]).command.init_args.model
+            )
+            network = {"ResNet": ResNet, "VGG": VGG}[made.class_path.rpartition(".")[2]](**made.init_args)
+            with torch.no_grad():
+                assert network.eval()(x).shape == (2, 10)
+            if folder == CIFAR and kind == "resnet":  # 0.27 million in Table 6 of He et al. 2016, without projections
+                assert 0.27e6 < sum(p.numel() for p in network.parameters()) < 0.28e6
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("folder", [SMALL, CIFAR], ids=["small", "cifar10"])
+def test_fits_take_their_first_step(
+    folder: Path, kind: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file as it is, but for few images and a narrow network: one batch (augmented for CIFAR-10), the members."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    narrow = [f"--routine.model.{key}={value}" for key, value in NETWORKS[kind].items()]
+    sizes = [f"--data.{key}={value}" for key, value in SIZES.items()] if folder == SMALL else []
+    fast = ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--data.batch_size=4", f"--data.root={images}"]
+    cli = run_lightning(["fit", "--config", str(folder / f"{kind}.yaml"), *fast, *sizes, *narrow])
+    assert cli.datamodule.augment == (folder == CIFAR) and len(cli.datamodule.train) == (
+        800 if folder == CIFAR else 400
+    )
+    store = SampleStore.open(cli.routine.samples)
+    assert len(store) == 3 and cli.trainer.global_step == 1
+    assert all(t.tolist() == [1, 1, 1] for n, t in store.load().items() if n.endswith("num_batches_tracked"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [SMALL, CIFAR], ids=["small", "cifar10"])
+def test_whole_tables(folder: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file of the recipe, one after the other."""
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    results, _ = run(folder, tmp_path, flags(*NETWORKS), images)
+    for kind in NETWORKS:
+        assert results[f"{kind}_barriers"]["methods"].keys() == {"none", *METHODS}
+    assert len(list((tmp_path / "report").glob("*.png"))) == 4
+
+
+def test_members_learn_and_differ(trained: tuple[Path, dict[str, Any], str]) -> None:
+    out, results, _ = trained
+    for kind in KINDS:
+        assert all(member["accuracy"] > 0.5 for member in results[f"{kind}_barriers"]["members"])
+        store = SampleStore.open(out / kind / "samples")
+        assert store.chains == [0, 1, 2]
+        assert not any(torch.equal(store[0][n], store[1][n]) for n in store[0] if n.endswith("weight"))
+        counts = [t for n, t in store.load().items() if n.endswith("num_batches_tracked")]
+        assert counts and all(t.tolist() == [80, 80, 80] for t in counts)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def planted(
+    request: pytest.FixtureRequest,
+    trained: tuple[Path, Any, Any],
+    images: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[str, Any, Any]:
+    """A trained network and two copies of it, permuted at random: matched and measured."""
+    kind: str = request.param
+    folder: Path = tmp_path_factory.mktemp("planted")
+    network = SampleStore.open(trained[0] / kind / "samples")[0]
+    graph = discover_symmetries(architecture(kind), data().train.x[:2])
+    generator = torch.Generator().manual_seed(5)
+    draws = [random_permutation(graph, generator=generator) for _ in range(2)]
+    copies = [network, *(apply_permutation(graph, p, network) for p in draws)]
+    store = SampleStore.create(folder / "samples", architecture=kind, method="permuted_copies")
+    store.append(stack_states(copies), chain=range(3), step=[0] * 3)
+    found = match(
+        folder / "m", architecture(kind), data(), folder / "samples", list(METHODS), 100, batch_size=50, epochs=1
+    )
+    found.save(folder / "m")
+    measured = measure(folder / "b", architecture(kind), data(), folder / "samples", folder / "m", 3, 200, 60)
+    return kind, found.results, measured.results
+
+
+def architecture(kind: str) -> nn.Module:
+    if kind == "vgg":
+        return VGG(10, 1, **NETWORKS["vgg"])
+    return ResNet(10, 1, **NETWORKS[kind])
+
+
+def data() -> DigitsDataModule:
+    return DigitsDataModule(**SIZES)
+
+
+def test_permuted_copies_have_barriers_and_matching_removes_them(planted: tuple[str, Any, Any]) -> None:
     """Planted: the copies are one function; matched they are one weight vector, so nothing is lost by merging."""
-    found = planted[f"{name}_barriers"]
-    single = found["members"][0]
+    _, found, measured = planted
+    single = measured["members"][0]
     assert single["accuracy"] > 0.5
-    for member in found["members"]:
+    for member in measured["members"]:
         assert member == pytest.approx(single, rel=1e-5)
-    assert found["pairs"] == [[0, 1], [0, 2], [1, 2]]
-    for path in found["methods"]["none"]["paths"]["none"]:
+    assert measured["pairs"] == [[0, 1], [0, 2], [1, 2]]
+    for path in measured["methods"]["none"]["paths"]["none"]:
         assert path["barrier"] > 0.1 and path["middle_accuracy"] < single["accuracy"]
-    assert found["methods"]["none"]["mean"]["none"]["loss"] > single["loss"] + 0.1
-    for method in ("weights", "activations", "straight_through", "universe"):
-        measured = found["methods"][method]
-        for path in measured["paths"]["none"]:
+    assert measured["methods"]["none"]["mean"]["none"]["loss"] > single["loss"] + 0.1
+    assert min(found["methods"]["none"]["distances"]) > 1
+    assert found["methods"]["none"]["transpositions"] == [0, 0, 0]
+    for method in METHODS:
+        for path in measured["methods"][method]["paths"]["none"]:
             assert path["barrier"] == pytest.approx(0, abs=1e-5)
-            assert path["tuned_barrier"] == pytest.approx(0, abs=1e-5)
+            assert path["tempered_barrier"] == pytest.approx(0, abs=1e-5)
             assert path["middle_accuracy"] == single["accuracy"]
-        assert measured["mean"]["none"] == pytest.approx(single, rel=1e-4)
-        matching = planted[f"{name}_matching"]["methods"]
+        assert measured["methods"][method]["mean"]["none"] == pytest.approx(single, rel=1e-4)
         if method != "activations":  # units that are never active look alike, and compute nothing
-            assert matching[method]["distances"] == pytest.approx([0, 0, 0], abs=1e-4)
-        assert min(matching["none"]["distances"]) > 1
+            assert found["methods"][method]["distances"] == pytest.approx([0, 0, 0], abs=1e-4)
+        assert 0 < max(found["methods"][method]["transpositions"]) <= found["largest_transpositions"]
 
 
-def test_corrected_midpoints(planted: dict[str, Any]) -> None:
+def test_corrected_midpoints(planted: tuple[str, Any, Any]) -> None:
     """Unmatched midpoints gain from fresh statistics; REPAIR differs where a hidden layer is not normalized."""
-    paths = {name: planted[f"{name}_barriers"]["methods"]["none"]["paths"] for name in NETWORKS}
-    for found in paths.values():
-        plain, fresh = (sum(p["tuned_barrier"] for p in found[correction]) for correction in ("none", "batchnorm"))
-        assert fresh < plain
-    assert paths["resnet"]["repair"] == paths["resnet"]["batchnorm"]
-    assert paths["vgg"]["repair"] != paths["vgg"]["batchnorm"]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """A whole run on independently trained members."""
-    folder = tmp_path_factory.mktemp("trained")
-    results, text = run(write_recipe(folder / "toy", "rebasin_members"), folder / "run")
-    return folder / "run", results, text
+    kind, _, measured = planted
+    paths = measured["methods"]["none"]["paths"]
+    uncorrected, fresh = (sum(p["tempered_barrier"] for p in paths[name]) for name in ("none", "batchnorm"))
+    assert fresh < uncorrected
+    assert (paths["repair"] == paths["batchnorm"]) == (kind == "resnet")
 
 
 def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any], str]) -> None:
-    """One cell of each kind against the functions of the alignment room, which pass over the data on their own."""
+    """One cell of each kind against the barriers of the alignment room, which pass over the data on their own."""
     out, results, _ = trained
-    found = results["vgg_barriers"]
-    data = load_data(DataConfig("digits", 400, 160), Path("nowhere"))
-    model = VGG(10, **NETWORKS["vgg"]["arguments"]).eval()
-    graph = discover_symmetries(model, data.train_x[:2])
-    states = list(unstack(load_file(out / "vgg" / MEMBERS)))
-    permutations = read_permutations(out / "vgg_matching" / "activations.safetensors")
-    aligned = [apply_permutation(graph, p, s) for p, s in zip(permutations, states, strict=True)]
-    measure, held_out = Batches(data.test_x[:100], data.test_y[:100]), Batches(data.test_x[100:], data.test_y[100:])
-    statistics = Batches(data.train_x[:200], data.train_y[:200])
+    found = results["vgg_barriers"]["methods"]["activations"]
+    members = Members(architecture("vgg"), data(), out / "vgg" / "samples", "cpu")
+    model, test = members.model, members.test
+    aligned = matched(members, read_permutations(out / "vgg_matching")["activations"])
+    part, held_out = Batches(test.x[:100], test.y[:100]), Batches(test.x[100:], test.y[100:])
+    statistics = members.first_images(200)
     a, b = aligned[1], aligned[2]  # never matched to each other
     corrections: dict[str, dict[str, Any]] = {
         "none": {},
@@ -185,105 +313,156 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
         "repair": {"merge": lambda state, ratio: repair(model, [a, b], [1 - ratio, ratio], state, statistics)},
     }
     for correction, options in corrections.items():
-        ours = found["methods"]["activations"]["paths"][correction][2]
-        theirs = loss_barrier(model, a, b, measure, cross_entropy, points=3, **options)
-        tuned = tempered_loss_barrier(model, a, b, measure, calibration=held_out, points=3, **options)
+        ours = found["paths"][correction][2]
+        theirs = loss_barrier(model, a, b, part, cross_entropy, points=3, **options)
+        tuned = tempered_loss_barrier(model, a, b, part, calibration=held_out, points=3, **options)
         assert ours["loss"] == pytest.approx(theirs.losses, rel=1e-5)
         assert ours["barrier"] == pytest.approx(theirs.barrier, rel=1e-4, abs=1e-6)
-        assert ours["tuned_barrier"] == pytest.approx(tuned.barrier, rel=1e-4, abs=1e-6)
+        assert ours["tempered_barrier"] == pytest.approx(tuned.barrier, rel=1e-4, abs=1e-6)
         assert ours["temperature"] == pytest.approx(tuned.temperatures, rel=1e-4)
-    mean = mean_model_loss(model, aligned, measure, cross_entropy, recalibrate=statistics)
-    assert found["methods"]["activations"]["mean"]["batchnorm"]["loss"] == pytest.approx(mean, rel=1e-5)
-    accuracy = (logits(model, states[0], measure).argmax(-1) == measure.y).double().mean().item()
-    assert found["members"][0]["accuracy"] == pytest.approx(accuracy)
+    mean = mean_model_loss(model, aligned, part, cross_entropy, recalibrate=statistics)
+    assert found["mean"]["batchnorm"]["loss"] == pytest.approx(mean, rel=1e-5)
+    accuracy = (logits(model, members.states[0], part).argmax(-1) == part.y).double().mean().item()
+    assert results["vgg_barriers"]["members"][0]["accuracy"] == pytest.approx(accuracy)
 
 
-def test_members_learn_and_differ(trained: tuple[Path, dict[str, Any], str]) -> None:
-    out, results, _ = trained
-    for name in NETWORKS:
-        assert all(member["accuracy"] > 0.5 for member in results[f"{name}_barriers"]["members"])
-        states = list(unstack(load_file(out / name / MEMBERS)))
-        assert len(states) == 3
-        assert not any(torch.equal(states[0][n], states[1][n]) for n in states[0] if n.endswith("weight"))
-        assert not (out / name / "member-0.pt").exists()
-
-
-def test_report_shows_what_was_measured(trained: tuple[Path, dict[str, Any], str]) -> None:
+def test_report_shows_what_was_measured(trained: tuple[Path, dict[str, Any], str], recipe: Path) -> None:
     out, results, text = trained
     markdown = (out / "report" / "report.md").read_text()
-    for name in NETWORKS:
-        methods = results[f"{name}_barriers"]["methods"]
+    for kind in KINDS:
+        methods = results[f"{kind}_barriers"]["methods"]
         for method in methods.values():
             values = [path["barrier"] for path in method["paths"]["batchnorm"]]
             assert f" {sum(values) / 3:.2f} " in markdown and f" {sum(values) / 3:.2f} " in text
         assert f"{100 * methods['universe']['mean']['repair']['accuracy']:.1f}" in markdown
-    for file in ("barriers.png", "paths-resnet_barriers.png", "paths-vgg_barriers.png"):
-        assert f"({file})" in markdown
-        assert (out / "report" / file).read_bytes().startswith(b"\x89PNG")
+    for figure in (out / "report").glob("*.png"):
+        assert f"({figure.name})" in markdown and figure.read_bytes().startswith(b"\x89PNG")
+    assert len(list((out / "report").glob("*.png"))) == 3
+    for sentence in load_table(SMALL).claims.values():
+        assert sentence in markdown
+    again, text = run(recipe, out, TINY)
+    assert again == results and "▸" not in text
 
 
-def test_interrupted_stages_go_on_to_the_same_numbers(
-    trained: tuple[Path, dict[str, Any], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> dict[str, int]:
+    """Count the calls of a function, and interrupt before the ``cut``-th."""
+    function: Callable[..., Any] = getattr(module, name)
+    calls = {"done": 0, "cut": -1}
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if calls["done"] == calls["cut"]:
+            raise KeyboardInterrupt
+        calls["done"] += 1
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, call)
+    return calls
+
+
+def test_cut_commands_resume_to_the_same_numbers(
+    trained: tuple[Path, dict[str, Any], str], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut off in training, in matching and in measuring; what was done before is not done again."""
-    _, whole, _ = trained
-    recipe = write_recipe(tmp_path / "toy", "rebasin_members", ["resnet"], report=False)
-    calls: dict[str, int] = {}
-
-    def cut_after(name: str, count: int) -> None:
-        function = getattr(barriers, name)
-
-        def counted(*arguments: Any, **options: Any) -> None:
-            function(*arguments, **options)
-            calls[name] = calls.get(name, 0) + 1
-            if calls[name] == count:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(barriers, name, counted)
-
-    cuts = {"_save": 6, "_write_permutations": 2, "write_json": 5}
-    for name, count in cuts.items():
-        cut_after(name, count)
-        with pytest.raises(KeyboardInterrupt):
-            run(recipe, tmp_path / "run")
-    resumed, text = run(recipe, tmp_path / "run")
+    """Cut in training, in matching and in measuring; what was done before is not done again."""
+    out, whole, _ = trained
+    steps = counted(monkeypatch, torch.optim.SGD, "step")
+    matchings = counted(monkeypatch, matching, "straight_through_matching")
+    scores = counted(monkeypatch, barriers, "classifier_scores")
+    folder = shutil.copytree(recipe, tmp_path / "recipe")
+    without(folder / "table.yaml", "vgg", "report")
+    own = [flag for flag in TINY if flag.startswith("resnet")]
+    for calls, cut in ((steps, 50), (matchings, 1), (scores, 20)):
+        calls["cut"] = cut
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            run(folder, tmp_path / "run", own)
+        calls["cut"] = -1
+    resumed, text = run(folder, tmp_path / "run", own)
     assert "resuming" in text
-    assert calls == {"_save": 12, "_write_permutations": 4, "write_json": 23}  # 3 networks, 5 methods of 4 cells
-    assert resumed["resnet_barriers"] == whole["resnet_barriers"]
+    assert steps["done"] == 80 + 10  # cut in the third of four epochs, which begins again
+    assert matchings["done"] == 2
+    assert scores["done"] == 3 + 5 * 4 * 2 + 1  # the cell that was cut had been measured halfway
+    for name in ("resnet_matching", "resnet_barriers"):
+        assert resumed[name] == whole[name]
+    a, b = (SampleStore.open(folder / "resnet" / "samples").load() for folder in (out, tmp_path / "run"))
+    assert all(torch.equal(a[name], t) for name, t in b.items())
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("resnet.members=1", "2 at least"),
-        ("resnet.batch_size=500", "exceeds the 400"),
-        ("resnet_matching.methods=[weight]", "weights, activations"),
-        ("resnet_barriers.points=4", "odd"),
-        ("resnet_barriers.held_out=160", "160 test"),
-    ],
-)
-def test_options_that_make_no_sense(tmp_path: Path, override: str, message: str) -> None:
-    recipe = write_recipe(tmp_path / "toy", "rebasin_members", ["resnet"], report=False)
-    with pytest.raises(ConfigError, match=message):
-        run(recipe, tmp_path / "run", ["resnet.epochs=1", "resnet_matching.methods=[]", override])
+def test_arguments_that_make_no_sense(trained: tuple[Path, dict[str, Any], str], images: Path, tmp_path: Path) -> None:
+    out, _, _ = trained
+    samples, made = out / "resnet" / "samples", out / "resnet_matching"
+
+    def measured(where: Path = samples, matching: Path = made, **options: Any) -> None:
+        measure(tmp_path / "b", architecture("resnet"), data(), where, matching, **options)
+
+    for points in (1, 4):
+        with pytest.raises(ValueError, match=f"odd and 3 at least .*, not {points}"):
+            measured(points=points)
+    for held_out in (0, 160):
+        with pytest.raises(ValueError, match=f"held_out is {held_out}.*160 test"):
+            measured(statistics=100, held_out=held_out)
+    with pytest.raises(ValueError, match="401 training images are asked for, but there are 400"):
+        measured(statistics=401, held_out=60)
+    one = SampleStore.create(tmp_path / "one", architecture="ResNet", method="none")
+    one.append(stack_states(SampleStore.open(samples)[:1]), chain=[0], step=[0])
+    with pytest.raises(ValueError, match="holds 1: train 2 at least"):
+        measured(tmp_path / "one", statistics=100, held_out=60)
+    two = SampleStore.create(tmp_path / "two", architecture="ResNet", method="none")
+    two.append(stack_states(SampleStore.open(samples)[:2]), chain=[0, 1], step=[0, 0])
+    with pytest.raises(FileError, match="a matching of other networks"):
+        measured(tmp_path / "two", statistics=100, held_out=60)
+
+    def matchings(**options: Any) -> None:
+        match(tmp_path / "m", architecture("resnet"), data(), samples, ["weights"], **({"images": 50} | options))
+
+    matchings()
+    with pytest.raises(FileError, match="made with other options"):
+        matchings(images=60)
 
 
-def test_augmented_images_are_flipped_and_shifted(generator: torch.Generator) -> None:
-    """Every result is a crop of the padded image or of its mirror image; all shifts and both sides occur."""
-    x = torch.rand(400, 2, 5, 6, generator=generator)
-    y = _augmented(x, generator, shift=1)
-    seen = set()
-    for before, after in zip(x, y, strict=True):
-        places = [
-            (side, top, left)
-            for side, image in enumerate((before, before.flip(-1)))
-            for top in range(3)
-            for left in range(3)
-            if torch.equal(torch.nn.functional.pad(image, [1] * 4)[:, top : top + 5, left : left + 6], after)
-        ]
-        assert len(places) == 1
-        seen.add(places[0])
-    assert len(seen) == 18
+def planted_results(narrow: float, wide: float, repaired: float, control: float, other: float) -> dict[str, Any]:
+    """Barriers of one method and the control: uncorrected 1, with corrected statistics as they are given."""
+
+    def found(barrier: float) -> dict[str, Any]:
+        def paths(values: list[float]) -> list[dict[str, float]]:
+            return [{"barrier": v, "tempered_barrier": v} for v in values]
+
+        corrected = paths([barrier, barrier, other * barrier])
+        matched = {"none": paths([1.0, 1.0, 1.0]), "batchnorm": corrected, "repair": paths([repaired] * 3)}
+        unmatched = {name: paths([control] * 3) for name in matched}
+        return {
+            "pairs": [[0, 1], [0, 2], [1, 2]],
+            "methods": {"none": {"paths": unmatched}, "weights": {"paths": matched}},
+        }
+
+    return {"a": found(narrow), "b": found(wide)}
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_claims_are_answered_from_the_numbers(holds: bool) -> None:
+    names = ("width", "correction", "permutation", "reference")
+    claims = dict.fromkeys(names, "A sentence.")
+    networks = planted_results(0.4, 0.2, 0.3, 0.9, 1.0) if holds else planted_results(0.4, 0.5, 0.41, 0.3, 1.5)
+    found = answers(claims, networks, "a", "b")
+    verdicts = {name: answer.verdict for name, answer in found.items()}
+    word = "all" if holds else "none"
+    assert verdicts == {name: f"Held in {word} of {1 if name == 'width' else 2} cases" for name in names}
+    assert ("weights 0.40 → 0.20" if holds else "weights 0.40 → 0.50") in found["width"].numbers
+    assert ("weights 70 %" if holds else "weights 59 %") in found["correction"].numbers
+    assert ("weights 0.20 to 0.20 and 0.20" if holds else "weights 0.50 to 0.50 and 0.75") in found["reference"].numbers
+    mixed = planted_results(0.4, 0.2, 0.3, 0.3, 1.0)
+    assert answers({"permutation": ""}, mixed, "a", "b")["permutation"].verdict == "Held in 1 of 2 cases"
+    with pytest.raises(ConfigError, match="no answer to 'weather'"):
+        answers({"weather": "It rains."}, networks, "a", "b")
+
+
+def test_losses_that_are_not_finite_count_as_infinite() -> None:
+    networks = planted_results(0.4, 0.2, 0.3, 0.9, 1.0)
+    networks["b"]["methods"]["weights"]["paths"]["batchnorm"][0]["barrier"] = None
+    assert "weights 0.40 → inf" in answers({"width": ""}, networks, "a", "b")["width"].numbers
+    score = {"loss": 1.0, "accuracy": 1.0, "temperature": 1.0, "tempered_loss": 1.0}
+    path = barriers._path(score, [score | {"loss": None}], score)
+    assert path["barrier"] == math.inf and path["tempered_barrier"] == 0
+    with pytest.raises(ValueError, match="train them again"):
+        barriers._path(score | {"loss": None}, [score], score)
 
 
 def test_resnet_and_vgg_have_the_groups_of_their_widths() -> None:
@@ -291,25 +470,3 @@ def test_resnet_and_vgg_have_the_groups_of_their_widths() -> None:
     assert sorted(group.size for group in resnet.permutations) == [4, 4, 4, 8, 8, 16, 16]  # a stream a stage
     vgg = discover_symmetries(VGG(10, stages=((4,), (6, 8)), hidden=(12,)), (torch.randn(2, 3, 16, 16),))
     assert sorted(group.size for group in vgg.permutations) == [4, 6, 8, 12]
-
-
-def test_cifar10_is_read_as_torchvision_stores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (12, 3 * 32 * 32), dtype=np.uint8)
-    for k, name in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
-        content = {"data": pixels[2 * k : 2 * k + 2], "labels": [k, 9 - k]}
-        (folder / name).write_bytes(pickle.dumps(content))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    data = load_data(DataConfig("cifar10", train_size=4), tmp_path)
-    assert torch.equal((data.train_x * 255).round().long(), torch.from_numpy(pixels[:4]).view(4, 3, 32, 32).long())
-    assert data.train_y.tolist() == [0, 9, 1, 8] and data.test_y.tolist() == [5, 4]
-    assert data.num_classes == 10
-
-
-def test_run_folder_holds_the_measurements(trained: tuple[Path, dict[str, Any], str]) -> None:
-    out, results, _ = trained
-    content = json.loads((out / "results.json").read_text())
-    assert content["stages"]["resnet_barriers"]["results"] == results["resnet_barriers"]

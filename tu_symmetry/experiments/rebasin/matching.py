@@ -1,0 +1,136 @@
+"""Match networks by each method: by weights, activations, the loss of the midpoint, or all at once to a universe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from tu_symmetry.alignment.activations import Similarity
+from tu_symmetry.alignment.align import align
+from tu_symmetry.alignment.matching import weight_distance
+from tu_symmetry.alignment.straight_through import straight_through_matching
+from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.experiments.rebasin.members import Members
+from tu_symmetry.files import read_tensors, write_safetensors
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.states import State
+from tu_symmetry.symmetry.action import apply_permutation
+from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert, transposition_count
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.parts import Parts, digest_tensors
+
+Method = Literal["weights", "activations", "straight_through", "universe"]
+PERMUTATIONS = "permutations.safetensors"
+
+
+def match(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    samples: Path,
+    methods: list[Method],
+    images: int = 2000,
+    similarity: Similarity = "correlation",
+    batch_size: int = 125,
+    epochs: int = 3,
+    learning_rate: float = 1e-3,
+    device: str = "auto",
+) -> Outcome:
+    """Match the networks by each method: their permutations, transpositions, and the distances between all pairs.
+
+    Every permutation is kept as soon as it is found, so a command that was cut resumes.
+
+    Args:
+        out: folder of the results and of ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices.
+        model: the architecture; its own weights do not matter.
+        data: units are matched on its training set.
+        samples: folder of the networks.
+        methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
+            ``universe`` matches all of them at once.
+        images: training images, the first ones, for activation and straight-through matching.
+        similarity: of activations.
+        batch_size: of straight-through matching.
+        epochs: of straight-through matching.
+        learning_rate: of straight-through matching.
+        device: ``cpu``, ``cuda``, or ``auto``.
+
+    Raises:
+        FileError: ``out`` holds permutations of other networks or options.
+    """
+    members = Members(model, data, samples, device)
+    graph, states = members.graph, members.states
+    batches = members.first_images(images, batch_size)
+    made_from = {
+        "networks": members.digest,
+        "images": digest_tensors(batches.x, batches.y),
+        "options": [similarity, batch_size, epochs, learning_rate],
+    }
+    parts = Parts(out / "parts", made_from)
+
+    def aligned(method: Method) -> dict[str, Any]:
+        if method == "activations":
+            how: dict[str, Any] = {"match_on": method, "model": model, "dataloader": batches, "similarity": similarity}
+            return {"found": align(graph, states, reference="first", **how).permutations}
+        return {"found": align(graph, states, reference="universe" if method == "universe" else "first").permutations}
+
+    def straight_through(k: int) -> Permutation:
+        return straight_through_matching(
+            graph, model, states[0], states[k], batches, cross_entropy, epochs=epochs, learning_rate=learning_rate
+        ).permutation
+
+    permutations: dict[str, list[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
+    with Display().track("matching", len(methods)) as tracker:
+        for done, method in enumerate(methods, 1):
+            if method == "straight_through":  # which takes long for each network
+                found = [identity_permutation(graph)]
+                found += [parts.take(f"{method}/{k}", partial(straight_through, k)) for k in range(1, len(states))]
+            else:
+                found = parts.take(method, partial(aligned, method))["found"]
+            permutations[method] = [{name: torch.as_tensor(q) for name, q in p.items()} for p in found]
+            tracker.update(done, method=method)
+    results = {method: _result(members, found) for method, found in permutations.items()}
+    tensors = {
+        f"{method}/{k}/{group}": indices
+        for method, found in permutations.items()
+        for k, p in enumerate(found)
+        for group, indices in p.items()
+    }
+    write_safetensors(out / PERMUTATIONS, tensors)
+    mean = {name: sum(found["distances"]) / len(found["distances"]) for name, found in results.items()}
+    return Outcome(
+        {
+            "methods": results,
+            "largest_transpositions": sum(group.size - 1 for group in graph.permutations),
+            "networks": made_from["networks"],
+        },
+        f"mean distance: {', '.join(f'{name} {value:.2f}' for name, value in mean.items())}",
+    )
+
+
+def read_permutations(matching: Path) -> dict[str, list[Permutation]]:
+    """Method to the permutation of each network, as :func:`match` has written them; ``none`` are identities."""
+    found: dict[str, dict[int, Permutation]] = {}
+    for key, indices in read_tensors(matching / PERMUTATIONS).items():
+        method, k, group = key.split("/", 2)
+        found.setdefault(method, {}).setdefault(int(k), {})[group] = indices
+    return {method: [one[k] for k in sorted(one)] for method, one in found.items()}
+
+
+def matched(members: Members, permutations: Sequence[Permutation]) -> list[State]:
+    """The networks, each with its units in the order of its permutation."""
+    pairs = zip(permutations, members.states, strict=True)
+    return [apply_permutation(members.graph, p, state) for p, state in pairs]
+
+
+def _result(members: Members, permutations: Sequence[Permutation]) -> dict[str, Any]:
+    states = matched(members, permutations)
+    return {
+        "transpositions": [transposition_count(compose(invert(permutations[0]), p)) for p in permutations],
+        "distances": [weight_distance(members.graph, states[i], states[j]) for i, j in members.pairs],
+    }

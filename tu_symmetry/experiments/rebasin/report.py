@@ -1,0 +1,274 @@
+"""The report: answers to the claims, barriers as bars, two tables and the losses along the paths for each kind."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from tu_symmetry.configs import ConfigError
+from tu_symmetry.experiments.rebasin.barriers import CORRECTIONS
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.tables.commands import load_table
+from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.report import write_report
+
+METHODS = {
+    "none": "no permutation",
+    "weights": "weights",
+    "activations": "activations",
+    "straight_through": "straight-through",
+    "universe": "universe",
+}
+SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
+LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
+COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
+SHADES = dict(zip(CORRECTIONS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
+Found = Mapping[str, Any]
+
+
+def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide: str) -> Outcome:
+    """Write ``report.md`` with tables and figures, and answer the claims of the recipe from what was measured.
+
+    Args:
+        out: folder of the report.
+        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note and claims.
+        networks: kind of network, as the report names it, to the folder of its
+            :func:`~tu_symmetry.experiments.rebasin.measure`.
+        narrow: the kind that the claim about widths starts from.
+        wide: the kind that is wider.
+
+    Raises:
+        ConfigError: a claim that has no answer here, or a width that is no kind of network.
+    """
+    table = load_table(find_recipe(recipe))
+    found = {title: Outcome.load(folder).results for title, folder in networks.items()}
+    for kind in (narrow, wide):
+        if kind not in found:
+            raise ConfigError(f"{kind!r} is none of the networks: {', '.join(map(repr, found))}")
+    out.mkdir(parents=True, exist_ok=True)
+    draw_barriers(out / "barriers.png", found)
+    answered = answers(table.claims, found, narrow, wide)
+    text = "A case is a kind of network and a method of matching (for widths, a method)."
+    grids = [Grid("Claims", ["", "in these runs"], [[name, one.verdict] for name, one in answered.items()], text)]
+    items = [f"* {table.claims[name]} **{one.verdict}.** {one.numbers}." for name, one in answered.items()]
+    sections = ["![barriers](barriers.png)", "\n".join([f"## Claims\n\n{text}\n", *items])]
+    for title, one in found.items():
+        file = f"paths-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.png"
+        draw_paths(out / file, one)
+        tables = [barrier_table(title, one), accuracy_table(title, one)]
+        grids += tables
+        sections += [f"## {title}", *(grid.markdown() for grid in tables), f"![losses along the paths]({file})"]
+    path = write_report(out, table, sections)
+    return Outcome({}, str(path), grids)
+
+
+# -- what was measured ----------------------------------------------------------------------------------------------
+
+
+def barriers(found: Found, method: str, correction: str, *, tempered: bool = False) -> list[float]:
+    """Barriers in nats of all pairs; infinite where a network on the path has no finite loss."""
+    key = "tempered_barrier" if tempered else "barrier"
+    values = [path[key] for path in found["methods"][method]["paths"][correction]]
+    return [_finite(value) for value in values]
+
+
+def matchings(found: Found) -> list[str]:
+    """The methods that were measured, without the control."""
+    return [method for method in found["methods"] if method != "none"]
+
+
+class Answer(NamedTuple):
+    """What the measurements say to a claim.
+
+    Attributes:
+        held: whether it held, for each case that was measured.
+        numbers: they themselves, in words.
+    """
+
+    held: list[bool]
+    numbers: str
+
+    @property
+    def verdict(self) -> str:
+        """In how many cases it held."""
+        count, total = sum(self.held), len(self.held)
+        return f"Held in {'none' if count == 0 else 'all' if count == total else count} of {total} cases"
+
+
+def _width(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+    before, after = networks[narrow], networks[wide]
+    held, words = [], []
+    for method in METHODS:
+        if method in before["methods"] and method in after["methods"]:
+            a, b = (fmean(barriers(one, method, "batchnorm")) for one in (before, after))
+            words.append(f"{METHODS[method]} {a:.2f} → {b:.2f}")
+            held += [b < a] if method != "none" else []
+    return Answer(held, f"{narrow} → {wide}, statistics re-estimated, mean barrier in nats: {', '.join(words)}")
+
+
+def _correction(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+    held, words = [], []
+    for title, found in networks.items():
+        reductions = []
+        for method in matchings(found):
+            plain, after = (fmean(barriers(found, method, correction)) for correction in ("none", "repair"))
+            reduction = 1 - after / plain if 0 < plain < math.inf else math.nan
+            held.append(0.6 <= reduction <= 1)
+            reductions.append(f"{METHODS[method]} {100 * reduction:.0f} %")
+        words.append(f"{title}: {', '.join(reductions)}")
+    return Answer(held, f"reduction of the mean barrier by REPAIR: {'; '.join(words)}")
+
+
+def _permutation(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+    held, words = [], []
+    for title, found in networks.items():
+        control = fmean(barriers(found, "none", "batchnorm", tempered=True))
+        matched = {m: fmean(barriers(found, m, "batchnorm", tempered=True)) for m in matchings(found)}
+        held += [value < control for value in matched.values()]
+        values = ", ".join(f"{METHODS[m]} {value:.2f}" for m, value in matched.items())
+        words.append(f"{title}: no permutation {control:.2f}, {values}")
+    return Answer(held, f"mean barrier in nats, statistics re-estimated and temperature tuned: {'; '.join(words)}")
+
+
+def _reference(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+    held, words = [], []
+    for title, found in networks.items():
+        values = []
+        for method in matchings(found):
+            measured = list(zip(found["pairs"], barriers(found, method, "batchnorm"), strict=True))
+            reference = [value for (i, _), value in measured if i == 0]
+            others = [value for (i, _), value in measured if i > 0]
+            if others:
+                held.append(fmean(others) <= max(reference))
+                values.append(f"{METHODS[method]} {min(reference):.2f} to {max(reference):.2f} and {fmean(others):.2f}")
+        words.append(f"{title}: {', '.join(values)}")
+    what = "barriers in nats with the first network, and mean barrier of the other pairs, statistics re-estimated"
+    return Answer(held, f"{what}: {'; '.join(words)}")
+
+
+ANSWERS: dict[str, Callable[[Mapping[str, Found], str, str], Answer]] = {
+    "width": _width,
+    "correction": _correction,
+    "permutation": _permutation,
+    "reference": _reference,
+}
+
+
+def answers(claims: Mapping[str, str], networks: Mapping[str, Found], narrow: str, wide: str) -> dict[str, Answer]:
+    """What the measurements say to each claim.
+
+    Raises:
+        ConfigError: a claim that has no answer here.
+    """
+    unknown = [name for name in claims if name not in ANSWERS]
+    if unknown:
+        raise ConfigError(f"claims: there is no answer to {unknown[0]!r}, only to {', '.join(ANSWERS)}")
+    return {name: ANSWERS[name](networks, narrow, wide) for name in claims}
+
+
+# -- tables and figures ---------------------------------------------------------------------------------------------
+
+
+def barrier_table(title: str, found: Found) -> Grid:
+    """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
+
+    def cell(method: str, correction: str, tempered: bool) -> str:
+        values = torch.tensor(barriers(found, method, correction, tempered=tempered), dtype=torch.float64)
+        return f"{values.mean():.2f}" + (f"\n±{values.std():.2f}" if len(values) > 1 else "")
+
+    rows = [
+        [
+            METHODS[method],
+            f"{fmean(found['matching']['methods'][method]['transpositions'][1:]):.0f}",
+            f"{fmean(found['matching']['methods'][method]['distances']):.1f}",
+            *(cell(method, correction, tempered) for tempered in (False, True) for correction in CORRECTIONS),
+        ]
+        for method in found["methods"]
+    ]
+    header = ["", "NoT", "L2"]
+    header += [f"{prefix}\n{SHORT[correction]}" for prefix in ("T = 1", "tuned T") for correction in CORRECTIONS]
+    largest = found["matching"]["largest_transpositions"]
+    caption = (
+        f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
+        "softmax temperature, 1 or tuned at each point on held-out images; BN: BatchNorm statistics re-estimated "
+        "(where all hidden layers are normalized, REPAIR is just that); NoT: transpositions relative to the first "
+        f"network, mean over the others, {largest} at most; L2: distance of the weights, mean over pairs"
+    )
+    return Grid(f"{title}: barriers", header, rows, caption)
+
+
+def accuracy_table(title: str, found: Found) -> Grid:
+    """Accuracy halfway between two networks, and of the mean of all, with its loss."""
+    single = fmean(member["accuracy"] for member in found["members"])
+    loss = fmean(member["loss"] for member in found["members"])
+    rows = []
+    for method, measured in found["methods"].items():
+        middle = [
+            fmean(path["middle_accuracy"] for path in measured["paths"][correction]) for correction in CORRECTIONS
+        ]
+        mean = [measured["mean"][correction] for correction in CORRECTIONS]
+        rows.append(
+            [
+                METHODS[method],
+                *(f"{100 * value:.1f}" for value in middle),
+                *(f"{100 * s['accuracy']:.1f}\n{_finite(s['loss']):.3f}" for s in mean),
+            ]
+        )
+    header = ["", *(f"{prefix}\n{SHORT[correction]}" for prefix in ("halfway", "mean") for correction in CORRECTIONS)]
+    caption = (
+        f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
+        f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"
+    )
+    return Grid(f"{title}: merged networks", header, rows, caption)
+
+
+def draw_barriers(path: Path, networks: Mapping[str, Found]) -> None:
+    """Barriers as bars, for each method and correction.
+
+    Dots are pairs: full ones with the first network, hollow ones of two others, which most methods match to the first
+    network only. Black lines are means with tuned temperatures.
+    """
+    with plots.figure(path, len(networks), width=4.2, height=3.2) as axes:
+        for ax, (title, found) in zip(axes, networks.items(), strict=True):
+            for m, correction in enumerate(CORRECTIONS):
+                for k, method in enumerate(found["methods"]):
+                    values, x = barriers(found, method, correction), k + 0.26 * (m - 1)
+                    label = LEGEND[correction] if k == 0 else "_"  # legends leave out what begins with an underscore
+                    ax.bar(x, fmean(values), 0.24, color=SHADES[correction], alpha=0.75, label=label)
+                    for (i, _), value in zip(found["pairs"], values, strict=True):
+                        ax.plot(x, value, "o", color="black", markersize=2.5, fillstyle="none" if i else "full")
+                    label = "mean, tuned temperature" if k == m == 0 else "_"
+                    tuned = fmean(barriers(found, method, correction, tempered=True))
+                    ax.plot([x - 0.12, x + 0.12], [tuned, tuned], color="black", linewidth=1.5, label=label)
+            ticks = [METHODS[method].replace(" ", "\n").replace("-", "-\n") for method in found["methods"]]
+            ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
+            ax.set(title=title, ylabel="barrier of the test loss (nats)")
+            ax.grid(axis="x", visible=False)
+            ax.sharey(axes[0])
+        axes[0].set_ylim(0, axes[0].get_ylim()[1] * 1.35)
+        axes[0].legend(loc="upper right")
+
+
+def draw_paths(path: Path, found: Found) -> None:
+    """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each correction."""
+    with plots.figure(path, len(CORRECTIONS), width=3.4) as axes:
+        for ax, correction in zip(axes, CORRECTIONS, strict=True):
+            for method, measured in found["methods"].items():
+                losses = [[_finite(loss) for loss in p["loss"]] for p in measured["paths"][correction]]
+                plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
+            ax.set(title=LEGEND[correction], xlabel=r"interpolation $\lambda$", ylabel="test loss (nats)", xlim=(0, 1))
+            ax.sharey(axes[0])
+        axes[-1].legend(loc="upper right")
+
+
+def _finite(value: float | None) -> float:
+    """A number as results hold it, where None is one that is not finite."""
+    return math.inf if value is None else value
