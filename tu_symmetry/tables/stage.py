@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, str] = {
     "rebasin_members": "tu_symmetry.tables.barriers:train_members",
-    "rebasin_matching": "tu_symmetry.tables.barriers:match_members",
-    "rebasin_barriers": "tu_symmetry.tables.barriers:measure_barriers",
-    "rebasin_report": "tu_symmetry.tables.barriers_report:report",
 }
 
 Results = dict[str, Any]
