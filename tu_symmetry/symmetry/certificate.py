@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.probe import Difference, Probe, Reference, perturb_
+from tu_symmetry.symmetry.probe import Probe, perturb_
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,12 @@ class Ledger:
     ) -> Label:
         """Demand that two axes be indexed by the same units; returns the label to go on with.
 
+        Units that meet are tied. A unit that meets a fixed position is told apart by it (or pinned, where its place in
+        a factored axis says which one it is). One component that meets several is bound to them, entry by entry: six
+        columns ``[0 1 2 3 4 5]`` behind a flatten of three channels ``[7 7 8 8 9 9]`` of two pixels
+        ``[-1 -2 -1 -2 -1 -2]`` give the bindings ``0 = (7, -1), 1 = (7, -2), 2 = (8, -1)`` and so on, so that whatever
+        else is demanded of a column is demanded of its channel and its pixel.
+
         Args:
             a: one label.
             b: the other label, in the same frame.
@@ -322,7 +328,12 @@ class Ledger:
         return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
 
     def share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
-        """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so."""
+        """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so.
+
+        ``own`` ``[[0, 1], [2, 3]]``, nested in blocks ``[[8], [9]]``, that meets ``common`` ``[[5, 6]]`` (the same
+        columns for both blocks) is bound: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9), 3 = (6, 9)``, and the label to go on
+        with is ``[[5, 6]]``. To tie 0 to 5 and 2 to 5 would make one unit of 0 and 2, and the blocks could move no more.
+        """
         outer = [k for k in varies(own[0]) if k != axis]
         if not outer or any(not others[k] for k in outer):
             return ()

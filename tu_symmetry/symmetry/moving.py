@@ -56,7 +56,10 @@ def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
 
 
 def mix(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
-    """The value before an operator that mixes fixed positions along an axis (a convolution's pixels)."""
+    """The value before an operator that mixes fixed positions along an axis (a convolution's pixels).
+
+    Nothing may move along that axis, and what is nested in it has to be the same all along it.
+    """
     value = unnest(ledger, pin_axis(ledger, value, axis, reason), axis)
     return replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
 
@@ -189,7 +192,12 @@ def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Val
 
 
 def expand(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
-    """Broadcast to a shape: the copies along a new axis are alike, so any order of them is as good."""
+    """Broadcast to a shape: the copies along a new axis are alike, so any order of them is as good.
+
+    They are new units, of which each block that stands to the left has its own: ``[2, 1]`` with ``[[0], [1]]`` along
+    axis 0 that becomes ``[2, 3]`` has ``[[2, 3, 4], [5, 6, 7]]`` along axis 1. One label for all blocks would say that
+    copies change places in all of them together.
+    """
     value = pad_left(value, len(shape))
     labels = list(value.labels)
     for axis, (old, new) in enumerate(zip(value.shape, shape, strict=True)):
@@ -281,7 +289,13 @@ def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
 
 
 def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
-    """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them."""
+    """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them.
+
+    A flatten of ``[n, 3, 4]``, channels by pixels, gives an axis of 12 with two components, one of the channels and one
+    of the pixels (each reshaped as the tensor is). A view of ``[n, 12]`` as ``[n, 3, 4]`` gives one component
+    ``[1, 3, 4]``, which varies along both new axes: it goes to the last of them, and the axis before gets one new unit
+    for each row of it.
+    """
     shape = tuple(shape)
     if shape == value.shape:
         return value
@@ -322,7 +336,14 @@ def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
 
 
 def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list[Label]) -> None:
-    """Assign the components of a reshaped segment to its new axes."""
+    """Assign the components of a reshaped segment to its new axes.
+
+    Args:
+        ledger: for the units of new blocks.
+        pool: components in the new frame.
+        axes: the new axes, those of size one left out.
+        labels: of all axes; those of ``axes`` are set.
+    """
     assigned: dict[int, list[Array]] = {axis: [] for axis in axes}
     for component in pool:
         spread = [axis for axis in axes if component.shape[axis] > 1]
@@ -350,7 +371,12 @@ def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list
 
 
 def _simplify(ledger: Ledger, components: list[Array]) -> Label:
-    """Merge fixed components into one, and drop units that another component determines."""
+    """Merge fixed components into one, and drop units that another component determines.
+
+    In ``[0 1 2 3]`` (units of two heads) beside ``[8 8 9 9]`` (the heads) the first says all; that 0 and 1 stand in 8
+    is recorded as a nesting. Of ``[-1 -1 -2 -2]`` and ``[-1 -2 -1 -2]``, rows and columns of pixels, each pair becomes one
+    position: ``[-1 -2 -3 -4]``, in some order.
+    """
     fixed = [c for c in components if not (c >= 0).any()]
     moving = [c for c in components if (c >= 0).any()]
     if not moving:
@@ -382,7 +408,10 @@ def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
 
 
 def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
-    """One new unit for each block of units: blocks with the same content get the same unit."""
+    """One new unit for each block of units: blocks with the same content get the same unit.
+
+    ``[[0, 1], [2, 3], [0, 1]]`` has the blocks ``[[8], [9], [8]]`` along its first axis.
+    """
     inner = [k for k in range(component.ndim) if k not in outer]
     rows = component.transpose(*outer, *inner).reshape(math.prod(component.shape[k] for k in outer), -1)
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)

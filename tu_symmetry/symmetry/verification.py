@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
+from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryGraph
 from tu_symmetry.symmetry.graph import SymmetryWarning as SymmetryWarning
-from tu_symmetry.symmetry.probe import Difference, Probe, Reference, perturb_
+from tu_symmetry.symmetry.probe import Probe, perturb_
 from tu_symmetry.symmetry.probe import random_state as random_state
 
 Group = PermutationGroup | ScaleGroup
