@@ -332,7 +332,7 @@ class Ledger:
 
         ``own`` ``[[0, 1], [2, 3]]``, nested in blocks ``[[8], [9]]``, that meets ``common`` ``[[5, 6]]`` (the same
         columns for both blocks) is bound: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9), 3 = (6, 9)``, and the label to go on
-        with is ``[[5, 6]]``. To tie 0 to 5 and 2 to 5 would make one unit of 0 and 2, and the blocks could move no more.
+        with is ``[[5, 6]]``. To tie 0 to 5 and 2 to 5 would make one unit of 0 and 2, and blocks could move no more.
         """
         outer = [k for k in varies(own[0]) if k != axis]
         if not outer or any(not others[k] for k in outer):

@@ -374,8 +374,8 @@ def _simplify(ledger: Ledger, components: list[Array]) -> Label:
     """Merge fixed components into one, and drop units that another component determines.
 
     In ``[0 1 2 3]`` (units of two heads) beside ``[8 8 9 9]`` (the heads) the first says all; that 0 and 1 stand in 8
-    is recorded as a nesting. Of ``[-1 -1 -2 -2]`` and ``[-1 -2 -1 -2]``, rows and columns of pixels, each pair becomes one
-    position: ``[-1 -2 -3 -4]``, in some order.
+    is recorded as a nesting. Of ``[-1 -1 -2 -2]`` and ``[-1 -2 -1 -2]``, rows and columns of pixels, each pair becomes
+    one position: ``[-1 -2 -3 -4]``, in some order.
     """
     fixed = [c for c in components if not (c >= 0).any()]
     moving = [c for c in components if (c >= 0).any()]
