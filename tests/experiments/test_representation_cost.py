@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.experiments.representation_cost import ConvNet
-from tu_symmetry.experiments.representation_cost.profiles import last_weights
+from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.experiments.symmetry_toy import Perceptron, TwoGroupsDataModule, remove
 from tu_symmetry.experiments.symmetry_toy.removal import FORMS, cluster_shares, rescaled, sorted_by_output
 from tu_symmetry.posterior.network import derived_seed, initialized

@@ -1,10 +1,14 @@
-"""What Lightning's CSVLogger has written: the last value of every column, and whole curves."""
+"""What a fit has written: by Lightning's CSVLogger the last value of every column and whole curves; its weights."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+
+from torch import Tensor
+
+from tu_symmetry.states import load_state
 
 
 def last_values(run: Path) -> dict[str, float]:
@@ -42,6 +46,21 @@ def logged_curve(run: Path, name: str) -> tuple[list[int], list[float]]:
         raise KeyError(f"no metrics.csv in {run} has a value of {name!r}")
     steps = sorted(found)
     return steps, [found[step] for step in steps]
+
+
+def last_weights(run: Path) -> dict[str, Tensor]:
+    """The network of a run's newest ``last.ckpt``, of a routine that holds it as ``model``.
+
+    Args:
+        run: folder that holds the checkpoint, at any depth.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = sorted(run.rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
+    if not found:
+        raise FileNotFoundError(f"{run} holds no last.ckpt: fit with a ModelCheckpoint that has save_last: true")
+    return load_state(found[-1], prefix="model.")
 
 
 def _rows(run: Path) -> Iterator[dict[str, str]]:

@@ -15,9 +15,8 @@ from tu_symmetry.evaluation import Batches, accuracy, logits
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.profiles import mass_profile
-from tu_symmetry.states import load_state
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.logs import logged_curve
+from tu_symmetry.tables.logs import last_weights, logged_curve
 from tu_symmetry.tables.outcome import Outcome
 
 
@@ -76,18 +75,6 @@ def take_profiles(
         {"runs": records, "log_factors": log_factors, "profiles": profiles},
         f"mass over minimal mass at the end: {text}",
     )
-
-
-def last_weights(run: Path) -> dict[str, Tensor]:
-    """The network of a run's newest ``last.ckpt``.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    found = sorted(run.rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise FileNotFoundError(f"{run} holds no last.ckpt: fit with a ModelCheckpoint that has save_last: true")
-    return load_state(found[-1], prefix="model.")
 
 
 def mass_curves(run: Path) -> Mapping[str, Any]:

@@ -1,0 +1,240 @@
+"""Predictive bands of linearized Laplace in one dimension: precisions by hand, and by the evidence in several ways.
+
+The figure of arXiv 2206.08900 (a BatchNorm MLP with 2,600 weights): bands for fixed precisions of all weights, and for
+the precisions that the evidence chooses with and without each of the paper's two recommendations.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.experiments.linearized_laplace.choices import Choice
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.posterior.network import derived_seed
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.tables.logs import last_weights
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.reporting.progress import Display
+
+CHOICES = (
+    "map/single",
+    "map/per_group",
+    "tangent_mode/single",
+    "tangent_mode/per_group",
+    "tangent_mode/per_group/flat",
+)
+
+
+class ShiftedBatchNorm1d(nn.BatchNorm1d):
+    """BatchNorm whose shifts start from N(0, 1): the kinks of its ReLUs lie all over the inputs' range."""
+
+    def reset_parameters(self) -> None:
+        """Draw the shifts anew; everything else starts as usual."""
+        super().reset_parameters()
+        nn.init.normal_(self.bias)
+
+
+class BatchNormMLP(nn.Sequential):
+    """``1 -> a -> b -> 1`` with BatchNorm and ReLU after each hidden layer and no biases before it.
+
+    With widths 50 and 50 its matrices have 50 + 2500 + 50 = 2,600 weights. BatchNorm's shifts break the units apart:
+    without them every kink would lie at the mean of the inputs.
+
+    Args:
+        hidden: widths of the two hidden layers.
+    """
+
+    def __init__(self, hidden: Sequence[int] = (50, 50)) -> None:
+        first, second = hidden
+        super().__init__(
+            nn.Linear(1, first, bias=False), ShiftedBatchNorm1d(first), nn.ReLU(),
+            nn.Linear(first, second, bias=False), ShiftedBatchNorm1d(second), nn.ReLU(),
+            nn.Linear(second, 1),
+        )  # fmt: skip
+
+    @property
+    def matrices(self) -> list[str]:
+        """Names of the weights, without BatchNorm's affine parameters and the last bias."""
+        return [name for name, p in self.named_parameters() if p.ndim == 2]
+
+
+def sample_curve(count: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs ``[count, 1]`` on both sides of a gap, and noisy values ``[count]`` of a smooth curve, in float64."""
+    x = 0.9 * torch.rand(count, 1, generator=generator, dtype=torch.float64) + 0.5
+    x[: count // 2] *= -1
+    clean = torch.sin(3 * x[:, 0]) + 0.5 * x[:, 0]
+    return x, clean + noise * torch.randn(count, generator=generator, dtype=torch.float64)
+
+
+class CurveDataModule(LightningDataModule):
+    """A noisy curve ``sin(3 x) + x / 2``, seen on both sides of a gap; training batches hold all points.
+
+    Args:
+        train_size: training points, half on each side of the gap.
+        test_size: points of the same kind, for the log-likelihood.
+        noise: standard deviation of the targets.
+        seed: of the points.
+
+    Attributes:
+        train: inputs ``[n, 1]`` and targets ``[n]`` in float64.
+        test: likewise.
+
+    Raises:
+        ValueError: no points, or noise that is not positive.
+    """
+
+    training_task = "regression"
+
+    def __init__(self, train_size: int = 80, test_size: int = 1000, noise: float = 0.2, seed: int = 0) -> None:
+        super().__init__()
+        if min(train_size, test_size) < 2 or not noise > 0:
+            raise ValueError(
+                f"train_size and test_size must be at least 2, and noise positive; got {train_size}, {test_size} and "
+                f"{noise}"
+            )
+        self.noise, self.seed = noise, seed
+        self.train, self.test = (
+            TensorPairs(*sample_curve(size, noise, torch.Generator().manual_seed(derived_seed(seed, part, 0))))
+            for part, size in enumerate((train_size, test_size))
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """All training points at once."""
+        order = SeededOrder(self.train, num_replicas=1, rank=0, seed=self.seed, shuffle=False)
+        return ResumableLoader(self.train, len(self.train), order)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """All test points at once."""
+        return DataLoader(self.test, batch_size=len(self.test), collate_fn=as_it_is)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """All test points at once."""
+        return self.val_dataloader()
+
+
+def compute_bands(
+    out: Path,
+    model: BatchNormMLP,
+    network: Path,
+    data: CurveDataModule,
+    precisions: Sequence[float] = (100.0, 10.0, 5.0, 1.0, 0.1),
+    choices: Sequence[str] = CHOICES,
+    curvature: Literal["full", "kfac"] = "kfac",
+    points: int = 241,
+    reach: float = 2.2,
+) -> Outcome:
+    """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions.
+
+    Every band is kept in ``out/parts`` as soon as it is there; cut and called again, the others follow.
+
+    Args:
+        out: folder of the results.
+        model: the architecture; its own weights do not matter.
+        network: folder of its fit.
+        data: the points it was fitted to, and their noise, which the likelihood knows.
+        precisions: prior precisions of all weights, set by hand.
+        choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
+            ``/flat`` for no hyperprior.
+        curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
+        points: of the grid of inputs.
+        reach: the grid spans ``[-reach, reach]``.
+
+    Raises:
+        ValueError: a choice that is none.
+        FileError: ``out`` holds bands that were made from something else.
+    """
+    jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
+    jobs |= {choice.key: choice for choice in map(Choice.parse, choices)}
+    state = {name: t.double() if t.is_floating_point() else t for name, t in last_weights(network).items()}
+    model = model.double().eval()
+    model.load_state_dict(state)
+    grid = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    own = [state[name] for name in sorted(state)]
+    digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
+    parts = Parts(out / "parts", [digest, data.noise, curvature, points, reach])
+    fit = partial(_fit, model, data, discover_symmetries(model, data.train.x[:4]), curvature)
+    rows: dict[str, Any] = {}
+    with Display().track("bands", len(jobs)) as tracker:
+        for number, (name, job) in enumerate(jobs.items()):
+            rows[name] = parts.take(name, partial(_band, fit, job, data, grid))
+            tracker.update(number + 1, band=name)
+    with torch.no_grad():
+        error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
+    weights = sum(p.numel() for name, p in model.named_parameters() if name in model.matrices)
+    best = min(rows, key=lambda name: rows[name]["nll"])
+    return Outcome(
+        {
+            "weights": weights,
+            "train_rmse": error,
+            "noise": data.noise,
+            "train_x": data.train.x[:, 0],
+            "train_y": data.train.y,
+            "grid": grid,
+            "rows": rows,
+        },
+        f"{weights} weights, training RMSE {error:.3g}; lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)",
+    )
+
+
+def _fit(
+    model: BatchNormMLP, data: CurveDataModule, graph: Any, curvature: Literal["full", "kfac"], choice: Choice
+) -> LinearizedLaplace:
+    la = LinearizedLaplace(
+        model,
+        "regression",
+        graph=graph,
+        evaluate_at="map" if choice.where == "map" else "tangent_mode",
+        prior=choice.prior,
+        curvature=curvature,
+        parameters=model.matrices,
+        noise_variance=data.noise**2,
+    )
+    return la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
+
+
+def _band(fit: Any, job: float | Choice, data: CurveDataModule, grid: Tensor) -> dict[str, Any]:
+    """What one panel shows and the table says of it."""
+    converged = True
+    if isinstance(job, Choice):
+        la = fit(job)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
+            warnings.simplefilter("ignore", NotConvergedWarning)
+            hyperprior = None if job.flat else Hyperprior()
+            converged = la.optimize_evidence(hyperprior=hyperprior, tolerance=1e-4, mode_tolerance=1e-3).converged
+    else:
+        la = fit(Choice("map", "single"))
+        la.set_precision(job)
+    band = la.predictive(grid.unsqueeze(-1))
+    test = la.predictive(data.test.x)
+    residual = data.test.y.unsqueeze(-1) - test.mean
+    nll = 0.5 * (residual.square() / test.variance + (2 * math.pi * test.variance).log())
+    z = (residual.abs() / test.variance.sqrt()).flatten()
+    middle = la.predictive(torch.zeros_like(data.test.x[:1]))
+    return {
+        "nll": float(nll.mean()),
+        "coverage": float((z < 1.959964).double().mean()),
+        "inside": float(test.epistemic.mean().sqrt()),
+        "gap": float(middle.epistemic.sqrt()),
+        "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
+        "converged": converged,
+        "groups": {
+            row.name: {"precision": row.precision, "gamma": row.gamma, "size": row.size, "pruned": row.pruned}
+            for row in la.report()
+        },
+        "mean": band.mean[:, 0],
+        "epistemic": band.epistemic[:, 0].sqrt(),
+    }
