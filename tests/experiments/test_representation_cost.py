@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.experiments.representation_cost import ConvNet
-from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.experiments.symmetry_toy import Perceptron, TwoGroupsDataModule, remove
 from tu_symmetry.experiments.symmetry_toy.removal import FORMS, cluster_shares, rescaled, sorted_by_output
 from tu_symmetry.posterior.network import derived_seed, initialized
@@ -26,6 +25,7 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table, run_commands
 from tu_symmetry.tables.functions import build_parser
 from tu_symmetry.tables.lightning import SymmetryCLI
+from tu_symmetry.tables.logs import last_weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 TOY = RECIPES / "symmetry_toy"

@@ -37,7 +37,9 @@ class Choice(NamedTuple):
         where, _, rest = text.partition("/")
         prior, _, last = rest.partition("/")
         if where not in known or prior not in get_args(Groups) or last not in ("", "flat"):
-            raise ValueError(f"choice {text!r}: write {' or '.join(known)}, /, single or per_group, and /flat if wanted")
+            raise ValueError(
+                f"choice {text!r}: write {' or '.join(known)}, /, single or per_group, and /flat if wanted"
+            )
         return cls(cast(Where, where), cast(Groups, prior), bool(last))
 
     @property

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
@@ -32,12 +33,11 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.evaluation import Batches
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.parts import Parts
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.stored_jacobian import Tangent, features
 
 CHOICES = (

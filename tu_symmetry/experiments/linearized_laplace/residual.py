@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, Where, parse_all
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
@@ -34,12 +35,11 @@ from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.evaluation import Batches
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.parts import Parts
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.stored_jacobian import StoredJacobian
 
 CHOICES = (
@@ -154,7 +154,7 @@ def read_choices(texts: Sequence[str], refreshes: int) -> list[Choice]:
             raise ValueError(f"choice {choice.key!r} starts from {start.key!r}: list that first")
         if refreshes < 1:
             raise ValueError(
-                f"refreshes is {refreshes}, but choice {choice.key!r} takes the curvature anew at least once: raise it, "
+                f"refreshes is {refreshes}, but choice {choice.key!r} takes the curvature anew once or more: raise it, "
                 "or leave the choice out"
             )
     return choices

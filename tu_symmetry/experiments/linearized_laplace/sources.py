@@ -17,8 +17,6 @@ from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.parts import digest_tensors
 
 
-
-
 class SmallIDXDataModule(IDXDataModule):
     """An MNIST-like data set whose images are averaged over squares, and rounded to bytes again.
 
@@ -134,4 +132,3 @@ def network_scores(model: nn.Module, images: Images, batch_size: int) -> dict[st
     other = None if images.other is None else logits(images.other).double().softmax(-1)
     train = cross_entropy(logits(images.train_x), images.train_y)
     return {"train_nll": float(train)} | scores(logits(images.test_x).double().softmax(-1), images.test_y, other)
-

@@ -23,11 +23,11 @@ from tu_symmetry.experiments.linearized_laplace.choices import Choice
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.posterior.network import derived_seed
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.parts import Parts, digest_tensors
-from tu_symmetry.reporting.progress import Display
 
 CHOICES = (
     "map/single",

@@ -1,0 +1,356 @@
+"""The reports of the paper's two tables and of its figure of bands: ours beside theirs, and what had not converged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.tables.commands import load_table
+from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.report import write_report
+
+ITSELF = "network itself"
+OPEN = "†"  # stands beside every number from an optimum that had not converged
+MOVING = "‡"
+OPEN_CAPTION = f"{OPEN}: the evidence of at least one network had not converged, so that the number is no result"
+Runs = Sequence[Mapping[str, Any]]
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and its standard error, None for a single value."""
+    found = torch.tensor(values, dtype=torch.float64)
+    return float(found.mean()), float(found.std()) / len(found) ** 0.5 if len(found) > 1 else None
+
+
+def cell(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Mean and standard error as a table shows them."""
+    mean, error = mean_and_error(values)
+    return f"{mean:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def marks(runs: Runs) -> str:
+    """What stands beside a number: whether its optimizations had all converged."""
+    open_end = OPEN if any(not run.get("converged", True) for run in runs) else ""
+    return open_end + (MOVING if any(not run.get("settled", True) for run in runs) else "")
+
+
+def title_of(key: str) -> str:
+    """What a report calls a row."""
+    return ITSELF if key == NETWORK else Choice.parse(key, ("map", "tangent_mode", "full")).title
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Table 1
+# ---------------------------------------------------------------------------------------------------------------------
+
+CHANGES = {  # title to what is compared with what
+    "θ* instead of θ~, single λ": ("tangent_mode/single", "map/single"),
+    "θ* instead of θ~, several λ": ("tangent_mode/per_group", "map/per_group"),
+    "several λ instead of one, θ*": ("tangent_mode/per_group", "tangent_mode/single"),
+    "several λ instead of one, θ~": ("map/per_group", "map/single"),
+    "no hyperprior, θ*, several λ": ("tangent_mode/per_group/flat", "tangent_mode/per_group"),
+    "Laplace (θ*, single λ) instead of the network": ("tangent_mode/single", NETWORK),
+    "Laplace (θ*, several λ) instead of the network": ("tangent_mode/per_group", NETWORK),
+}
+
+
+def report_architectures(out: Path, recipe: str, evidence: dict[str, Path]) -> Outcome:
+    """Write ``report.md``: a table like the paper's for every training length, and what became of the groups.
+
+    Args:
+        out: folder of the report.
+        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note and the paper's numbers.
+        evidence: title, ``after 40 epochs`` for example, to the folder of
+            :func:`~tu_symmetry.experiments.linearized_laplace.optimize_evidence`.
+    """
+    table = load_table(find_recipe(recipe))
+    grids = []
+    for title, folder in evidence.items():
+        found = Outcome.load(folder).results
+        grids += [_quality(found, title, table.paper), _differences(found, title), _dimensions(found, title)]
+    path = write_report(out, table, [f"## {grid.title}\n\n{grid.markdown()}" for grid in grids])
+    return Outcome({}, str(path), grids)
+
+
+def _quality(found: Mapping[str, Any], title: str, paper: Mapping[str, Mapping[str, float | None]]) -> Grid:
+    networks, names = found["networks"], list(found["networks"])
+    body = [
+        [ITSELF, *(cell([run["nll"] for run in networks[name]]) for name in names)],
+        ["the same, training data", *(cell([run["train_nll"] for run in networks[name]]) for name in names)],
+    ]
+    for key, by_name in found["rows"].items():
+        means, errors = paper.get(key, {}), paper.get(f"{key}/error", {})
+        cells = []
+        for name in names:
+            theirs = f"{means[name]:.3f} ± {errors[name]:.3f}" if name in means and name in errors else ""
+            cells.append(f"{cell([run['nll'] for run in by_name[name]])}{marks(by_name[name])}\n{theirs}")
+        body.append([title_of(key), *cells])
+    caption = (
+        f"test NLL (nats), mean ± standard error over seeds; second line: the paper's. {OPEN_CAPTION}. Each FixUp cell "
+        "of several λ has one for each layer, for it has no normalized groups."
+    )
+    return Grid(f"Test NLL {title}", ["", *names], body, caption)
+
+
+def _differences(found: Mapping[str, Any], title: str) -> Grid:
+    """What one change of the method does to the same networks, with every other choice held."""
+    names = list(found["networks"])
+    everything = {NETWORK: found["networks"], **found["rows"]}
+    body = []
+    for change, (after, before) in CHANGES.items():
+        if after in everything and before in everything:
+            cells = []
+            for name in names:
+                pairs = list(zip(everything[after][name], everything[before][name], strict=True))
+                mark = marks([run for pair in pairs for run in pair])
+                cells.append(cell([a["nll"] - b["nll"] for a, b in pairs], sign="+") + mark)
+            body.append([change, *cells])
+    caption = (
+        "difference of test NLL (nats) on the same networks, mean ± standard error over seeds; negative helps. "
+        f"{OPEN_CAPTION}"
+    )
+    return Grid(f"What each choice changes {title}", ["", *names], body, caption)
+
+
+def _dimensions(found: Mapping[str, Any], title: str) -> Grid:
+    """Effective dimensions, pruned groups, and how many optimizations converged."""
+    names = list(found["networks"])
+    body = []
+    for key, by_name in found["rows"].items():
+        cells = []
+        for name in names:
+            runs = by_name[name]
+            gamma = sum(sum(g["gamma"] for g in run["groups"].values()) for run in runs) / len(runs)
+            pruned, count = sum(run["pruned"] for run in runs), sum(len(run["groups"]) for run in runs)
+            of_groups = f"{pruned}/{count} pruned, " if count > len(runs) else ""
+            converged = f"{sum(run['converged'] for run in runs)}/{len(runs)} converged"
+            cells.append(f"{gamma:.0f}{marks(runs)}\n{of_groups}{converged}")
+        body.append([title_of(key), *cells])
+    caption = (
+        "effective directions that the data determine, mean over seeds; second line: pruned groups and converged "
+        f"evidences of all seeds. {OPEN_CAPTION}"
+    )
+    return Grid(f"Effective dimension {title}", ["", *names], body, caption)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Table 2
+# ---------------------------------------------------------------------------------------------------------------------
+
+COLORS = {"map": plots.ORANGE, "tangent_mode": plots.BLUE, "full": plots.GREEN}
+COLUMNS = {"nll": "NLL", "accuracy": "accuracy %", "ece": "ECE %", "auroc": "OOD AUROC %"}
+
+
+def report_residual(out: Path, recipe: str, evidence: Path) -> Outcome:
+    """Write ``report.md`` and ``evidence.png``.
+
+    Args:
+        out: folder of the report.
+        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note and the paper's numbers.
+        evidence: folder of :func:`~tu_symmetry.experiments.linearized_laplace.optimize_kronecker_evidence`.
+    """
+    table = load_table(find_recipe(recipe))
+    found = Outcome.load(evidence).results
+    rows: dict[str, Runs] = {NETWORK: found["networks"], **found["rows"]}
+    grids = [_residual_quality(rows, table.paper, table.title), _residual_dimensions(found["rows"])]
+    if several := _several(found["rows"]):
+        grids.append(_residual_groups(several))
+    out.mkdir(parents=True, exist_ok=True)
+    draw_evidence(out / "evidence.png", rows)
+    sizes = ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items())
+    facts = f"{len(rows[NETWORK])} networks of {found['parameters']:,} parameters; images: {sizes}."
+    sections = [facts, *(f"## {grid.title}\n\n{grid.markdown()}" for grid in grids)]
+    path = write_report(out, table, [*sections, "## Figure\n\n![test likelihood and groups](evidence.png)"])
+    return Outcome({}, str(path), grids)
+
+
+def _residual_quality(rows: Mapping[str, Runs], paper: Mapping[str, Mapping[str, float | None]], title: str) -> Grid:
+    columns = [column for column in COLUMNS if all(column in run for runs in rows.values() for run in runs)]
+    body = []
+    for key, runs in rows.items():
+        theirs = paper.get(key, {})
+        cells = [cell([run["nll"] for run in runs]) + marks(runs)]
+        cells += [cell([100 * run[column] for run in runs], 1) + marks(runs) for column in columns[1:]]
+        if theirs.get("nll") is not None and theirs.get("error") is not None:
+            cells[0] += f"\n{theirs['nll']:.3f} ± {theirs['error']:.3f}"
+        body.append([title_of(key), *cells])
+    caption = (
+        "mean ± standard error over networks; second line: the paper's NLL, which has an offset (compare orderings and "
+        f"gaps). AUROC: of the predictive entropy. {OPEN_CAPTION}. {MOVING}: the last refresh of the curvature still "
+        "moved a log precision by more than the tolerance, so that this is no fixed point"
+    )
+    return Grid(title, ["", *(COLUMNS[column] for column in columns)], body, caption)
+
+
+def _residual_dimensions(rows: Mapping[str, Runs]) -> Grid:
+    body = []
+    for key, runs in rows.items():
+        precisions = [g["precision"] for run in runs for g in run["groups"].values()]
+        moved = f"{max(run['moved'] for run in runs):.2g}" if key.startswith("full") else ""
+        body.append(
+            [
+                title_of(key) + marks(runs),
+                f"{mean_and_error([run['gamma'] for run in runs])[0]:.0f}",
+                f"{min(precisions):.3g} to {max(precisions):.3g}",
+                f"{sum(run['pruned'] for run in runs)}/{len(precisions)}",
+                f"{mean_and_error([run['log_evidence'] for run in runs])[0]:.0f}",
+                "/".join(str(run["iterations"]) for run in runs),
+                f"{sum(run['converged'] for run in runs)}/{len(runs)}",
+                f"{max(run['change'] for run in runs):.2g}",
+                moved,
+            ]
+        )
+    header = ["", "eff. dimension", "λ", "pruned groups", "log evidence", "iterations", "converged"]
+    header += ["largest change", "by a refresh"]
+    caption = (
+        "means over networks; λ: smallest and largest of all groups; log evidence in nats, over the training data; "
+        "largest change: of a log λ in the last alternation, and from before to after the last refresh of the curvature"
+    )
+    return Grid("Effective dimensions and precisions", header, body, caption)
+
+
+def _several(rows: Mapping[str, Runs]) -> dict[str, Runs]:
+    """The rows with several groups."""
+    return {key: runs for key, runs in rows.items() if all(len(run["groups"]) > 1 for run in runs)}
+
+
+def _residual_groups(rows: Mapping[str, Runs]) -> Grid:
+    first = next(iter(rows.values()))[0]["groups"]
+    body = []
+    for name in first:
+        cells = []
+        for runs in rows.values():
+            found = [run["groups"][name] for run in runs]
+            log_mean = torch.tensor([g["precision"] for g in found], dtype=torch.float64).log().mean()
+            gamma = sum(g["gamma"] for g in found) / len(found)
+            cells.append(f"{log_mean.exp().item():.3g} ({gamma:.0f})")
+        body.append([f"{name} ({first[name]['size']:,})", *cells])
+    caption = (
+        "λ (geometric mean over networks) and in brackets the effective dimension; behind each group its weights. "
+        f"{OPEN_CAPTION}"
+    )
+    return Grid(
+        "Precisions by group", ["", *(title_of(key) + marks(runs) for key, runs in rows.items())], body, caption
+    )
+
+
+def draw_evidence(path: Path, rows: Mapping[str, Runs]) -> None:
+    """Test NLL of every row, and the precision of every group relative to its center; crosses had not converged."""
+    several = _several({key: runs for key, runs in rows.items() if key != NETWORK})
+    with plots.figure(path, 2 if several else 1, width=5.4, height=3.6) as axes:
+        for place, (key, runs) in enumerate(reversed(list(rows.items()))):
+            mean, error = mean_and_error([run["nll"] for run in runs])
+            choice = None if key == NETWORK else Choice.parse(key, COLORS)
+            color = plots.GRAY if choice is None else COLORS[choice.where]
+            face = "white" if choice is not None and choice.flat else color
+            shape = "x" if OPEN in marks(runs) else "o"
+            axes[0].errorbar(mean, place, xerr=error, fmt=shape, color=color, markerfacecolor=face, capsize=2)
+        axes[0].set_yticks(range(len(rows)), [title_of(key) for key in reversed(list(rows))])
+        axes[0].set(title="Test NLL", xlabel="nats, mean ± standard error over networks; ×: had not converged")
+        if several:
+            names = list(next(iter(several.values()))[0]["groups"])
+            for key, runs in several.items():
+                choice = Choice.parse(key, COLORS)
+                relative = [
+                    mean_and_error([run["groups"][n]["precision"] / run["groups"][n]["center"] for run in runs])[0]
+                    for n in names
+                ]
+                axes[1].plot(
+                    range(len(names)),
+                    relative,
+                    marker="x" if OPEN in marks(runs) else "o",
+                    color=COLORS[choice.where],
+                    linestyle=":" if choice.flat else "-",
+                    label=choice.title,
+                )
+            axes[1].set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+            axes[1].set(title="Precision of each group", ylabel=r"$\lambda_g$ over its center", yscale="log")
+            axes[1].legend(loc="best", fontsize=6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The figure of bands
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
+    """Write ``report.md`` with the figure of bands and a table of what was chosen.
+
+    Args:
+        out: folder of the report.
+        recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
+        bands: folder of :func:`~tu_symmetry.experiments.linearized_laplace.compute_bands`.
+    """
+    table = load_table(find_recipe(recipe))
+    found = Outcome.load(bands).results
+    out.mkdir(parents=True, exist_ok=True)
+    draw_bands(out / "bands.png", found)
+    grid = bands_table(found["rows"], table.title)
+    path = write_report(out, table, [grid.markdown(), "![bands](bands.png)"])
+    return Outcome({}, str(path), [grid])
+
+
+def band_title(name: str) -> str:
+    """What the report calls a band: by a precision, or by a choice."""
+    return f"λ = {name}" if "/" not in name else Choice.parse(name).title
+
+
+def bands_table(rows: Mapping[str, Mapping[str, Any]], title: str) -> Grid:
+    """Precisions, test likelihood and spread of every band."""
+    header = ["", "λ (effective directions)", "test NLL", "covered", "spread on data", "spread in gap"]
+    body = []
+    for name, row in rows.items():
+        groups = row["groups"].values()
+        chosen = ", ".join(
+            f"{g['precision']:.3g} ({g['gamma']:.1f}{', pruned' if g['pruned'] else ''})" for g in groups
+        )
+        numbers = [f"{row['nll']:.3f}", f"{100 * row['coverage']:.1f} %", f"{row['inside']:.3g}", f"{row['gap']:.3g}"]
+        body.append([band_title(name), chosen, *(number + marks([row]) for number in numbers)])
+    caption = (
+        "Several λ: first layer, second layer, last layer. NLL in nats; covered: targets within the 95 % band (with "
+        "noise); spread: epistemic standard deviation, root mean square over the test inputs and in the middle of the "
+        "gap. M(θ~): evidence at the trained weights; M(θ*): at the joint stationary point (Recommendation 1). "
+        f"{OPEN}: the evidence had not converged, so that the number is no result."
+    )
+    return Grid(title, header, body, caption)
+
+
+def draw_bands(path: Path, found: Mapping[str, Any]) -> None:
+    """The bands in two rows: precisions set by hand, precisions chosen by the evidence.
+
+    Args:
+        path: of the PNG.
+        found: results of :func:`~tu_symmetry.experiments.linearized_laplace.compute_bands`.
+    """
+    rows = found["rows"]
+    fixed = [name for name in rows if "/" not in name]
+    chosen = [name for name in rows if "/" in name]
+    width = max(len(fixed), len(chosen))
+    grid = torch.tensor(found["grid"]).numpy()
+    with plots.plt.rc_context(plots.STYLE):
+        made, axes = plots.plt.subplots(2, width, figsize=(2.6 * width, 4.8), sharex=True, sharey=True, squeeze=False)
+        try:
+            for line, names, color in zip(axes, (fixed, chosen), (plots.GRAY, plots.BLUE), strict=True):
+                for ax in line[len(names) :]:
+                    ax.set_visible(False)
+                for ax, name in zip(line, names, strict=False):
+                    mean, spread = (torch.tensor(rows[name][key]).numpy() for key in ("mean", "epistemic"))
+                    for times, alpha in ((1, 0.3), (2, 0.15)):
+                        low, high = mean - times * spread, mean + times * spread
+                        ax.fill_between(grid, low, high, color=color, alpha=alpha, linewidth=0)
+                    ax.plot(grid, mean, color=color)
+                    ax.plot(found["train_x"], found["train_y"], linestyle="", marker=".", color="black", markersize=2.5)
+                    ax.set_title(band_title(name).replace("θ~", r"$\tilde\theta$").replace("θ*", r"$\theta_*$"))
+                    text = f"test NLL {rows[name]['nll']:.2f}{'' if rows[name]['converged'] else ' (not converged)'}"
+                    ax.text(0.03, 0.03, text, transform=ax.transAxes, fontsize=8)
+            axes[0, 0].set(ylim=(-4, 4), xlim=(float(grid[0]), float(grid[-1])))
+            made.savefig(path)
+        finally:
+            plots.plt.close(made)
