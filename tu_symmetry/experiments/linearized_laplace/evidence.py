@@ -23,17 +23,17 @@ from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, 
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
-    State,
-    digest_networks,
     network_scores,
     scores,
-    trained_states,
 )
+from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
+from tu_symmetry.states import State
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
@@ -111,9 +111,11 @@ def optimize_evidence(
     rows = parse_all(choices)
     images = Images(data, device)
     digest = images.digest()
-    states = {name: trained_states(found.samples) for name, found in networks.items()}
+    states = {
+        name: list(SampleStore.open(found.samples, like=found.model.state_dict())) for name, found in networks.items()
+    }
     kept = {
-        name: Parts(out / "parts", [asdict(settings), digest, name, repr(found.model), digest_networks(found.samples)])
+        name: Parts(out / "parts", [asdict(settings), digest, name, repr(found.model), digest_folder(found.samples)])
         for name, found in networks.items()
     }
     graphs: dict[str, SymmetryGraph] = {}

@@ -23,18 +23,17 @@ from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, 
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
-    digest_networks,
     network_scores,
     scores,
-    trained_states,
 )
-from tu_symmetry.files import read_tensors, write_safetensors
+from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -81,7 +80,7 @@ class KroneckerSettings:
 def optimize_kronecker_evidence(
     out: Path,
     model: nn.Module,
-    networks: list[Path],
+    networks: Path,
     data: ImageDataModule,
     settings: KroneckerSettings = KroneckerSettings(),
     choices: Sequence[str] = CHOICES,
@@ -95,7 +94,7 @@ def optimize_kronecker_evidence(
     Args:
         out: folder of the results.
         model: the architecture; its own weights do not matter.
-        networks: sample stores of several networks, or folders of the fits of one network each.
+        networks: folder of the sample store that holds the networks.
         data: the data that the networks were trained on, without augmentation.
         settings: how the evidence is optimized.
         choices: rows of the table, ``tangent_mode``, ``map`` or ``full``, ``/single`` or ``/per_group``, and ``/flat``
@@ -108,8 +107,8 @@ def optimize_kronecker_evidence(
     """
     rows = read_choices(choices, settings.refreshes)
     images = Images(data, device)
-    states = [state for folder in networks for state in trained_states(folder)]
-    made_from = [asdict(settings), images.digest(), repr(model), [digest_networks(folder) for folder in networks]]
+    states = list(SampleStore.open(networks, like=model.state_dict()))
+    made_from = [asdict(settings), images.digest(), repr(model), digest_folder(networks)]
     model = model.to(images.device).eval()
     results: dict[str, list[Any]] = {key: [] for key in (NETWORK, *(choice.key for choice in rows))}
     graph: SymmetryGraph | None = None

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
 from tu_symmetry.datamodules import IDXDataModule, ImageDataModule
 from tu_symmetry.datamodules.readers import LabeledImages
-from tu_symmetry.files import digest_folder
-from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import State
-from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.parts import digest_tensors
 
 
@@ -71,29 +65,6 @@ class Images:
         """Of all images and classes."""
         other = () if self.other is None else (self.other,)
         return digest_tensors(self.train_x, self.train_y, self.test_x, self.test_y, *other)
-
-
-def trained_states(folder: Path) -> list[State]:
-    """The networks of a run, as state dicts.
-
-    Args:
-        folder: a sample store, of several networks; or the folder of the fit of one, which holds its ``last.ckpt``.
-
-    Raises:
-        FileNotFoundError: neither.
-        SampleFileError: a store that was changed or damaged.
-    """
-    if not (folder / "store.json").is_file():
-        return [last_weights(folder)]
-    return list(SampleStore.open(folder))
-
-
-def digest_networks(folder: Path) -> str:
-    """Of what :func:`trained_states` reads."""
-    if (folder / "store.json").is_file():
-        return repr(sorted(digest_folder(folder).items()))
-    state = last_weights(folder)
-    return digest_tensors(*(state[name] for name in sorted(state)))
 
 
 def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float]:
