@@ -1,57 +1,178 @@
-"""The linearized Laplace recipes at a tiny size: what their rows mean, and that they resume."""
+"""The linearized Laplace recipes at a tiny size: every file parses, what the rows mean, and that they resume."""
 
 from __future__ import annotations
 
 import io
-import json
+import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
-from safetensors.torch import load_file
 from torch import nn
 
-from tu_symmetry.configs import ConfigError, parse
-from tu_symmetry.laplace.jacobians import Tangent, features
+from tu_symmetry.configs import read_mapping
+from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.experiments.linearized_laplace import (
+    CNN,
+    BatchNormMLP,
+    CurveDataModule,
+    FixUpResNet,
+    PreActivationResNet,
+    Settings,
+    SmallIDXDataModule,
+    Trained,
+    Transformer,
+    evidence,
+    optimize_evidence,
+    report_bands,
+    toy,
+)
+from tu_symmetry.experiments.linearized_laplace.choices import Choice, parse_all
+from tu_symmetry.experiments.linearized_laplace.networks import matrices
+from tu_symmetry.experiments.linearized_laplace.report import OPEN, band_title, bands_table, marks, title_of
+from tu_symmetry.experiments.linearized_laplace.sources import scores
+from tu_symmetry.experiments.linearized_laplace.toy import sample_curve
+from tu_symmetry.files import FileError
 from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.posterior.network import derived_seed, initialized
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables import laplace, laplace_toy
-from tu_symmetry.tables.data import load_data
-from tu_symmetry.tables.engine import run_table
-from tu_symmetry.tables.laplace_networks import ARCHITECTURES, matrices
-from tu_symmetry.tables.laplace_toy import BatchNormMLP, sample_curve
-from tu_symmetry.tables.recipe import DataConfig, load_recipe
-from tu_symmetry.tables.stage import stage_kind
+from tu_symmetry.tables.commands import CommandTable, load_table, run_commands
+from tu_symmetry.tables.convnets import ResNet
+from tu_symmetry.tables.functions import build_parser
+from tu_symmetry.tables.lightning import SymmetryCLI
+from tu_symmetry.tables.logs import last_weights
+from tu_symmetry.tables.outcome import Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "linearized_laplace"
-TOY = ["network.hidden=[6, 5]", "network.train_size=30", "network.steps=150", "bands.points=21"]
-SMALL = {"CNN": {"width": 2}, "FixUp": {"width": 2}}
-TABLE = [
-    "data.name=digits", "data.train_size=60", "data.test_size=40",
-    *(f"{s}.architectures={json.dumps(SMALL)}" for s in ("networks", "early_networks")),
-    "networks.seeds=2", "early_networks.seeds=1", "networks.epochs=6", "early_networks.epochs=1",
-    *(f"{s}.choices=[tangent_mode/per_group, map/single]" for s in ("evidence", "early_evidence")),
-    "evidence.num_samples=50", "evidence.max_iterations=4",
-]  # fmt: skip
+TABLES = ["table1", "table1-mnist-small", "table1-mnist"]
+ALL = ["toy", *TABLES, "table2", "table2-resnet50"]
+FILES = sorted({(name, c.config, c.command) for name in ALL for c in load_table(RECIPES / name).commands})
+ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
+    "T-Former": Transformer,
+    "CNN": CNN,
+    "ResNet": lambda **arguments: ResNet(in_channels=1, blocks=(1, 1), **arguments),
+    "Pre-ResNet": PreActivationResNet,
+    "FixUp": FixUpResNet,
+}
 
 
-def run(name: str, out: Path, overrides: list[str]) -> dict[str, Any]:
-    return run_table(
-        RECIPES / name, out=out, overrides=overrides, display=Display(Console(file=io.StringIO(), width=120))
-    )
+def run(name: str | Path, out: Path, overrides: list[str], **more: Any) -> dict[str, Any]:
+    display = Display(Console(file=io.StringIO(), width=120))
+    return run_commands(RECIPES / name, out=out, overrides=overrides, display=display, **more)
+
+
+@pytest.mark.parametrize(("name", "file", "command"), FILES, ids=[f"{a}-{b}" for a, b, _ in FILES])
+def test_every_file_is_a_configuration_of_its_command(
+    name: str, file: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing but ``--config FILE``; the classes that it names take the arguments that it gives."""
+    path = str(RECIPES / name / file)
+    if command == "run":
+        assert build_parser().parse_args(["--config", path]).command.class_path
+        return
+    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
+    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
+    config = SymmetryCLI(args=[command, "--config", path]).config[command]
+    saving = config.trainer.callbacks[-1].init_args
+    assert saving.save_last and saving.dirpath is None
+    assert str(config.trainer.logger.init_args.save_dir) == str(config.trainer.default_root_dir)
+
+
+@pytest.mark.parametrize("name", ["t-former", "resnet", "pre-resnet"])
+def test_the_other_columns_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of their own files: members of every architecture are trained at once."""
+    words = [f"--trainer.{k}={v}" for k, v in (("fast_dev_run", 2), ("accelerator", "cpu"), ("logger", "false"))]
+    words += ["--trainer.enable_progress_bar=false", f"--routine.samples={tmp_path / 'samples'}"]
+    words += [f"--trainer.default_root_dir={tmp_path}", "--trainer.callbacks=null"]
+    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
+    cli = SymmetryCLI(args=["fit", "--config", str(RECIPES / "table1" / f"{name}.yaml"), *words])
+    start = initialized(cli.routine.members, 0).state_dict()
+    states = SampleStore.open(tmp_path / "samples").load()
+    assert cli.trainer.global_step == 2 and all(len(t) == 3 for t in states.values())
+    assert any(not torch.equal(t, start[key]) for key, t in states.items())
+
+
+@pytest.mark.parametrize("name", ["toy", *TABLES])
+def test_every_network_of_a_recipe_can_be_made_from_its_file(name: str) -> None:
+    """And is evaluated as what it was trained as: the files of the evidence name the same classes and arguments."""
+    from tu_symmetry.configs import resolve
+
+    fits = {c.config: read_mapping(RECIPES / name / c.config) for c in load_table(RECIPES / name).commands}
+    trained = {k: f["routine"]["init_args"]["model"] for k, f in fits.items() if "routine" in f}
+    data = {k: f["data"] for k, f in fits.items() if "routine" in f}
+    for model in trained.values():
+        assert isinstance(resolve(model["class_path"])(**model["init_args"]), nn.Module)
+    for kind in ("bands", "evidence", "early_evidence"):
+        if f"{kind}.yaml" not in fits:
+            continue
+        arguments = fits[f"{kind}.yaml"]["command"]["init_args"]
+        networks = arguments.get("networks", {"": {"model": arguments.get("model"), "samples": ""}})
+        assert [n["model"] for n in networks.values()] == list(trained.values())
+        for own in data.values():
+            assert own["class_path"] == arguments["data"]["class_path"]
+            assert arguments["data"].get("init_args", {}).items() <= own["init_args"].items()
+
+
+# ---------------------------------------------------------------------- choices and scores
+
+
+def test_choices_read_what_they_write() -> None:
+    for text in evidence.CHOICES:
+        assert Choice.parse(text).key == text
+    assert title_of("tangent_mode/per_group/flat") == "M(θ*), several λ, no hyperprior"
+    for wrong in ("theta/single", "map", "map/both", "map/single/round", "full/single"):
+        with pytest.raises(ValueError, match="write map or tangent_mode"):
+            Choice.parse(wrong)
+    assert Choice.parse("full/single", ("map", "full")).where == "full"
+    with pytest.raises(ValueError, match="'map/single' stands twice"):
+        parse_all(["map/single", "map/per_group", "map/single"])
+    with pytest.raises(ValueError, match="at least one"):
+        parse_all([])
+
+
+def test_scores_of_known_probabilities() -> None:
+    p = torch.tensor([[0.9, 0.1], [0.9, 0.1], [0.2, 0.8], [0.9, 0.1]], dtype=torch.float64)
+    y = torch.tensor([0, 0, 1, 1])
+    other = torch.tensor([[0.5, 0.5], [0.95, 0.05]], dtype=torch.float64)
+    found = scores(p, y, other)
+    assert found["accuracy"] == 0.75
+    logs = torch.tensor([0.9, 0.9, 0.8, 0.1], dtype=torch.float64).log()
+    assert found["nll"] == pytest.approx(-float(logs.mean()))
+    assert found["ece"] == pytest.approx(3 / 4 * abs(0.9 - 2 / 3) + 1 / 4 * 0.2, abs=1e-6)
+    assert found["auroc"] == pytest.approx(0.5)  # (.5, .5) is above all four, (.95, .05) below
+    assert "auroc" not in scores(p, y, None)
+
+
+def test_numbers_from_optima_that_had_not_converged_are_marked() -> None:
+    assert marks([{"converged": True}, {"converged": True}]) == "" == marks([{}])  # a network itself has no optimum
+    assert marks([{"converged": True}, {"converged": False}]) == OPEN
+    assert marks([{"converged": True, "settled": False}]) == "‡"
+    row = {"nll": 1.0, "coverage": 0.5, "inside": 0.1, "gap": 0.2, "converged": False, "groups": {}}
+    assert bands_table({"map/single": row}, "").rows[0][2:] == ["1.000†", "50.0 %†", "0.1†", "0.2†"]
 
 
 # ---------------------------------------------------------------------- toy
 
+TOY = [
+    "network.routine.model.hidden=[6, 5]", "network.data.train_size=30", "network.trainer.max_epochs=60",
+    "network.lr_scheduler.T_max=60", "network.trainer.enable_progress_bar=false",
+    "bands.command.model.hidden=[6, 5]", "bands.command.data.train_size=30", "bands.command.points=21",
+]  # fmt: skip
+FIXED = ["100", "10", "5", "1", "0.1"]
+
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def bands(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("toy")
     return out, run("toy", out, TOY)
 
@@ -60,60 +181,164 @@ def test_the_toy_network_has_2600_weights() -> None:
     model = BatchNormMLP()
     sizes = {name: p.numel() for name, p in model.named_parameters() if name in model.matrices}
     assert list(sizes.values()) == [50, 2500, 50]
+    shifts = [m.bias for m in model if isinstance(m, nn.BatchNorm1d)]
+    assert all(0.7 < float(b.detach().std()) < 1.3 for b in shifts)  # kinks all over the inputs' range
 
 
 def test_the_curve_has_a_gap() -> None:
     x, y = sample_curve(200, 0.0, torch.Generator().manual_seed(0))
+    assert x.shape == (200, 1) and y.shape == (200,)
     assert x.abs().min() >= 0.5 and (x < 0).sum() == 100
-    torch.testing.assert_close(y, torch.sin(3 * x) + 0.5 * x)
+    torch.testing.assert_close(y, torch.sin(3 * x[:, 0]) + 0.5 * x[:, 0])
 
 
-def test_bands(toy: tuple[Path, dict[str, Any]]) -> None:
-    out, results = toy
+def test_the_toy_network_is_trained_as_by_hand(bands: tuple[Path, dict[str, Any]]) -> None:
+    out, results = bands
+    data = CurveDataModule(train_size=30)
+    torch.manual_seed(0)
+    model = BatchNormMLP([6, 5]).double()  # the class is called with the seed set, before anything else draws
+    state = last_weights(out / "network")
+    assert all(t.dtype == torch.float64 for t in state.values() if t.is_floating_point())
+    model.load_state_dict(state)
+    error = (model.eval()(data.train.x)[:, 0] - data.train.y).square().mean().sqrt()
+    assert results["bands"]["train_rmse"] == pytest.approx(float(error.detach()))
+    assert error < data.train.y.std()  # it has learned something
+
+
+def test_bands(bands: tuple[Path, dict[str, Any]]) -> None:
+    _, results = bands
     rows = results["bands"]["rows"]
-    assert list(rows) == ["100", "10", "5", "1", "0.1", *laplace_toy.CHOICES]
-    bands = load_file(out / "bands" / "bands.safetensors")
-    spreads = [bands[f"{name}/epistemic"] for name in ("100", "10", "5", "1", "0.1")]
+    assert list(rows) == [*FIXED, *toy.CHOICES]
+    spreads = [torch.tensor(rows[name]["epistemic"]) for name in FIXED]
     for narrow, wide in pairwise(spreads):
         assert (narrow < wide).all()  # a smaller precision leaves more uncertainty everywhere
     for name in rows:
-        torch.testing.assert_close(bands[f"{name}/mean"], bands["100/mean"])  # the mean is the network's
+        assert rows[name]["mean"] == pytest.approx(rows["100"]["mean"])  # the mean is the network's
     assert len(rows["map/single"]["groups"]) == 1 and len(rows["map/per_group"]["groups"]) == 3
     assert rows["tangent_mode/per_group"]["log_evidence"] > rows["tangent_mode/single"]["log_evidence"]
 
 
-def test_bands_equal_a_hand_computation(toy: tuple[Path, dict[str, Any]]) -> None:
-    out, results = toy
-    stored = load_file(out / "network" / "network.safetensors")
-    model = BatchNormMLP(6, 5).double().eval()
-    model.load_state_dict({k.removeprefix("model."): t for k, t in stored.items() if k.startswith("model.")})
+def test_bands_equal_a_hand_computation(bands: tuple[Path, dict[str, Any]]) -> None:
+    out, results = bands
+    data = CurveDataModule(train_size=30)
+    model = BatchNormMLP([6, 5]).double().eval()
+    model.load_state_dict(last_weights(out / "network"))
     la = LinearizedLaplace(
         model, "regression", prior="single", evaluate_at="map", parameters=model.matrices, noise_variance=0.04
-    ).fit([(stored["train_x"], stored["train_y"])])
+    ).fit([(data.train.x, data.train.y.unsqueeze(-1))])
     la.set_precision(5.0)
-    bands = load_file(out / "bands" / "bands.safetensors")
-    expected = la.predictive(bands["grid"].unsqueeze(-1))
-    torch.testing.assert_close(bands["5/epistemic"], expected.epistemic.squeeze(-1).sqrt())
-    test = la.predictive(stored["test_x"])
+    found = results["bands"]
+    expected = la.predictive(torch.tensor(found["grid"], dtype=torch.float64).unsqueeze(-1))
+    assert found["rows"]["5"]["epistemic"] == pytest.approx(expected.epistemic.squeeze(-1).sqrt().tolist())
+    test = la.predictive(data.test.x)
     normal = torch.distributions.Normal(test.mean, test.variance.sqrt())
-    assert results["bands"]["rows"]["5"]["nll"] == pytest.approx(-float(normal.log_prob(stored["test_y"]).mean()))
+    nll = -float(normal.log_prob(data.test.y.unsqueeze(-1)).mean())
+    assert found["rows"]["5"]["nll"] == pytest.approx(nll)
 
 
-def test_the_toy_report(toy: tuple[Path, dict[str, Any]]) -> None:
-    out, results = toy
+def test_the_toy_report(bands: tuple[Path, dict[str, Any]]) -> None:
+    out, results = bands
     text = (out / "report" / "report.md").read_text()
     assert (out / "report" / "bands.png").read_bytes().startswith(b"\x89PNG")
     for name, row in results["bands"]["rows"].items():
-        assert f"| {laplace_toy._name(name)} |" in text and f"{row['nll']:.3f}" in text
+        assert f"| {band_title(name)} |" in text and f"{row['nll']:.3f}" in text
+
+
+def test_bands_that_were_cut_go_on(
+    bands: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are made, none twice; a part made from something else is refused."""
+    out, results = bands
+    band, calls = toy._band, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments[1])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return band(*arguments)
+
+    monkeypatch.setattr(toy, "_band", interrupted)
+    given: Any = {"model": BatchNormMLP([6, 5]), "network": out / "network", "points": 21}
+    given |= {"precisions": [100.0, 1.0], "choices": ["map/single", "map/per_group"]}
+    with pytest.raises(KeyboardInterrupt):
+        toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30), **given)
+    resumed = toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30), **given)
+    assert list(resumed.results["rows"]) == ["100", "1", "map/single", "map/per_group"]
+    assert resumed.results["rows"].items() <= results["bands"]["rows"].items()
+    assert len(calls) == 4 + 1  # one was cut off, none was done twice
+    with pytest.raises(FileError, match="other options, or from other networks or data"):
+        toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30, noise=0.3), **given)
+
+
+def test_an_unknown_choice_of_bands_is_an_error(bands: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    network = bands[0] / "network"
+    with pytest.raises(ValueError, match="write map or tangent_mode"):
+        toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), network, CurveDataModule(train_size=30), choices=["full"])
+    with pytest.raises(FileNotFoundError, match="save_last"):
+        toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), tmp_path, CurveDataModule(train_size=30))
 
 
 # ---------------------------------------------------------------------- table 1
 
+COLUMNS = {"CNN": {"width": 2}, "FixUp": {"width": 2}}
+SIZES = {"train_size": 60, "test_size": 40}
+
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe's own files, with two of its columns."""
+    folder = tmp_path_factory.mktemp("recipe")
+    root = "runs/laplace-table1"
+    for name in ("cnn", "fixup", "evidence", "early_evidence", "report"):
+        content = read_mapping(RECIPES / "table1" / f"{name}.yaml")
+        arguments = content["command"]["init_args"] if "command" in content else content
+        if "data" in arguments:
+            arguments["data"]["init_args"] |= SIZES
+        if "networks" in arguments:
+            arguments["networks"] = {k: arguments["networks"][k] for k in COLUMNS}
+            for k, network in arguments["networks"].items():
+                network["model"]["init_args"] = COLUMNS[k]
+            arguments["settings"] |= {"num_samples": 50, "max_iterations": 4}
+            arguments["choices"] = ["tangent_mode/per_group", "map/single"]
+        if "routine" in content:
+            routine = content["routine"]["init_args"]
+            routine["model"]["init_args"] = COLUMNS[{"cnn": "CNN", "fixup": "FixUp"}[name]]
+            routine["num_members"] = content["data"]["init_args"]["orders"] = 2
+            content["trainer"] |= {"max_epochs": 6, "enable_progress_bar": False, "accelerator": "cpu"}
+            content["lr_scheduler"]["init_args"]["T_max"] = 6
+        if name == "report":
+            arguments |= {"recipe": str(folder), "evidence": {"after 6 epochs": f"{root}/evidence",
+                          "after 1 epochs": f"{root}/early_evidence"}}  # fmt: skip
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content, allow_unicode=True))
+    table = read_mapping(RECIPES / "table1" / "table.yaml")
+    left = {"cnn", "fixup", "evidence", "cnn-early", "fixup-early", "early_evidence", "report"}
+    table["commands"] = [c for c in table["commands"] if c["name"] in left]
+    for command in table["commands"]:
+        command["needs"] = [name for name in command.get("needs", []) if name in left]
+        if command["name"].endswith("-early"):
+            command["set"] |= {"trainer.max_epochs": 1, "lr_scheduler.T_max": 1}
+    (folder / "table.yaml").write_text(yaml.safe_dump(table, allow_unicode=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def table(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("table")
-    return out, run("table1", out, TABLE)
+    return out, run(recipe, out, [])
+
+
+def digits() -> DigitsDataModule:
+    return DigitsDataModule(**SIZES)
+
+
+def trained(out: Path, name: str = "cnn") -> list[nn.Module]:
+    make = {"cnn": CNN, "fixup": FixUpResNet}[name]
+    found = []
+    for state in SampleStore.open(out / name / "samples"):
+        model = make(width=2).eval()
+        model.load_state_dict(state)
+        found.append(model)
+    return found
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -138,22 +363,75 @@ def test_every_architecture_has_the_groups_that_it_should(name: str) -> None:
     assert len(la.report()) > 1 or name == "FixUp"
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_can_be_initialized_anew(name: str) -> None:
+    """Members trained at once start from ``reset_parameters``: the same distribution as a new module."""
+    model = ARCHITECTURES[name](num_classes=4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+    first, second = initialized(model, 1), initialized(model, 2)
+    torch.manual_seed(0)
+    fresh = dict(ARCHITECTURES[name](num_classes=4).named_parameters())
+    for (key, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert not (a == 7.0).any(), key
+        spread = float(fresh[key].detach().std()) if fresh[key].numel() > 1 else 0.0
+        if spread == 0:
+            assert torch.equal(a, fresh[key]) and torch.equal(b, fresh[key]), key  # a constant
+        else:
+            assert not torch.equal(a, b), key
+        if a.numel() > 200:
+            assert float(a.detach().std()) == pytest.approx(spread, rel=0.25), key
+
+
+def test_fixup_starts_as_its_paper_says() -> None:
+    model = FixUpResNet(width=8, blocks=(2, 2))
+    for block in model.blocks:
+        assert not block.conv2.weight.any() and not block.biases.any() and block.scale == 1
+        fan_in = block.conv1.weight[0].numel()
+        expected = (2 / fan_in) ** 0.5 / 4**0.5  # Kaiming's, over the square root of the number of branches
+        assert float(block.conv1.weight.detach().std()) == pytest.approx(expected, rel=0.15)
+    assert not model.head.weight.any() and not model.head.bias.any()
+
+
+def test_networks_are_trained_as_by_hand(table: tuple[Path, dict[str, Any]]) -> None:
+    """A member from its own initialization and order, by a plain loop of Adam with a cosine by the epoch."""
+    out, _ = table
+    model = initialized(CNN(width=2), derived_seed(0, 1, 1)).train()
+    data = DigitsDataModule(batch_size=50, seed=1, **SIZES)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    loader: Any = data.train_dataloader()
+    for epoch in range(6):
+        loader.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        schedule.step()
+    found = trained(out)[1].state_dict()
+    for key, t in model.state_dict().items():
+        torch.testing.assert_close(found[key], t, rtol=2e-3, atol=2e-4, msg=lambda m, k=key: f"{k}: {m}")
+
+
 def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
-    data = load_data(DataConfig("digits", 60, 40), Path())
-    model = ARCHITECTURES["CNN"](num_classes=data.num_classes, width=2).eval()
-    model.load_state_dict(load_file(out / "networks" / "CNN-1.safetensors"))
+    data = digits()
+    model = trained(out)[1]
     with torch.no_grad():
-        plain = nn.functional.cross_entropy(model(data.test_x), data.test_y)
-    assert results["networks"]["networks"]["CNN"][1]["nll"] == pytest.approx(float(plain), rel=1e-5)
-    graph = discover_symmetries(model, data.train_x[:2])
+        plain = nn.functional.cross_entropy(model(data.test.x), data.test.y)
+        fitted = nn.functional.cross_entropy(model(data.train.x), data.train.y)
+    itself = results["evidence"]["networks"]["CNN"][1]
+    assert itself["nll"] == pytest.approx(float(plain), rel=1e-5)
+    assert itself["train_nll"] == pytest.approx(float(fitted), rel=1e-5)
+    graph = discover_symmetries(model, data.train.x[:2])
     for choice, prior in (("tangent_mode/per_group", "per_group"), ("map/single", "single")):
         row = results["evidence"]["rows"][choice]["CNN"][1]
         la = LinearizedLaplace(model, graph=graph, prior=prior, evaluate_at="map", parameters=matrices(model))  # type: ignore
-        la.fit([(data.train_x, data.train_y)])
+        la.fit([(data.train.x, data.train.y)])
         la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-        p = la.predictive(data.test_x, num_samples=50)
-        nll = float(-p[torch.arange(40), data.test_y].log().mean())
+        p = la.predictive(data.test.x, num_samples=50)
+        nll = float(-p[torch.arange(40), data.test.y].log().mean())
         assert row["nll"] == pytest.approx(nll, rel=1e-3)
         assert sum(g["gamma"] for g in row["groups"].values()) == pytest.approx(
             sum(g.gamma for g in la.report()), rel=1e-3
@@ -161,113 +439,158 @@ def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> No
     assert len(results["evidence"]["rows"]["tangent_mode/per_group"]["FixUp"][0]["groups"]) > 3  # one for each layer
 
 
+def test_the_full_curvature_of_a_table_is_the_networks(table: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, _ = table
+    found = optimize_evidence(
+        tmp_path,
+        {"CNN": Trained(CNN(width=2), out / "cnn" / "samples")},
+        digits(),
+        Settings(
+            curvature="full", batch_size=1000, tolerance=0.1, mode_tolerance=0.5, max_iterations=2, num_samples=50
+        ),
+        ["tangent_mode/per_group"],
+        device="cpu",
+    )
+    row = found.results["rows"]["tangent_mode/per_group"]["CNN"][0]
+    model, data = trained(out)[0].double(), digits()
+    la = LinearizedLaplace(model, evaluate_at="map", curvature="full", parameters=matrices(model))
+    la.fit([(data.train.x.double(), data.train.y)])
+    la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
+    p = la.predictive(data.test.x.double(), num_samples=50)
+    assert row["nll"] == pytest.approx(float(-p[torch.arange(40), data.test.y].log().mean()), rel=1e-3)
+
+
 def test_the_table_stands_beside_the_papers(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
     text = (out / "report" / "report.md").read_text()
-    values = torch.tensor([r["nll"] for r in results["evidence"]["rows"]["map/single"]["CNN"]], dtype=torch.float64)
+    runs = results["evidence"]["rows"]["map/single"]["CNN"]
+    values = torch.tensor([r["nll"] for r in runs], dtype=torch.float64)
     error = values.std() / 2**0.5
     assert f"{values.mean():.3f} ± {error:.3f} *0.253 ± 0.001*" in text  # the paper's CNN
-    assert "after 6 epochs" in text and "after 1 epochs" in text
-
-
-def test_an_interrupted_table_goes_on(
-    table: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, whole = table
-    measure, calls = laplace._measure, []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments[-1])
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return measure(*arguments)
-
-    monkeypatch.setattr(laplace, "_measure", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run("table1", tmp_path, TABLE)
-    resumed = run("table1", tmp_path, TABLE)
-    assert resumed["evidence"]["rows"] == whole["evidence"]["rows"]
-    assert len(calls) == 1 + 2 * 2 * 2 + 2 * 2  # one was cut off, none was done twice
-
-
-TABLES = ["table1", "table1-mnist-small", "table1-mnist"]
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_the_tables_differ_in_size_alone(name: str) -> None:
-    recipe = load_recipe(RECIPES / name)
-    assert recipe.table.paper == load_recipe(RECIPES / "table1").table.paper
-    options = {n: parse(stage_kind(s.stage).options, s.options, n) for n, s in recipe.stages.items()}
-    assert list(options) == ["networks", "evidence", "early_networks", "early_evidence", "report"]
-    assert list(options["networks"].architectures) == list(ARCHITECTURES)
-    early, late = options["early_networks"], options["networks"]
-    assert early.epochs < late.epochs and early.architectures == late.architectures and early.pool == late.pool
-    assert options["evidence"] == options["early_evidence"]
-    image = {"digits": 8, "mnist": 28}[recipe.table.data.name] // late.pool
-    for architecture, arguments in late.architectures.items():
-        assert ARCHITECTURES[architecture](num_classes=10, **arguments)(torch.rand(2, 1, image, image)).shape == (2, 10)
-
-
-def test_images_are_averaged_over_squares() -> None:
-    data = load_data(DataConfig("digits", 10, 10), Path())
-    small = laplace.pooled(data, 2)
-    assert small.train_x.shape == (10, 1, 4, 4) and small.test_x.shape == (10, 1, 4, 4)
-    torch.testing.assert_close(small.train_x[3, 0, 1, 2], data.train_x[3, 0, 2:4, 4:6].mean())
-
-
-@pytest.mark.parametrize("name", ["CNN", "T-Former"])
-def test_the_tangent_of_a_network_has_its_evidence_and_predictive(name: str) -> None:
-    arguments = {"width": 2} | ({"size": 8, "patch": 4, "depth": 1, "heads": 2} if name == "T-Former" else {})
-    torch.manual_seed(0)
-    model = ARCHITECTURES[name](num_classes=3, **arguments).double().eval()
-    x, y = torch.rand(30, 1, 8, 8, dtype=torch.float64), torch.arange(30) % 3
-    names = matrices(model)
-    rows = features(model, names, x, chunk=7)
-    tangent = Tangent(model, names)
-    torch.testing.assert_close(tangent(rows), model(x))
-    found = []
-    for module, inputs in ((model, x), (tangent, rows)):
-        la = LinearizedLaplace(module, prior="single", evaluate_at="tangent_mode", curvature="full", parameters=names)
-        result = la.fit([(inputs, y)]).optimize_evidence(tolerance=1e-4, mode_tolerance=1e-4)
-        found.append((result.log_marginal_likelihood, la.log_precision, la.theta, la.predictive(inputs)))
-    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-5, atol=1e-7)
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-8)
-
-
-def test_the_full_curvature_of_a_table_is_the_networks(tmp_path: Path) -> None:
-    full = ["evidence.curvature=full", "early_evidence.curvature=full", "networks.pool=2", "early_networks.pool=2"]
-    one = [
-        f"{s}.{what}" for s in ("networks", "early_networks") for what in ("architectures={CNN: {width: 2}}", "seeds=1")
-    ]
-    results = run("table1-mnist-small", tmp_path, [*TABLE, *full, *one])
-    data = laplace.pooled(load_data(DataConfig("digits", 60, 40), Path()), 2)
-    model = ARCHITECTURES["CNN"](num_classes=data.num_classes, width=2).eval()
-    model.load_state_dict(load_file(tmp_path / "networks" / "CNN-0.safetensors"))
-    row = results["evidence"]["rows"]["tangent_mode/per_group"]["CNN"][0]
-    la = LinearizedLaplace(model.double(), evaluate_at="map", curvature="full", parameters=matrices(model))
-    la.fit([(data.train_x.double(), data.train_y)])
-    la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-    p = la.predictive(data.test_x.double(), num_samples=50)
-    assert row["nll"] == pytest.approx(float(-p[torch.arange(40), data.test_y].log().mean()), rel=1e-3)
+    assert "Test NLL after 6 epochs" in text and "Test NLL after 1 epochs" in text
+    for kind in ("evidence", "early_evidence"):
+        for by_name in results[kind]["rows"].values():
+            for runs in by_name.values():
+                assert f"{sum(r['converged'] for r in runs)}/2 converged" in text
+                value = torch.tensor([r["nll"] for r in runs], dtype=torch.float64)
+                shown = f"{value.mean():.3f} ± {value.std() / 2**0.5:.3f}"
+                assert f"{shown}{'' if all(r['converged'] for r in runs) else OPEN} " in text
 
 
 def test_what_a_choice_changes_is_taken_over_the_same_networks(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
-    rows, networks = results["evidence"]["rows"], results["networks"]["networks"]
-    gains = torch.tensor(
-        [a["nll"] - b["nll"] for a, b in zip(rows["tangent_mode/per_group"]["CNN"], networks["CNN"], strict=True)],
-        dtype=torch.float64,
-    )
+    rows, networks = results["evidence"]["rows"], results["evidence"]["networks"]
+    pairs = list(zip(rows["tangent_mode/per_group"]["CNN"], networks["CNN"], strict=True))
+    gains = torch.tensor([a["nll"] - b["nll"] for a, b in pairs], dtype=torch.float64)
     line = next(
         line
         for line in (out / "report" / "report.md").read_text().splitlines()
         if line.startswith("| Laplace (θ*, several λ) instead of the network")
     )
-    assert line.split("|")[2].strip() == f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}"
+    mark = "" if all(a["converged"] for a, _ in pairs) else OPEN
+    assert line.split("|")[2].strip() == f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}{mark}"
 
 
-def test_unknown_names_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'VGG' is not known"):
-        run("table1", tmp_path / "a", [*TABLE, "networks.architectures={VGG: {}}"])
-    with pytest.raises(ConfigError, match="write tangent_mode or map"):
-        run("table1", tmp_path / "b", [*TABLE, "evidence.choices=[theta/single]"])
+def test_an_evidence_that_was_cut_goes_on(
+    recipe: Path, table: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = table
+    content = read_mapping(recipe / "evidence.yaml")
+    content["command"]["init_args"] |= {"out": str(tmp_path)}
+    networks = content["command"]["init_args"]["networks"]
+    del networks["FixUp"]
+    networks["CNN"]["samples"] = str(out / "cnn" / "samples")
+    path = tmp_path.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(content))
+    measure, calls = evidence._measure, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments[-1])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(evidence, "_measure", interrupted)
+    from tu_symmetry.tables.functions import run_function
+
+    with pytest.raises(KeyboardInterrupt):
+        run_function(["--config", str(path)])
+    resumed = run_function(["--config", str(path)])
+    assert resumed.results["rows"] == {k: {"CNN": r["CNN"]} for k, r in whole["evidence"]["rows"].items()}
+    assert Outcome.load(tmp_path).results == resumed.results
+    assert len(calls) == 1 + 2 * 2  # one was cut off, none was done twice
+    with pytest.raises(FileError, match="other options, or from other networks or data"):
+        run_function(["--config", str(path), "--command.settings.max_iterations", "5"])
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_tables_differ_in_size_alone(name: str) -> None:
+    from tu_symmetry.configs import resolve
+
+    table, first = load_table(RECIPES / name), load_table(RECIPES / "table1")
+    assert table.paper == first.paper
+    assert [(c.name, c.command, c.config, c.needs) for c in table.commands] == [
+        (c.name, c.command, c.config, c.needs) for c in first.commands
+    ]
+    early, late = (read_mapping(RECIPES / name / f"{p}evidence.yaml")["command"]["init_args"] for p in ("early_", ""))
+    assert list(late["networks"]) == list(ARCHITECTURES) and early["settings"] == late["settings"]
+    epochs = _epochs(table, RECIPES / name)
+    assert len({epochs[n] for n in epochs if n.endswith("-early")}) == 1
+    assert all(epochs[f"{n}-early"] < epochs[n] for n in epochs if not n.endswith("-early"))
+    titles = read_mapping(RECIPES / name / "report.yaml")["command"]["init_args"]["evidence"]
+    assert list(titles) == [f"after {epochs[n]} epochs" for n in ("cnn", "cnn-early")]
+    image = {"table1": 8, "table1-mnist-small": 14, "table1-mnist": 28}[name]
+    for network in late["networks"].values():
+        model = resolve(network["model"]["class_path"])(**network["model"]["init_args"])
+        assert model(torch.rand(2, 1, image, image)).shape == (2, 10)
+
+
+def _epochs(table: CommandTable, folder: Path) -> dict[str, int]:
+    """Epochs of every fit; its schedule ends with it, and all of its files lie in its own folder."""
+    found = {}
+    for command in table.commands:
+        if command.command == "fit":
+            content = read_mapping(folder / command.config)
+            epochs = command.set.get("trainer.max_epochs", content["trainer"]["max_epochs"])
+            assert command.set.get("lr_scheduler.T_max", content["lr_scheduler"]["init_args"]["T_max"]) == epochs
+            own = f"{table.root}/{command.name}"
+            assert (
+                command.set.get("trainer.logger.save_dir", content["trainer"]["logger"]["init_args"]["save_dir"]) == own
+            )
+            samples = command.set.get("routine.samples", content["routine"]["init_args"]["samples"])
+            assert samples == f"{own}/samples"
+            assert content["routine"]["init_args"]["num_members"] == content["data"]["init_args"]["orders"]
+            found[command.name] = epochs
+    return found
+
+
+def test_images_are_averaged_over_squares(tmp_path: Path) -> None:
+    from tu_symmetry.datamodules.readers import LabeledImages
+
+    images = torch.randint(0, 256, (12, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    whole = LabeledImages(images, torch.arange(12, dtype=torch.uint8) % 10)
+    base = SmallIDXDataModule.__mro__[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "read", lambda self, part: whole)
+        small = SmallIDXDataModule(pool=2, dataset="mnist", root=tmp_path, download=False, train_size=10, test_size=10)
+        assert small.train.x.shape == (10, 1, 14, 14) == (10, *small.input_shape) and small.test.x.shape[1:] == (
+            1,
+            14,
+            14,
+        )
+        expected = images[3, 0, 2:4, 4:6].float().mean() / 255
+        assert float(small.train.x[3, 0, 1, 2] - expected) == pytest.approx(0, abs=0.5 / 255 + 1e-6)
+        assert torch.equal(small.train.y, whole.y[:10].long())
+    with pytest.raises(ValueError, match="pool must divide 28"):
+        SmallIDXDataModule(pool=3)
+
+
+def test_a_missing_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="is no sample store"):
+        optimize_evidence(tmp_path, {"CNN": Trained(CNN(width=2), tmp_path / "nothing")}, digits(), device="cpu")
+    with pytest.raises(ValueError, match="write map or tangent_mode"):
+        optimize_evidence(
+            tmp_path, {"CNN": Trained(CNN(width=2), tmp_path)}, digits(), choices=["theta/single"], device="cpu"
+        )
+    with pytest.raises(FileNotFoundError):
+        report_bands(tmp_path, str(RECIPES / "toy"), tmp_path / "nothing")
