@@ -196,10 +196,10 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     graph = discover_symmetries(model, x[:2])
     work = Work(model, graph, images, SETTINGS, out / "evidence" / "network-0")
     la = work.start(Choice("full", "single"))
-    work.resume(la, Choice("tangent_mode", "single"))
+    la = work.resumed(la, Choice("tangent_mode", "single"))
     theta, point = la.theta, la.tangent.point()
     assert (theta - point).norm() > 1e-2 * point.norm()
-    work.retake(la)
+    la = work.retaken(la)
     assert torch.equal(la.theta, theta)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     move = la.tangent.unflatten(theta - point)

@@ -29,6 +29,7 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
+from tu_symmetry.laplace.jacobians import Tangent, features
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
@@ -38,7 +39,6 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.parts import Parts
-from tu_symmetry.tables.stored_jacobian import Tangent, features
 
 CHOICES = (
     "tangent_mode/single",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -29,8 +29,9 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
 from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
@@ -39,7 +40,6 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.parts import Parts
-from tu_symmetry.tables.stored_jacobian import StoredJacobian
 
 CHOICES = (
     "map/single",
@@ -193,7 +193,7 @@ class Work:
         self.model, self.graph, self.images, self.settings, self.folder = model, graph, images, settings, folder
         self.train = Batches(images.train_x, images.train_y, settings.batch_size)
         self.shown: Callable[..., None] = lambda **info: None
-        self._fitted: dict[str, LinearizedLaplace] = {}
+        self._fitted: dict[str, FittedLaplace] = {}
         self._tangent: TangentModel | None = None
 
     def row(self, choice: Choice) -> dict[str, Any]:
@@ -215,10 +215,10 @@ class Work:
             warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
             warnings.simplefilter("ignore", NotConvergedWarning)
             if choice.where == "full":
-                self.resume(la, choice._replace(where="tangent_mode"))
+                la = self.resumed(la, choice._replace(where="tangent_mode"))
                 for _ in range(self.settings.refreshes):
                     before = la.log_precision
-                    self.retake(la)
+                    la = self.retaken(la)
                     result = self._evidence(la, choice)
                     moved = float((la.log_precision - before).abs().max())
             else:
@@ -265,75 +265,40 @@ class Work:
         self.shown(**{what: float(info[what])})
 
     def start(self, choice: Choice) -> LinearizedLaplace:
-        """A Laplace approximation at its initial precisions, with the curvature of its prior's first choice."""
+        """A Laplace approximation at its initial precisions; each prior's curvature is fitted once."""
         if choice.prior not in self._fitted:
-            first = self._make(choice)
-            self._fitted[choice.prior] = first.fit(self.train, progress=self._progress)
-        fitted = self._fitted[choice.prior]
-        la = self._make(choice)
-        tangent = None
-        if la.evaluate_at == "tangent_mode" and self.settings.stored_jacobian:
+            first = LinearizedLaplace(
+                self.model, graph=self.graph, prior=choice.prior, parameters=matrices(self.model)
+            ).fit(self.train, progress=self._progress)
+            self._fitted[choice.prior] = first.fitted
+        fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
+        if choice.where != "map" and self.settings.stored_jacobian:
             if self._tangent is None:
                 self._tangent = StoredJacobian(
-                    la.tangent, self.train, shown=lambda samples: self._progress({"samples": samples})
+                    fitted.tangent, self.train, shown=lambda samples: self._progress({"samples": samples})
                 )
-            tangent = self._tangent
-        la.restore(
-            fitted.posterior.blocks,
-            fitted.summary,
-            fitted.prior_groups,
-            log_precision=fitted.center.log(),
-            noise_variance=1.0,
-            solution=Mode.at(fitted.tangent.point(), fitted.summary.loss, la.evaluate_at),
-            whole=fitted.whole,
-            tangent=tangent,
-            train_loader=self.train,
-        )
-        return la
+            fitted = fitted.with_tangent(self._tangent)
+        return LinearizedLaplace.from_fitted(fitted, self.train)
 
-    def _make(self, choice: Choice) -> LinearizedLaplace:
-        return LinearizedLaplace(
-            self.model,
-            graph=self.graph,
-            evaluate_at="map" if choice.where == "map" else "tangent_mode",
-            prior=choice.prior,
-            parameters=matrices(self.model),
-        )
-
-    def resume(self, la: LinearizedLaplace, earlier: Choice) -> None:
-        """Put the precisions and weights of another choice into a Laplace approximation."""
+    def resumed(self, la: LinearizedLaplace, earlier: Choice) -> LinearizedLaplace:
+        """The same curvature with the precisions and weights of another choice."""
         found = read_tensors(self._file(earlier))
-        la.restore(
-            la.posterior.blocks,
-            la.summary,
-            la.prior_groups,
-            log_precision=found["log_precision"],
-            noise_variance=1.0,
-            solution=replace(la.solution, theta=found["theta"].to(la.solution.theta)),
-            whole=la.whole,
-        )
+        fitted = la.fitted.with_hyperparameters(found["log_precision"]).with_theta(found["theta"])
+        return LinearizedLaplace.from_fitted(fitted, self.train)
 
-    def retake(self, la: LinearizedLaplace) -> None:
-        """The curvature anew, at the outputs of the tangent model at theta*."""
-        solution = la.solution
-        pairs = [la.tangent.jvp(x, solution.theta - la.tangent.point()) for x, _ in self.train]
+    def retaken(self, la: LinearizedLaplace) -> LinearizedLaplace:
+        """The same precisions and weights with the curvature at the outputs of the tangent model at theta*."""
+        fitted = la.fitted
+        pairs = [fitted.tangent.jvp(x, fitted.theta - fitted.tangent.point()) for x, _ in self.train]
         network = torch.cat([outputs for outputs, _ in pairs])
         change = torch.cat([product for _, product in pairs])
         blocks, summary = fit_curvature(
-            la.tangent,
+            fitted.tangent,
             OutputsAt(network, network + change),
             self.train,
-            la.prior_groups,
-            la.options,
-            whole=la.whole,
+            fitted.groups,
+            fitted.options,
+            whole=fitted.curvature.whole,
             progress=self._progress,
         )
-        la.restore(
-            blocks,
-            summary,
-            la.prior_groups,
-            log_precision=la.log_precision,
-            noise_variance=1.0,
-            solution=solution,
-            whole=la.whole,
-        )
+        return LinearizedLaplace.from_fitted(fitted.with_curvature(blocks, summary), self.train)
