@@ -1,4 +1,4 @@
-"""Configurations as plain values: safe YAML, dataclasses checked from mappings, and objects by their dotted names.
+"""Configurations as plain values: safe YAML, ``KEY=VALUE`` words, checked dataclasses, objects by their dotted names.
 
 What a configuration names is imported and called: it is trusted like code, so do not run one of someone whose Python
 files you would not run.
@@ -6,12 +6,13 @@ files you would not run.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import importlib
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -96,17 +97,74 @@ def _required(f: dataclasses.Field[Any]) -> bool:
 
 
 def resolve(path: str) -> Any:
-    """The object at ``module:name`` or ``module.name``.
+    """The object with a dotted name: ``package.module.name``, ``module:name``, also an attribute of a class.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: there is no such module or name, or importing the module fails.
     """
-    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    parts = path.replace(":", ".").split(".")
+    if len(parts) < 2:
+        raise ConfigError(f"cannot import {path!r}: it is no dotted name, such as package.module.name")
+    for cut in range(len(parts) - 1, 0, -1):  # the longest part that is a module; what follows are its attributes
+        module = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+                continue
+            raise ConfigError(f"cannot import {path!r}: importing {module} fails: {error}") from error
+        except Exception as error:  # a module that fails when it is imported can raise anything
+            said = next(iter(str(error).splitlines()), "no message")
+            raise ConfigError(
+                f"cannot import {path!r}: importing {module} fails: {type(error).__name__}: {said}"
+            ) from error
+        for k, name in enumerate(parts[cut:]):
+            if not hasattr(found, name):
+                raise ConfigError(f"cannot import {path!r}: {'.'.join(parts[: cut + k])} has no {name!r}")
+            found = getattr(found, name)
+        return found
+    raise ConfigError(
+        f"cannot import {path!r}: there is no module {parts[0]!r}; install it, or run where it can be imported"
+    )
+
+
+def parse_assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
+    """``KEY=VALUE`` words of a command line, as arguments of a function.
+
+    A key is an identifier; the last of several with one key counts. A value is what :func:`parse_value` makes of it.
+
+    Args:
+        texts: the words.
+        option: the option that they were given to, for errors.
+
+    Raises:
+        ConfigError: a word that is not ``KEY=VALUE``.
+    """
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"{option}: {text!r} is not KEY=VALUE")
+        values[key] = parse_value(value, f"{option} {text}")
+    return values
+
+
+def parse_value(text: str, where: str) -> Any:
+    """A value of a command line: a Python literal (``(3, 4)``, ``1e-3``, ``None``), else YAML (``true``, ``[a, b]``).
+
+    What is a plain word in YAML stays a string: ``resnet18``, ``runs/a b``. Quotes keep anything a string: ``"3"``.
+
+    Args:
+        text: what was typed.
+        where: what to call it in an error.
+
+    Raises:
+        ConfigError: neither of both (``[1, 2``, ``*a``).
+    """
     try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module that fails when it is imported can raise anything
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ConfigError(f"cannot import {path!r}: {said}") from error
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None if text.lower() == "none" else read_yaml(text, where)
 
 
 def read_yaml(content: str | bytes, where: str) -> Any:

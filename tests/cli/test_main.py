@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from tu_symmetry import cli
+from tu_symmetry.cli.ends import Handler
 
 ROOT = Path(__file__).parents[2]
 FIT = ROOT / "recipes" / "lightning" / "mnist_ensemble_rebasin.yaml"
@@ -54,13 +55,11 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_subcommand_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "COMMANDS", dict(cli.COMMANDS))
-
-    @cli.command("twice", "print a number twice")
-    def twice(parser: argparse.ArgumentParser) -> cli.Handler:
+    def twice(parser: argparse.ArgumentParser) -> Handler:
         parser.add_argument("number", type=int)
         return lambda arguments: 2 * arguments.number
 
+    monkeypatch.setitem(cli.COMMANDS, "twice", ("print a number twice", twice))
     assert cli.main(["twice", "21"]) == 42
 
 

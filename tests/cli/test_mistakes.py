@@ -31,7 +31,7 @@ def raises() -> None:
     raise KeyError("x")
 
 
-HERE = "test_cli_mistakes"
+HERE = __name__
 INSPECT = ["inspect", "--model", "torch.nn.Linear", "--init", "in_features=4", "out_features=3", "--input", "1,4"]
 ALIGN = ["align", "IN/a.pt", "IN/b.pt", "--model", f"{HERE}.net", "--input", "1,4", "--out", "OUT"]
 BARRIERS = [*ALIGN, "--data", f"{HERE}.loader", "--points", "3"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import inspect
 import math
 import time
@@ -15,11 +13,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.verification import verify_symmetries
 
-_ELEMENTS = 1 << 28  # of an input: 1 GB in single precision
+_ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision
 
 
 class ArchitectureError(ValueError):
@@ -35,7 +34,7 @@ class Architecture:
         inputs: one ``1,3,224,224`` or ``1,16:long`` for each positional argument of ``forward``.
         init: ``KEY=VALUE`` arguments of ``model``.
         kwargs: ``KEY=VALUE`` keyword arguments of ``forward``; a value like ``1,16:bool`` is a tensor.
-        dtype: of the module and of its floating-point inputs.
+        dtype: precision of the module and of its floating-point inputs.
     """
 
     model: str
@@ -57,7 +56,11 @@ class Architecture:
             torch.manual_seed(0)
             module = build_module(self.model, self.init).to(dtype).eval()
         inputs = tuple(parse_input(text, dtype, self._generator) for text in self.inputs)
-        kwargs = {k: self._keyword(v, dtype) for k, v in map(_split, self.kwargs)}
+        shaped = [text for text in self.kwargs if ":" in text.partition("=")[2]]
+        kwargs = _arguments([text for text in self.kwargs if text not in shaped], "--kwargs")
+        for text in shaped:
+            key, _, value = text.partition("=")
+            kwargs[key] = parse_input(value, dtype, self._generator)
         with _step(console, "running it once"):
             self._run(module, inputs, kwargs)
         with _step(console, "discovering its symmetries"):
@@ -66,9 +69,6 @@ class Architecture:
             with _step(console, "verifying them in float64"):
                 verify_symmetries(graph, module, inputs, example_kwargs=kwargs)
         return graph
-
-    def _keyword(self, text: str, dtype: torch.dtype) -> Any:
-        return parse_input(text, dtype, self._generator) if ":" in text else _literal(text)
 
     def _run(self, module: nn.Module, inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -88,13 +88,16 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
 
     Args:
         dotted: ``package.module.name``.
-        init: ``KEY=VALUE`` arguments; values are Python literals, anything else is a string.
+        init: ``KEY=VALUE`` arguments, see :func:`~tu_symmetry.configs.parse_assignments`.
 
     Raises:
         ArchitectureError: no such name, or what it returns is no module.
     """
-    build = _find(dotted)
-    arguments = {k: _literal(v) for k, v in map(_split, init)}
+    arguments = _arguments(init, "--init")
+    try:
+        build = resolve(dotted)
+    except ConfigError as error:
+        raise ArchitectureError(f"{error}; --model takes a dotted name such as torchvision.models.resnet50") from error
     if isinstance(build, nn.Module):
         if arguments:
             raise ArchitectureError(f"{dotted} is a module already, so --init has nothing to act on")
@@ -154,42 +157,11 @@ def parse_input(text: str, dtype: torch.dtype, generator: torch.Generator) -> Te
         raise ArchitectureError(f"{text!r}: torch makes no such input ({_first_line(error)})") from error
 
 
-def _find(dotted: str) -> Any:
-    parts = dotted.replace(":", ".").split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        package = ".".join(parts[:cut])
-        try:
-            found: Any = importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (package == error.name or package.startswith(error.name + ".")):
-                continue
-            raise ArchitectureError(f"importing {package} fails: {error}") from error
-        except Exception as error:
-            raise ArchitectureError(f"importing {package} fails: {type(error).__name__}: {error}") from error
-        for k, name in enumerate(parts[cut:]):
-            if not hasattr(found, name):
-                where = ".".join(parts[: cut + k])
-                raise ArchitectureError(f"{where} has no {name!r}; --model takes a dotted name that builds a module")
-            found = getattr(found, name)
-        return found
-    raise ArchitectureError(
-        f"there is no module {parts[0]!r} to take {dotted!r} from: install it, or run where it can be imported; "
-        "--model takes a dotted name such as torchvision.models.resnet50"
-    )
-
-
-def _split(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise ArchitectureError(f"{text!r} is not KEY=VALUE")
-    return key, value
-
-
-def _literal(text: str) -> Any:
+def _arguments(texts: Sequence[str], option: str) -> dict[str, Any]:
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)
+        return parse_assignments(texts, option)
+    except ConfigError as error:
+        raise ArchitectureError(str(error)) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -34,7 +34,7 @@ from tu_symmetry.checkpoints.files import (
     read_state,
     silent,
 )
-from tu_symmetry.configs import ConfigError, read_yaml, resolve
+from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.files import FileError, digest_of, read_json, write_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
@@ -157,7 +157,8 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
         name: of a LightningDataModule (losses on its test loader, the first if there are several; statistics on its
             training loader), or of a function that returns a loader of batches ``(inputs, targets)`` (for both), or a
             pair of loaders: evaluation and statistics.
-        arguments: ``KEY=VALUE`` arguments of the class or function, values in YAML.
+        arguments: ``KEY=VALUE`` arguments of the class or function, see
+            :func:`~tu_symmetry.configs.parse_assignments`.
         num_samples: how many, of each loader.
         dtype: that floating-point inputs are converted to.
 
@@ -166,11 +167,8 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
     """
     if num_samples < 1:
         raise AlignFilesError(f"num_samples must be at least 1, got {num_samples}")
-    pairs = [text.partition("=") for text in arguments]
-    if wrong := [text for text, (key, equals, _) in zip(arguments, pairs, strict=True) if not (key and equals)]:
-        raise AlignFilesError(f"{wrong[0]!r} is not KEY=VALUE")
     try:
-        values = {key: read_yaml(value, f"--data-init {key}") for key, _, value in pairs}
+        values = parse_assignments(arguments, "--data-init")
     except ConfigError as error:
         raise AlignFilesError(str(error)) from error
     try:

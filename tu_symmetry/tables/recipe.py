@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tu_symmetry.configs import ConfigError, parse, read_mapping, read_yaml
+from tu_symmetry.configs import ConfigError, parse, parse_value, read_mapping
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _override(table: dict[str, Any], stages: dict[str, dict[str, Any]], override
     key, separator, text = override.partition("=")
     if not separator:
         raise ConfigError(f"--set {override!r}: write key=value, for example hmc.num_samples=100")
-    value = read_yaml(text, f"--set {override!r}")
+    value = parse_value(text, f"--set {override!r}")
     head, _, rest = key.strip().partition(".")
     if not rest and head in {"seed", "title", "note"}:
         table[head] = value

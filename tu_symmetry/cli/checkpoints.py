@@ -1,0 +1,246 @@
+"""``tu-symmetry inspect`` and ``align``: an architecture by its dotted name, and checkpoint files of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tu_symmetry.cli.ends import Handler, fail, named, whole_number
+
+if TYPE_CHECKING:
+    from tu_symmetry.checkpoints.align import FileAlignment
+    from tu_symmetry.checkpoints.barriers import BarrierReport
+    from tu_symmetry.reporting.progress import Display
+    from tu_symmetry.symmetry.graph import SymmetryGraph
+
+
+def _add_architecture(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="NAME", help="dotted name that builds it: torchvision.models.resnet50"
+    )
+    parser.add_argument(
+        "--input",
+        dest="inputs",
+        metavar="SHAPE",
+        action="append",
+        required=True,
+        help="shape of an input, 1,3,224,224, or 1,16:long for integers; once for each positional argument of forward",
+    )
+    parser.add_argument(
+        "--init", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="arguments of what builds the model"
+    )
+    parser.add_argument(
+        "--kwargs",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="keyword arguments of forward; a value like 1,16:bool is a tensor",
+    )
+    parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
+
+
+def _discover(arguments: argparse.Namespace, *, verify: bool = True) -> SymmetryGraph:
+    from rich.console import Console
+
+    from tu_symmetry.checkpoints.architecture import Architecture
+
+    sys.path.insert(0, "")  # as `python -m` does: models of the folder one works in
+    architecture = Architecture(
+        model=arguments.model,
+        inputs=tuple(arguments.inputs),
+        init=tuple(arguments.init),
+        kwargs=tuple(arguments.kwargs),
+        dtype=arguments.dtype,
+    )
+    return architecture.discover(Console(stderr=True), verify=verify)
+
+
+def inspect(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry inspect --model NAME --input SHAPE``."""
+    parser.description = (
+        "Builds a network (with random weights), finds its permutation, scale and normalization symmetries, verifies "
+        "them numerically and prints them."
+    )
+    parser.epilog = "example: tu-symmetry inspect --model torchvision.models.resnet50 --input 1,3,224,224"
+    _add_architecture(parser)
+    parser.add_argument(
+        "--html", type=named("a file"), metavar="FILE", help="also draw the network with its groups colored"
+    )
+    parser.add_argument("--no-verify", dest="verify", action="store_false", help="leave out the numerical check")
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        if arguments.html and Path(arguments.html).is_dir():
+            return fail(f"--html takes the name of a file to write, and {arguments.html} is a folder")
+        graph = _discover(arguments, verify=arguments.verify)
+        print(graph)
+        if arguments.html:
+            graph.to_html(arguments.html)
+        return 0
+
+    return run
+
+
+def align(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry align CHECKPOINTS... --model NAME --input SHAPE --out DIR``."""
+    parser.description = (
+        "Permutes the hidden units of networks so that they lie close to a reference, without changing their "
+        "functions. Any number of files: a few networks are in memory. After an interruption the same command resumes."
+    )
+    parser.epilog = (
+        "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
+        "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
+    )
+    parser.add_argument(
+        "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
+    )
+    _add_architecture(parser)
+    parser.add_argument(
+        "--out", type=named("a folder"), required=True, metavar="DIR", help="folder of the aligned files and the report"
+    )
+    parser.add_argument(
+        "--reference",
+        type=named("a file, or first, medoid, mean or universe"),
+        default="first",
+        metavar="FILE|first|medoid|mean|universe",
+        help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
+        "those before each; or, from there, all others, in sweeps until nothing moves (default: first)",
+    )
+    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
+    parser.add_argument(
+        "--solver",
+        choices=["frank_wolfe", "descent", "synchronized"],
+        default="frank_wolfe",
+        help="of matching (default: frank_wolfe); synchronized relaxes all networks together, for the universe only, "
+        "and holds all of them in memory",
+    )
+    parser.add_argument(
+        "--candidates",
+        type=whole_number(2),
+        default=16,
+        help="files that are compared for the medoid, drawn at random if there are more (default: 16)",
+    )
+    parser.add_argument(
+        "--max-iterations",
+        type=whole_number(1),
+        default=20,
+        help="bound on the sweeps over all networks for the universe (default: 20)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=whole_number(1),
+        default=1,
+        help="networks that are matched at the same time; mean and universe go one by one (default: 1)",
+    )
+    _add_barriers(parser)
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.checkpoints.align import align_files
+        from tu_symmetry.checkpoints.files import find_checkpoints
+        from tu_symmetry.reporting.progress import Display
+
+        display = Display()
+        reference = arguments.reference
+        checkpoints = find_checkpoints(arguments.checkpoints)
+        if reference not in ("first", "medoid", "mean", "universe"):
+            reference = find_checkpoints([reference])[0]
+        graph = _discover(arguments)
+        measure = _barrier_measurement(arguments) if arguments.data else None
+        alignment = align_files(
+            graph,
+            checkpoints,
+            Path(arguments.out),
+            reference=reference,
+            prefix=arguments.prefix,
+            solver=arguments.solver,
+            candidates=arguments.candidates,
+            max_iterations=arguments.max_iterations,
+            threads=arguments.threads,
+            track=display.track,
+        )
+        alignment.grid(limit=50).print(display.console)
+        if measure:
+            measure(alignment, display).grid().print(display.console)
+        else:
+            for note in alignment.notes:
+                display.note(note)
+        others = "".join(f", {count} of them by {name}" for name, count in alignment.kept_from.items())
+        before = f" ({alignment.skipped} done before{others})" if alignment.skipped else ""
+        mean = " and their mean" if reference in ("mean", "universe") else ""
+        print(f"{len(alignment.files)} aligned files{before}{mean} in {arguments.out}")
+        return 0
+
+    return run
+
+
+def _add_barriers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "report on data", "loss barriers between pairs of networks and the loss of the mean network, before and after"
+    )
+    group.add_argument(
+        "--data",
+        type=named("a LightningDataModule or a function that returns a loader"),
+        metavar="NAME",
+        help="dotted name of a LightningDataModule (losses on its test data, statistics on its training data), or of a "
+        "function that returns a loader of batches (inputs, targets), or two loaders",
+    )
+    group.add_argument(
+        "--data-init",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="arguments of what --data names",
+    )
+    group.add_argument(
+        "--num-samples", type=whole_number(1), default=2000, help="of each loader, the first (default: 2000)"
+    )
+    group.add_argument(
+        "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
+    )
+    group.add_argument(
+        "--points", type=whole_number(3), default=11, help="on the path between two networks (default: 11)"
+    )
+    group.add_argument(
+        "--loss",
+        default="torch.nn.functional.cross_entropy",
+        metavar="NAME",
+        help="dotted name of a function of outputs and targets, a mean over the batch (default: cross_entropy)",
+    )
+    group.add_argument(
+        "--correction",
+        nargs="+",
+        default=[],
+        choices=["none", "batchnorm", "repair", "tempered"],
+        help="interpolated networks as they are, with BatchNorm statistics re-estimated, after REPAIR, and with the "
+        "softmax temperature tuned (default: none, and batchnorm for a network that has BatchNorm)",
+    )
+
+
+def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignment, Display], BarrierReport]:
+    """Load the data and try the loss, so that what is wrong with them is known before anything is aligned."""
+    import torch
+
+    from tu_symmetry.checkpoints.architecture import build_module, parse_precision
+    from tu_symmetry.checkpoints.barriers import BarrierOptions, check_loss, load_data, measure_barriers
+    from tu_symmetry.checkpoints.files import AlignFilesError
+
+    if arguments.barriers != "all" and not (arguments.barriers.isdecimal() and int(arguments.barriers) > 0):
+        raise AlignFilesError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
+    options = BarrierOptions(
+        loss=arguments.loss,
+        pairs=None if arguments.barriers == "all" else int(arguments.barriers),
+        points=arguments.points,
+        corrections=tuple(arguments.correction),
+    )
+    dtype = parse_precision(arguments.dtype)
+    with torch.random.fork_rng(devices=[]):
+        module = build_module(arguments.model, arguments.init).to(dtype)
+    data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
+    check_loss(module, data, options)
+    return lambda alignment, display: measure_barriers(
+        module, alignment, Path(arguments.out), data, options, track=display.track
+    )

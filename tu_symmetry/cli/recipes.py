@@ -1,0 +1,101 @@
+"""``tu-symmetry table`` and ``recipes``: run a recipe's commands, list the recipes."""
+
+from __future__ import annotations
+
+import argparse
+
+from tu_symmetry.cli.ends import Handler, duration, fail, named
+
+
+def table(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry table FOLDER``."""
+    parser.description = (
+        "Runs the commands or stages of a recipe in order, skips what is done, resumes what was interrupted, and "
+        "prints the table with the paper's values beside ours. The run folder takes report, plots and results.json."
+    )
+    parser.epilog = (
+        "example: tu-symmetry table compact_posterior/digits --set hmc.routine.leapfrog_steps=50 --out runs/quick"
+    )
+    parser.add_argument(
+        "folder",
+        type=named("a recipe folder"),
+        help="recipe folder, or the name of a recipe that comes with the package (`tu-symmetry recipes`)",
+    )
+    parser.add_argument(
+        "--data-root", type=named("a folder"), metavar="DIR", help="folder of data sets (default: data)"
+    )
+    parser.add_argument("--out", type=named("a folder"), metavar="DIR", help="run folder (default: runs/<recipe>)")
+    parser.add_argument("--device", help="cpu or cuda, for a recipe of stages (default: cpu)")
+    parser.add_argument(
+        "--max-time",
+        type=duration,
+        metavar="DD:HH:MM:SS",
+        help="stop after this long; the same command resumes (for a recipe of commands)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5; in a "
+        "recipe of stages seed=1, data.train_size=500, model.hidden=[64] or <stage>.<option>=...",
+    )
+    parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever has been done")
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.configs import read_mapping
+        from tu_symmetry.reporting.progress import Display
+        from tu_symmetry.tables.commands import TableInterrupted, run_commands
+        from tu_symmetry.tables.engine import run_table
+        from tu_symmetry.tables.library import find_recipe
+
+        display = Display()
+        folder = find_recipe(arguments.folder)
+        if "commands" not in read_mapping(folder / "table.yaml"):
+            if arguments.max_time is not None:
+                return fail("--max-time is for recipes of commands, and this one is of stages")
+            results = run_table(
+                folder,
+                out=arguments.out,
+                data_root=arguments.data_root or "data",
+                device="cpu" if arguments.device is None else arguments.device,
+                overrides=arguments.overrides,
+                fresh=arguments.fresh,
+                display=display,
+            )
+            display.tables(results)
+            return 0
+        if arguments.device is not None:
+            return fail("--device is for recipes of stages; write --set NAME.trainer.accelerator=cpu, or gpu")
+        try:
+            results = run_commands(
+                folder,
+                out=arguments.out,
+                data_root=arguments.data_root,
+                overrides=arguments.overrides,
+                fresh=arguments.fresh,
+                max_time=arguments.max_time,
+                display=display,
+            )
+        except TableInterrupted as error:
+            return fail(str(error), 3)
+        display.tables(results)
+        return 0
+
+    return run
+
+
+def recipes(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry recipes``."""
+    parser.description = "Lists the recipes that `tu-symmetry table NAME` runs, and where their files are."
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.tables.library import library, titles
+
+        known = library()
+        for name, title in titles().items():
+            print(f"{name:46} {title}\n{'':46} {known[name]}")
+        return 0
+
+    return run
