@@ -238,7 +238,7 @@ def test_diagnostics_of_a_known_process(generator: torch.Generator) -> None:
 
 
 def test_test_measures_the_stored_samples(tmp_path: Path) -> None:
-    routine = run(tmp_path, 11, test_samples=4)
+    routine = run(tmp_path, 11, num_test_samples=4)
     (found,) = trainer(tmp_path, 1).test(routine, datamodule=data(), verbose=False)
     store, module = SampleStore.open(tmp_path / "samples"), data()
     module.setup("test")

@@ -9,6 +9,7 @@ from tu_symmetry._lazy import attach
 _EXPORTS: dict[str, str] = {
     "FitCompactPosterior": "compact",
     "FitLaplace": "laplace",
+    "LastCheckpoint": "checkpoint",
     "PosteriorSnapshots": "snapshots",
     "PredictiveWriter": "reference",
     "Rebasin": "rebasin",
@@ -19,6 +20,7 @@ _EXPORTS: dict[str, str] = {
 __all__ = [
     "FitCompactPosterior",
     "FitLaplace",
+    "LastCheckpoint",
     "PosteriorSnapshots",
     "PredictiveWriter",
     "Rebasin",
@@ -27,6 +29,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tu_symmetry.callbacks.checkpoint import LastCheckpoint
     from tu_symmetry.callbacks.compact import FitCompactPosterior
     from tu_symmetry.callbacks.laplace import FitLaplace
     from tu_symmetry.callbacks.rebasin import Rebasin

@@ -68,7 +68,7 @@ class HMCRoutine(PredictiveRoutine):
             the end; None to write none.
         projections: number of random projections.
         diagnostics_every: transitions between two logs of effective sample size and R-hat.
-        test_samples: stored samples that a test takes, evenly spaced; None for all.
+        num_test_samples: stored samples that a test takes, evenly spaced; None for all.
         matmul_precision: ``high`` allows TF32 on a GPU; the acceptance corrects the trajectory, not the potential.
         metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
 
@@ -99,7 +99,7 @@ class HMCRoutine(PredictiveRoutine):
         moments: str | Path | None = None,
         projections: int = 16,
         diagnostics_every: int = 100,
-        test_samples: int | None = 100,
+        num_test_samples: int | None = 100,
         matmul_precision: Literal["highest", "high"] = "highest",
         metrics: dict[str, Metric] | None = None,
     ) -> None:
@@ -140,7 +140,7 @@ class HMCRoutine(PredictiveRoutine):
         self.moments_file = None if moments is None else Path(moments)
         self.num_projections = projections
         self.diagnostics_every = diagnostics_every
-        self.test_samples = test_samples
+        self.num_test_samples = num_test_samples
         self.matmul_precision = matmul_precision
         self._forget()
 
@@ -244,6 +244,7 @@ class HMCRoutine(PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the chain from the checkpoint; it continues at the first step."""
+        super().on_load_checkpoint(checkpoint)
         self._restored = checkpoint.get(_STATE)
 
     def posterior(self) -> CompactPosterior:
@@ -275,7 +276,7 @@ class HMCRoutine(PredictiveRoutine):
         self._tested = None
         if self.samples is not None:
             store = SampleStore.open(self.samples, like=self.model.state_dict())
-            chosen = [store[i] for i in evenly(len(store), self.test_samples)]
+            chosen = [store[i] for i in evenly(len(store), self.num_test_samples)]
             self._tested = [{n: t.to(self.device) for n, t in state.items()} for state in chosen]
             rank_zero_info("testing %d samples of %s", len(chosen), self.samples)
 

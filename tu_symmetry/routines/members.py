@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torchmetrics import Metric
 
+from tu_symmetry.files import new_folder, remove_folder
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
@@ -41,7 +42,8 @@ class MembersRoutine(PredictiveRoutine):
         data_order: ``own``: batches are ``[members, B, ...]``, as ``orders`` of this package's data modules makes
             them; ``shared``: all members see the same batches, from any data module.
         num_data: number of training points; by default that of the training loader's data set.
-        samples: folder of the sample store that the members are written to at the end; None to write none.
+        samples: folder of the sample store that the members are written to at the end; None to write none. A run that
+            is resumed after its end, for more epochs, replaces them.
         initial_states: folder of a sample store with ``num_members`` states of the architecture, which a fit starts
             from, member ``m`` from the ``m``-th, in place of fresh initializations. It is read when the fit is set up;
             a resumed fit starts from its checkpoint all the same.
@@ -135,6 +137,7 @@ class MembersRoutine(PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A resumed run may find its own samples."""
+        super().on_load_checkpoint(checkpoint)
         self._resumed = True
 
     def on_train_start(self) -> None:
@@ -187,23 +190,32 @@ class MembersRoutine(PredictiveRoutine):
             g.mul_(factor.view(-1, *(1 for _ in g.shape[1:])))
 
     def on_train_end(self) -> None:
-        """Write the members."""
+        """Write the members, in place of those that an earlier part of this run has written when it ended.
+
+        Raises:
+            FileExistsError: the folder holds something else than these members.
+        """
         if self.samples is None or not self.trainer.is_global_zero:
             return
         step = self.trainer.global_step
+        written_by = {"method": "deep_ensemble", "seed": self.seed}
         if self.samples.is_dir() and any(self.samples.iterdir()):
             store = SampleStore.open(self.samples)
-            if any(record.step == step for record in store.records):
+            own = store.chains == list(range(self.num_members)) and written_by.items() <= store.metadata.items()
+            if not own:
+                raise FileExistsError(
+                    f"{self.samples} holds other samples than these {self.num_members} members: move it away and "
+                    "resume from the last checkpoint, which has them"
+                )
+            if store.steps == [step] * self.num_members:
                 return
-        else:
+        self.samples.parent.mkdir(parents=True, exist_ok=True)
+        with new_folder(self.samples) as made:
             store = SampleStore.create(
-                self.samples,
-                architecture=type(self.members).__name__,
-                method="deep_ensemble",
-                seed=self.seed,
-                prior_precision=self.prior_precision,
+                made, architecture=type(self.members).__name__, prior_precision=self.prior_precision, **written_by
             )
-        store.append(self.states(), chain=range(self.num_members), step=[step] * self.num_members)
+            store.append(self.states(), chain=range(self.num_members), step=[step] * self.num_members)
+            remove_folder(self.samples)
 
     def states(self) -> States:
         """The members as a stack ``[members, ...]`` of state dicts."""

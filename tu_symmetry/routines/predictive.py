@@ -104,6 +104,12 @@ class PredictiveRoutine(LightningModule):
         )
         self.member_scores: dict[str, Tensor] = {}
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take the precision of the checkpoint, so that weights in float64 are not rounded when they are read."""
+        weights = [t for t in checkpoint["state_dict"].values() if t.is_floating_point()]
+        if any(t.dtype == torch.float64 for t in weights):
+            self.double()
+
     @abstractmethod
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(members, B, ...)`` of every network."""

@@ -27,7 +27,7 @@ from tu_symmetry.posterior.network import (
 )
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
 
-_NOISE = "variational_noise"
+_STATE = "variational_inference"
 
 
 class VariationalRoutine(PredictiveRoutine):
@@ -157,7 +157,7 @@ class VariationalRoutine(PredictiveRoutine):
         nll = torch.stack(drawn).mean() * (self._points / len(x))
         kl = gaussian_kl(mean, std, self.prior_precision)
         terms = torch.stack([-(nll + kl), -nll, kl]).detach().double() * len(x)
-        self._sums = terms if self._sums is None else self._sums + terms
+        self._sums = terms if self._sums is None else self._sums.to(terms.device) + terms
         self._seen += len(x)
         return (nll + kl) / self._points
 
@@ -170,13 +170,16 @@ class VariationalRoutine(PredictiveRoutine):
         self._sums, self._seen = None, 0
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the state of the noise into the checkpoint."""
+        """Put the state of the noise, and the sums over the epoch so far, into the checkpoint."""
         if self._noise is not None:
-            checkpoint[_NOISE] = self._noise.get_state()
+            checkpoint[_STATE] = {"noise": self._noise.get_state(), "sums": self._sums, "seen": self._seen}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the state of the noise from the checkpoint."""
-        self._noise_state = checkpoint.get(_NOISE)
+        """Take them from the checkpoint."""
+        super().on_load_checkpoint(checkpoint)
+        if _STATE in checkpoint:
+            state = checkpoint[_STATE]
+            self._noise_state, self._sums, self._seen = state["noise"], state["sums"], state["seen"]
 
     def on_train_end(self) -> None:
         """Write the posterior."""

@@ -9,7 +9,9 @@ configuration that an earlier part of a resumed run saved is overwritten rather 
 from __future__ import annotations
 
 import importlib
+import math
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
+from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.configs import ConfigError, read_yaml
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
@@ -73,18 +76,45 @@ class SymmetryCLI(TULightningCLI):
             self.trainer.test(self.routine, datamodule=self.datamodule, ckpt_path="best" if monitored else None)
 
 
-def run_lightning(arguments: Sequence[str]) -> SymmetryCLI:
+class OutOfTime(Exception):
+    """A fit was cut at its deadline; its checkpoint says where it has come to."""
+
+
+class _Deadline(LastCheckpoint):
+    """Saves and raises at the first point after a time from which the run can be resumed."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__(every_seconds=math.inf)
+        self.at = at
+
+    def consider(self, trainer: Trainer, *, ends: bool) -> None:
+        if time.monotonic() >= self.at and not ends:
+            self.save(trainer)
+            raise OutOfTime
+
+
+def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) -> SymmetryCLI:
     """Run a subcommand, ``["fit", "--config", "recipe.yaml", ...]``, as LightningCLI understands it.
+
+    Args:
+        arguments: what is typed after ``tu-symmetry``.
+        deadline: of a fit, by :func:`time.monotonic`. It is then cut without what callbacks and routines do at the end
+            of an epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
 
     Returns:
         What ran, with its ``trainer`` and ``routine``.
 
     Raises:
+        OutOfTime: the deadline was reached before the fit's end.
         SystemExit: as LightningCLI does, for ``--help``, ``--print_config`` and arguments that do not fit.
     """
     _bound_aliases()
+    before = sys.argv
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
-    return SymmetryCLI()
+    try:
+        return SymmetryCLI(trainer_defaults={} if deadline is None else {"callbacks": [_Deadline(deadline)]})
+    finally:
+        sys.argv = before
 
 
 def _bound_aliases() -> None:

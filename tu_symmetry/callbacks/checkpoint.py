@@ -1,0 +1,147 @@
+"""One checkpoint, ``last.ckpt``, from which a run resumes to the numbers of a run that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import DoublePrecision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+_RANDOM = "global_random_states"
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps ``last.ckpt``: at most ``every_seconds`` old, and written when training ends or is cut.
+
+    ``--ckpt_path last`` resumes from it, and the run then gives the numbers of one that was not interrupted, bit for
+    bit where the device's kernels are deterministic. Lightning's ``ModelCheckpoint(save_last=True)`` does not:
+
+    * A run that ``max_time`` or ``max_steps`` ends in the middle of an epoch is saved after that epoch's end hooks,
+      and the epoch counts as done; the rest of its batches is lost. Here it is saved before them, at the batch.
+    * A checkpoint at the last batch of an epoch resumes with the next epoch, without what callbacks do at the end of
+      this one. Here a whole epoch is saved after all of that.
+    * With manual optimization it takes no interval of time.
+    * Global random states are not saved. Here they are, in runs of one process: dropout and augmentation go on as they
+      would have.
+    * With ``precision: 64-true`` the weights are rounded to float32 on their way back. Here they are not.
+
+    In the middle of an epoch a checkpoint is written only where the training loader keeps its place (``state_dict``
+    and ``load_state_dict``, as the loaders of this package and of torchdata do), and where no gradients are being
+    accumulated. With other loaders, TorchUncertainty's for example, it is written at the end of an epoch only.
+
+    Give the length of a run as ``max_epochs`` where you can: Lightning 2.6 counts one epoch too few after resuming a run
+    of ``max_steps`` at the end of an epoch. (What is trained is the same, but validations and other things that happen
+    every so many epochs come later.) Such a run is therefore saved within its epochs if these have several batches.
+
+    ``max_time`` counts the time of all parts of a resumed run, as Lightning says: raise it for every further part.
+
+    Args:
+        dirpath: folder of the file; ``checkpoints`` in ``default_root_dir`` of the trainer by default.
+        every_seconds: seconds between two checkpoints; 0 for every batch.
+
+    Raises:
+        ValueError: a negative number of seconds.
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, every_seconds: float = 30.0) -> None:
+        if not every_seconds >= 0:
+            raise ValueError(f"every_seconds must not be negative, got {every_seconds}")
+        super().__init__(dirpath=dirpath, save_last=True, save_top_k=0)
+        self.every_seconds = every_seconds
+        self._saved_at = 0.0
+        self._random: dict[str, Any] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Choose the folder, and give the weights the precision of a run before a checkpoint is read into them."""
+        self._choose_folder(trainer)
+        super().setup(trainer, pl_module, stage)
+        if isinstance(trainer.precision_plugin, DoublePrecision):
+            pl_module.double()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting."""
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save in the middle of an epoch; its last batch is left to the end of the epoch."""
+        if not trainer.is_last_batch and not trainer.fit_loop._should_accumulate() and keeps_its_place(trainer):
+            self.consider(trainer, ends=trainer.fit_loop.epoch_loop.done)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after a whole epoch, not after one that was cut."""
+        keeps = keeps_its_place(trainer)
+        if not trainer.is_last_batch and keeps:
+            return
+        epochs, steps = trainer.max_epochs or -1, trainer.max_steps
+        ends = trainer.should_stop or 0 <= epochs <= trainer.current_epoch + 1 or 0 <= steps <= trainer.global_step
+        if ends or steps == -1 or trainer.num_training_batches == 1 or not keeps:
+            self.consider(trainer, ends=ends)
+
+    def consider(self, trainer: Trainer, *, ends: bool) -> None:
+        """Save if it is time, at a point from which a run can be resumed.
+
+        Args:
+            trainer: of the run.
+            ends: whether training ends at this point.
+        """
+        due = time.monotonic() - self._saved_at >= self.every_seconds
+        if trainer.world_size > 1:
+            due = trainer.strategy.broadcast(due)
+        if (ends or due) and not self._should_skip_saving_checkpoint(trainer):
+            self.save(trainer)
+
+    def save(self, trainer: Trainer) -> None:
+        """Write the file, whole or not at all."""
+        path = os.path.join(str(self.dirpath), self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
+        self.last_model_path = path
+        self._saved_at = time.monotonic()
+        self._save_checkpoint(trainer, path)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save nothing: validation is part of an epoch."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save nothing: the end has been saved as that of an epoch or a batch."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Put the global random states into the checkpoint."""
+        if trainer.world_size == 1:
+            states = _collect_rng_states()
+            name, keys, *rest = states["numpy"]
+            checkpoint[_RANDOM] = states | {"numpy": [name, keys.tolist(), *rest]}  # no array: `weights_only` loads it
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the global random states, for a fit that is resumed."""
+        self._random = checkpoint.get(_RANDOM) if trainer.state.fn == TrainerFn.FITTING else None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the random states in place, before the first epoch draws from them."""
+        if self._random is not None and trainer.world_size == 1:
+            name, keys, *rest = self._random["numpy"]
+            _set_rng_states(self._random | {"numpy": (name, np.array(keys, dtype=np.uint32), *rest)})
+        self._random = None
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        self._choose_folder(trainer)
+        return super()._find_last_checkpoints(trainer)
+
+    def _choose_folder(self, trainer: Trainer) -> None:
+        if self.dirpath is None:
+            self.dirpath = os.path.join(os.path.realpath(trainer.default_root_dir), "checkpoints")
+
+
+def keeps_its_place(trainer: Trainer) -> bool:
+    """Whether the training loaders say in a checkpoint how far they have come in an epoch."""
+    loaders = CombinedLoader(trainer.train_dataloader).flattened
+    return all(isinstance(loader, _Stateful) for loader in loaders)
