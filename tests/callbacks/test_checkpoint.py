@@ -95,12 +95,13 @@ def fit(folder: Path, kind: str, *callbacks: Callback, resume: bool = False, **m
     torch.manual_seed(100 + resume)  # a process that resumes has drawn other random numbers
     routine, data = made(kind)
     length: dict[str, Any] = {"max_epochs": 7 if kind == "hmc" else 3, "log_every_n_steps": 1}
-    quiet: dict[str, Any] = {"logger": CSVLogger(folder), "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = Trainer(
         default_root_dir=folder,
         callbacks=list(callbacks),
         check_val_every_n_epoch=2,
         devices=1,
+        logger=CSVLogger(folder),
         **(quiet | length | more),
     )
     trainer.fit(routine, datamodule=data, ckpt_path="last" if resume else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -13,26 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from recipe_runs import RECIPES, ROOT, run_table
 
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.tables.commands import CommandConfig, load_table, run_commands
-from tu_symmetry.tables.functions import build_parser
-from tu_symmetry.tables.lightning import SymmetryCLI
+from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome
 
-ROOT = Path(__file__).parents[2]
-RECIPES = ROOT / "recipes" / "compact_posterior"
-DIGITS = RECIPES / "digits"
-FILES = [
-    (folder, command)
-    for folder in (DIGITS, RECIPES / "mnist-small", RECIPES / "mnist")
-    for command in [*load_table(folder).commands, CommandConfig("test", "test", "test.yaml")]
-]
+PAPER = RECIPES / "compact_posterior"
+DIGITS = PAPER / "digits"
 SMALL = {"data.train_size": 150, "data.test_size": 60, "model.hidden": [8]}
 TINY = [
     *(f"{name}.{'' if key.startswith('data') else 'routine.'}{key}={value}"
@@ -42,10 +32,9 @@ TINY = [
     "ensemble.routine.num_members=3",
     "ensemble.data.orders=3",
     "ensemble.trainer.max_epochs=4",
-    "hmc.trainer.max_steps=8",
+    "hmc.trainer.max_epochs=86",
     "hmc.routine.burn_in=2",
     "hmc.routine.leapfrog_steps=4",
-    "hmc.trainer.callbacks.num_samples=4",
     "vi.trainer.max_epochs=4",
     "comparison.command.num_samples=5",
     "comparison.command.repeats=2",
@@ -56,53 +45,24 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(out: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    console = Console(record=True, width=80, file=io.StringIO())
-    display = Display(console)
-    results = run_commands(DIGITS, out=out, overrides=overrides, display=display)
-    display.tables(results)
-    return results, console.export_text()
-
-
-@pytest.mark.parametrize(("folder", "command"), FILES, ids=[f"{f.name}-{c.name}" for f, c in FILES])
-def test_every_file_is_a_configuration_of_its_command(
-    folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With nothing but ``--config FILE``; the classes that it names take the arguments that it gives."""
-    path = str(folder / command.config)
-    if command.command == "run":
-        assert build_parser().parse_args(["--config", path]).command.class_path
-        return
-    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
-    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
-    config = SymmetryCLI(args=[command.command, "--config", path]).config[command.command]
-    if command.command == "test":
-        assert config.routine.init_args.is_ensemble
-        return
-    assert config.routine.class_path.startswith("tu_symmetry.routines.")
-    saving = config.trainer.callbacks[0].init_args
-    assert saving.save_last and str(saving.dirpath).startswith(str(config.trainer.default_root_dir))
-
-
 def test_the_reference_predictive_of_mnist_is_the_papers() -> None:
     """The 1,000 samples linspace(500, 9899) of the chain's 9,900 after burn-in are stored, and all stored are used."""
     import yaml
 
-    content = yaml.safe_load((RECIPES / "mnist" / "hmc.yaml").read_text())
+    content = yaml.safe_load((PAPER / "mnist" / "hmc.yaml").read_text())
     options = content["routine"]["init_args"]
-    assert content["trainer"]["max_steps"] - options["burn_in"] == 9900
+    assert content["trainer"]["max_epochs"] - options["burn_in"] == 9900
     assert options["stored"] == [500, 9899, 1000]
     (fit,) = [c for c in content["trainer"]["callbacks"] if c["class_path"].endswith("FitCompactPosterior")]
     assert "num_samples" not in fit["init_args"]
-    comparison = yaml.safe_load((RECIPES / "mnist" / "comparison.yaml").read_text())["command"]["init_args"]
+    comparison = yaml.safe_load((PAPER / "mnist" / "comparison.yaml").read_text())["command"]["init_args"]
     assert "reference_samples" not in comparison
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     out = tmp_path_factory.mktemp("tiny")
-    results, text = run(out, TINY)
+    results, text = run_table(DIGITS, out, TINY)
     return out, results, text
 
 
@@ -116,9 +76,9 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
     assert "0.8249" in text and f"{rows['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
     q_r = CompactPosterior.load(out / "ensemble" / "q_r.safetensors")
     assert len(q_r.metadata["transpositions"]) == 3 and q_r.metadata["transpositions"][0] == 0  # the reference
-    assert len(SampleStore.open(out / "hmc" / "samples")) == 6
+    assert len(SampleStore.open(out / "hmc" / "samples")) == 84
     _, acceptance = logged_curve(out / "hmc", "hmc/acceptance")
-    assert len(acceptance) == 8 and all(0 <= a <= 1 for a in acceptance)
+    assert len(acceptance) == 86 and all(0 <= a <= 1 for a in acceptance)
     assert any(name.startswith("hmc/ess") for name in last_values(out / "hmc"))
 
 
@@ -152,10 +112,10 @@ def test_interpolations_start_and_end_alike(tiny: tuple[Path, dict[str, Any], st
 
 def test_digits_skip_what_is_done(tiny: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = tiny
-    again, text = run(out, TINY)
+    again, text = run_table(DIGITS, out, TINY)
     assert again == results
     assert "▸" not in text
-    _, text = run(out, [*TINY, "pruning.command.num_samples=4"])
+    _, text = run_table(DIGITS, out, [*TINY, "pruning.command.num_samples=4"])
     assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["pruning", "report"]
 
 
@@ -172,22 +132,29 @@ def test_a_damaged_result_is_refused(tiny: tuple[Path, dict[str, Any], str], tmp
 def test_killed_in_a_fit_resumes_to_the_same_numbers(
     tiny: tuple[Path, dict[str, Any], str], tmp_path: Path, command: str
 ) -> None:
-    """kill -9 as soon as the fit has a checkpoint; the second run gives what an uninterrupted one gives."""
-    _, whole, _ = tiny
-    often = [*TINY, "ensemble.trainer.callbacks.every_n_epochs=1", "vi.trainer.callbacks.every_n_epochs=1"]
+    """kill -9 in the middle of the fit; the second run gives what an uninterrupted one gives."""
+    out, whole, _ = tiny
+    often = [*TINY, f"{command}.trainer.callbacks.every_seconds=0"]
     words = [word for override in often for word in ("--set", override)]
     line = [sys.executable, "-m", "tu_symmetry.cli", "table", str(DIGITS), "--out", str(tmp_path / "run"), *words]
     process = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
-    checkpoints = tmp_path / "run" / command / "checkpoints"
+    checkpoint = tmp_path / "run" / command / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline:
-        if checkpoints.is_dir() and any(checkpoints.iterdir()):
-            break
+    while process.poll() is None and time.monotonic() < deadline and not checkpoint.exists():
         time.sleep(0.001)
     process.kill()
     process.wait()
-    results, _ = run(tmp_path / "run", often)
+    before = torch.load(checkpoint, weights_only=True)["global_step"]
+    assert 0 < before < {"ensemble": 8, "hmc": 86, "vi": 4}[command]
+    assert json.loads((tmp_path / "run" / ".table" / f"{command}.json").read_text())["status"] == "running"
+    results, text = run_table(DIGITS, tmp_path / "run", often)
+    assert f"{command} (resuming)" in text
     assert results["comparison"]["rows"] == whole["comparison"]["rows"]
+    assert results["pruning"]["curves"] == whole["pruning"]["curves"]
+    for column in ("hmc/q_r", "hmc/q_d", "ensemble/q_r", "ensemble/q_d", "vi/q"):
+        resumed, uncut = (CompactPosterior.load(folder / f"{column}.safetensors") for folder in (tmp_path / "run", out))
+        assert all(torch.equal(t, uncut.mean[name]) for name, t in resumed.mean.items())
+        assert all(torch.equal(t, uncut.std[name]) for name, t in resumed.std.items())
 
 
 @pytest.mark.slow

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from recipe_runs import RECIPES, run_table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,18 +18,13 @@ from tu_symmetry.experiments.symmetry_toy import Perceptron, TwoGroupsDataModule
 from tu_symmetry.experiments.symmetry_toy.removal import FORMS, cluster_shares, rescaled, sorted_by_output
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.commands import load_table, run_commands
-from tu_symmetry.tables.functions import build_parser
-from tu_symmetry.tables.lightning import SymmetryCLI
+from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.logs import last_weights
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 TOY = RECIPES / "symmetry_toy"
 COST = RECIPES / "representation_cost" / "mnist"
 FOLDERS = [TOY, COST, RECIPES / "representation_cost" / "fashion-mnist"]
-FILES = sorted({(folder, c.config, c.command) for folder in FOLDERS for c in load_table(folder).commands})
 NETWORKS = 150
 TINY_TOY = [
     f"networks.routine.num_members={NETWORKS}",
@@ -45,15 +38,7 @@ FITS = ["none-0", "none-1", "strong-0", "strong-1"]
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     out = tmp_path_factory.mktemp("toy")
-    return (out, *run(TOY, out, TINY_TOY))
-
-
-def run(folder: Path, out: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    console = Console(record=True, width=80, file=io.StringIO())
-    display = Display(console)
-    results = run_commands(folder, out=out, overrides=overrides, display=display)
-    display.tables(results)
-    return results, console.export_text()
+    return (out, *run_table(TOY, out, TINY_TOY))
 
 
 @pytest.fixture(scope="module")
@@ -86,25 +71,7 @@ def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str
         if name.startswith("strong"):
             tiny.append(f"{name}.optimizer.weight_decay=0.05")
     assert root == "runs/representation-cost-mnist"
-    return (folder, out, tiny, *run(folder, out, tiny))
-
-
-@pytest.mark.parametrize(("folder", "file", "command"), FILES, ids=[f"{a.name}-{b}" for a, b, _ in FILES])
-def test_every_file_is_a_configuration_of_its_command(
-    folder: Path, file: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With nothing but ``--config FILE``; the classes that it names take the arguments that it gives."""
-    path = str(folder / file)
-    if command == "run":
-        assert build_parser().parse_args(["--config", path]).command.class_path
-        return
-    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
-    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
-    config = SymmetryCLI(args=[command, "--config", path]).config[command]
-    saving = config.trainer.callbacks[-1].init_args
-    assert saving.save_last and config.optimizer.class_path == "torch.optim.SGD"
-    assert str(config.trainer.logger.init_args.save_dir) == str(config.trainer.default_root_dir)
+    return (folder, out, tiny, *run_table(folder, out, tiny))
 
 
 def test_the_toy_recipe_is_the_papers_protocol() -> None:
@@ -201,7 +168,7 @@ def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
 
 def test_toy_skips_what_is_done(toy: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = toy
-    again, text = run(TOY, out, TINY_TOY)
+    again, text = run_table(TOY, out, TINY_TOY)
     assert again == results and "▸" not in text
 
 
@@ -294,9 +261,9 @@ def test_cost_profiles_and_report(cost: tuple[Path, Path, list[str], dict[str, A
 
 def test_cost_skips_what_is_done(cost: tuple[Path, Path, list[str], dict[str, Any], str]) -> None:
     folder, out, tiny, results, _ = cost
-    again, text = run(folder, out, tiny)
+    again, text = run_table(folder, out, tiny)
     assert again == results and "▸" not in text
-    _, text = run(folder, out, [*tiny, "strong-1.optimizer.weight_decay=0.04"])
+    _, text = run_table(folder, out, [*tiny, "strong-1.optimizer.weight_decay=0.04"])
     assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["strong-1", "profiles", "report"]
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
+from recipe_runs import RECIPES, run_table
 
+from tu_symmetry.configs import read_mapping
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.compact_posterior.transpositions import make_pairs, permutation_with_count
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.tables.commands import load_table, run_commands
-from tu_symmetry.tables.functions import build_parser
-from tu_symmetry.tables.lightning import SymmetryCLI
 from tu_symmetry.tables.models import MLP
 
-RECIPES = Path(__file__).parents[2] / "recipes" / "compact_posterior"
-DIGITS = RECIPES / "transpositions"
-FILES = [(folder, c) for folder in (DIGITS, RECIPES / "transpositions-mnist") for c in load_table(folder).commands]
+PAPER = RECIPES / "compact_posterior"
+DIGITS = PAPER / "transpositions"
 TINY = [
     "pairs.command.counts=3",
     "pairs.command.runs=2",
@@ -38,35 +31,17 @@ TINY = [
 ]
 
 
-def run(out: Path, overrides: list[str]) -> tuple[dict[str, Any], str]:
-    console = Console(record=True, width=80, file=io.StringIO())
-    display = Display(console)
-    results = run_commands(DIGITS, out=out, overrides=overrides, display=display)
-    display.tables(results)
-    return results, console.export_text()
-
-
-@pytest.mark.parametrize(("folder", "command"), FILES, ids=[f"{f.name}-{c.name}" for f, c in FILES])
-def test_every_file_is_a_configuration_of_its_command(
-    folder: Path, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(folder / command.config)
-    if command.command == "run":
-        assert build_parser().parse_args(["--config", path]).command.class_path
-        return
-    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
-    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
-    config = SymmetryCLI(args=[command.command, "--config", path]).config[command.command]
-    routine, pairs = config.routine.init_args, build_parser().parse_args(["--config", str(folder / "pairs.yaml")])
-    made = pairs.command.init_args
-    assert routine.num_members == config.data.init_args.orders == made.runs * (1 + made.counts)
-    assert str(routine.initial_states) == f"{made.out}/initial"
-    assert config.trainer.callbacks[-1].init_args.save_last
+@pytest.mark.parametrize("folder", [DIGITS, PAPER / "transpositions-mnist"], ids=lambda folder: folder.name)
+def test_as_many_networks_are_trained_as_there_are_initial_states(folder: Path) -> None:
+    pairs = read_mapping(folder / "pairs.yaml")["command"]["init_args"]
+    networks = read_mapping(folder / "networks.yaml")
+    routine, data = networks["routine"]["init_args"], networks["data"]["init_args"]
+    assert routine["num_members"] == data["orders"] == pairs["runs"] * (1 + pairs["counts"])
+    assert routine["initial_states"] == f"{pairs['out']}/initial"
 
 
 def test_transpositions_run_end_to_end(tmp_path: Path) -> None:
-    results, text = run(tmp_path, TINY)
+    results, text = run_table(DIGITS, tmp_path, TINY)
     assert results["pairs"]["initial"] == [1, 4, 7]
     panels = results["matching"]["panels"]
     assert all(len(panels[key]) == 2 and len(panels[key][0]) == 3 for key in panels)
@@ -81,9 +56,9 @@ def test_transpositions_run_end_to_end(tmp_path: Path) -> None:
         assert results["matching"]["walk"]["transpositions"][r][-1] == 7
     assert "NoT after training" in text
     assert (tmp_path / "report" / "transpositions.png").read_bytes().startswith(b"\x89PNG")
-    again, text = run(tmp_path, TINY)
+    again, text = run_table(DIGITS, tmp_path, TINY)
     assert again == results and "▸" not in text
-    _, text = run(tmp_path, [*TINY, "matching.command.points=3"])
+    _, text = run_table(DIGITS, tmp_path, [*TINY, "matching.command.points=3"])
     assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["matching", "report"]
 
 

@@ -38,9 +38,10 @@ class LastCheckpoint(ModelCheckpoint):
     and ``load_state_dict``, as the loaders of this package and of torchdata do), and where no gradients are being
     accumulated. With other loaders, TorchUncertainty's for example, it is written at the end of an epoch only.
 
-    Give the length of a run as ``max_epochs`` where you can: Lightning 2.6 counts one epoch too few after resuming a run
-    of ``max_steps`` at the end of an epoch. (What is trained is the same, but validations and other things that happen
-    every so many epochs come later.) Such a run is therefore saved within its epochs if these have several batches.
+    Give the length of a run as ``max_epochs`` where you can: Lightning 2.6 counts one epoch too few after a run of
+    ``max_steps`` is resumed at the end of an epoch. (What is trained is the same, but validations and other things that
+    happen every so many epochs come later.) Such a run is therefore saved within its epochs if these have several
+    batches.
 
     ``max_time`` counts the time of all parts of a resumed run, as Lightning says: raise it for every further part.
 

@@ -14,36 +14,35 @@ of the commands that it needs, and the digest of every file that it wrote.
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 
 from tu_symmetry.configs import ConfigError, parse, read_mapping
 from tu_symmetry.files import (
     FileError,
     clear_scratch,
+    digest_file,
     digest_folder,
     digest_of,
     lock_folder,
     read_json,
+    remove_folder,
     write_json,
     write_text,
 )
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.progress import Display
-from tu_symmetry.tables.outcome import Outcome, plain
+from tu_symmetry.tables.outcome import plain
 
 Subcommand = Literal["fit", "validate", "test", "predict", "run"]
 MARKS = ".table"
-DAY = 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,11 @@ def load_table(folder: str | Path) -> CommandTable:
     folder = Path(folder)
     path = folder / "table.yaml"
     raw = read_mapping(path)
+    if "stages" in raw:
+        raise ConfigError(
+            f"{path} lists stages, which this version does not run: write each as a configuration for `tu-symmetry "
+            "fit`, `test` or `run`, and list them under commands:, as the recipes that come with the package do"
+        )
     entries = raw.get("commands")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: 'commands' must list the commands in order")
@@ -148,7 +152,8 @@ def run_commands(
         data_root: folder of data sets, for every file that has a key ``root``.
         overrides: ``NAME.FLAG=VALUE``: ``hmc.routine.num_samples=100`` is ``--routine.num_samples=100`` of ``hmc``.
         fresh: run every command again, whatever has been done.
-        max_time: stop after this long; trainings are cut by Lightning's ``max_time`` and go on in the next run.
+        max_time: stop after this long, a fit at the next point from which it resumes exactly (see
+            :class:`~tu_symmetry.callbacks.LastCheckpoint`), anything else before it starts.
         display: where progress is shown; the terminal by default.
 
     Returns:
@@ -168,81 +173,77 @@ def run_commands(
     (root / MARKS).mkdir(parents=True, exist_ok=True)
     with lock_folder(root):
         clear_scratch(root)
-        run = _Run(folder, table, root, data_root, flags, fresh, deadline, display)
-        return run.all()
+        environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return _Run(folder, table, root, data_root, flags, fresh, deadline, display, environment).all()
 
 
 class TableInterrupted(Exception):
     """The time is over; the same call resumes from here."""
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        folder: Path,
-        table: CommandTable,
-        root: Path,
-        data_root: str | Path | None,
-        flags: Mapping[str, list[str]],
-        fresh: bool,
-        deadline: float | None,
-        display: Display,
-    ) -> None:
-        self.folder, self.table, self.root, self.data_root = folder, table, root, data_root
-        self.flags, self.fresh, self.deadline, self.display = flags, fresh, deadline, display
-        self.marks: dict[str, dict[str, Any]] = {}
+    """One call of :func:`run_commands`; ``marks`` are those of the commands that are done, by name."""
+
+    folder: Path
+    table: CommandTable
+    root: Path
+    data_root: str | Path | None
+    flags: Mapping[str, list[str]]
+    fresh: bool
+    deadline: float | None
+    display: Display
+    environment: Mapping[str, Any]
+    marks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def all(self) -> dict[str, dict[str, Any]]:
-        import torch
-
-        environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        names = [c.name for c in self.table.commands]
-        done: list[str] = []
         for command in self.table.commands:
-            if not self.fresh and self._is_done(command, done):
-                done.append(command.name)
+            if not self.fresh and set(command.needs) <= self.marks.keys():
+                self._take(command)
+        names = [c.name for c in self.table.commands]
+        done = list(self.marks)
         self.display.plan(self.table.title, names, done)
         for number, command in enumerate(self.table.commands):
             if command.name in done:
                 self.display.skipped(command.name)
-                continue
-            following = next((name for name in names[number + 1 :] if name not in done), None)
-            self._run(command, following, environment)
-            self._write_results(environment)
-        self._write_results(environment)
-        return {name: mark["results"] for name, mark in self.marks.items()}
+            else:
+                self._run(command, next((name for name in names[number + 1 :] if name not in done), None))
+                self._write_results()
+        self._write_results()
+        return {name: self.marks[name]["results"] for name in names}
 
     # -- what is done -------------------------------------------------------------------------------------------
 
     def _fingerprint(self, command: CommandConfig) -> str:
+        flags = [*_dotted(command.set), *self.flags[command.name]]
+        more = [Path(flag.partition("=")[2]) for flag in flags if flag.startswith("--config=")]
         return digest_of(
             {
                 "command": command.command,
                 "config": read_mapping(self.folder / command.config),
-                "flags": [*_dotted(command.set), *self.flags[command.name]],
+                "flags": flags,
+                "more": {str(path): digest_file(path) for path in more if path.is_file()},
                 "needs": {name: self.marks[name]["files"] for name in command.needs},
             }
         )
 
-    def _is_done(self, command: CommandConfig, done: Sequence[str]) -> bool:
-        if not set(command.needs) <= set(done):
-            return False
+    def _take(self, command: CommandConfig) -> None:
+        """Take a finished command's mark, if its configuration is the same and its files are as they were written."""
         mark = self._read_mark(command.name)
         if mark is None or mark["status"] != "done" or mark["fingerprint"] != self._fingerprint(command):
-            return False
-        found = digest_folder(self.root / command.name)
+            return
+        target = self.root / command.name
+        found = digest_folder(target)
         changed = sorted(n for n in found.keys() | mark["files"].keys() if found.get(n) != mark["files"].get(n))
-        if changed:
+        if not changed:
+            self.marks[command.name] = mark
+            return
+        said = f"{len(changed)} files were changed, replaced or removed since they were made ({changed[0]})"
+        if found:
             kept = _free_name(self.root / f"{command.name}.changed")
-            if found:
-                (self.root / command.name).rename(kept)
-            self.display.console.print(
-                f"[yellow]{command.name}: {len(changed)} files were changed, replaced or removed since they were made "
-                f"({changed[0]}); it is made again{f', what was there is in {kept}' if found else ''}[/yellow]"
-            )
-            return False
-        self.marks[command.name] = mark
-        return True
+            target.rename(kept)
+            said += f"; what is there is now in {kept}"
+        self.display.note(f"{command.name} is made again: {said}")
 
     def _read_mark(self, name: str) -> dict[str, Any] | None:
         path = self.root / MARKS / f"{name}.json"
@@ -253,47 +254,47 @@ class _Run:
         except FileError as error:
             raise ConfigError(f"{error}; remove it to have {name} made again") from error
 
-    def _mark(self, name: str, mark: dict[str, Any]) -> None:
-        write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
+    def _mark(self, name: str, mark: dict[str, Any]) -> dict[str, Any]:
+        mark = plain(mark)
+        write_json(self.root / MARKS / f"{name}.json", mark, seal=True)
+        return mark
 
     # -- running ------------------------------------------------------------------------------------------------
 
-    def _run(self, command: CommandConfig, following: str | None, environment: Mapping[str, Any]) -> None:
-        target = self.root / command.name
-        fingerprint = self._fingerprint(command)
-        old = self._read_mark(command.name)
-        resumed = not self.fresh and old is not None and old["fingerprint"] == fingerprint and target.is_dir()
-        if not resumed and target.exists():
+    def _run(self, command: CommandConfig, following: str | None) -> None:
+        target, name = self.root / command.name, command.name
+        mark, old = {"fingerprint": self._fingerprint(command)}, self._read_mark(name)
+        resumed = not self.fresh and old is not None and old["fingerprint"] == mark["fingerprint"] and target.is_dir()
+        if target.exists() and not resumed:
             if old is None:
+                by = "was made by an older version of this program" if (target / "stage.json").exists() else "is there"
                 raise ConfigError(
-                    f"{target} exists, but this table has not made it; move it away, or give another run folder (--out)"
+                    f"{target} {by}, and this table has not made it: move it away, or give another run folder (--out)"
                 )
-            shutil.rmtree(target)
-        spent = old.get("seconds", 0.0) if resumed and old is not None else 0.0
-        self._mark(command.name, {"fingerprint": fingerprint, "status": "running", "seconds": spent})
+            remove_folder(target)
+        spent = {key: old.get(key, 0.0) if resumed and old else 0.0 for key in ("seconds", "processor_seconds")}
+        self._mark(name, mark | spent | {"status": "running"})
+        over = f"the time is over; the same command resumes with {name}"
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise TableInterrupted(over)
         words = self._words(command, resumed)
-        with self.display.stage(command.name, resumed=resumed, following=following) as status:
-            started, processor = time.perf_counter(), time.process_time()
-            results, headline, complete = _execute(words)
-            seconds = spent + time.perf_counter() - started
-            status.done({"headline": headline})
-        mark = {
-            "fingerprint": fingerprint,
-            "status": "done" if complete else "running",
-            "results": results,
-            "headline": headline,
-            "seconds": round(seconds, 2),
-            "processor_seconds": round(time.process_time() - processor, 2),
-            "resumed": resumed,
-            "environment": environment,
-            "files": digest_folder(target) if complete else {},
-        }
-        self._mark(command.name, mark)
-        if not complete:
-            raise TableInterrupted(f"the time is over; the same command resumes with {command.name}")
-        if not mark["files"]:
-            raise ConfigError(f"{command.name} has written nothing to {target}")
-        self.marks[command.name] = plain(mark)
+        started = {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
+
+        def took() -> dict[str, Any]:
+            now = {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
+            return {key: round(spent[key] + now[key] - started[key], 2) for key in now}
+
+        with self.display.stage(name, resumed=resumed, following=following) as status:
+            found = _execute(words, self.deadline)
+            if found is None:
+                self._mark(name, mark | took() | {"status": "running"})
+                raise TableInterrupted(over)
+            status.done(found)
+        files = digest_folder(target)
+        if not files:
+            raise ConfigError(f"{name} has written nothing to {target}")
+        mark |= found | took() | {"status": "done", "resumed": resumed, "files": files}
+        self.marks[name] = self._mark(name, mark | {"environment": self.environment})
 
     def _words(self, command: CommandConfig, resumed: bool) -> list[str]:
         """The command line: the file with its folders redirected, and the flags."""
@@ -302,47 +303,37 @@ class _Run:
         write_text(path, yaml.safe_dump(moved, sort_keys=False, allow_unicode=True))
         redirected = {k: _redirect(v, self.table.root, self.root, None) for k, v in command.set.items()}
         words = [command.command, "--config", str(path), *_dotted(redirected), *self.flags[command.name]]
-        if command.command == "fit":
-            if self.deadline is not None:
-                left = self.deadline - time.monotonic()
-                if left <= 0:
-                    raise TableInterrupted(f"the time is over; the same command resumes with {command.name}")
-                words.append(f"--trainer.max_time={_clock(left)}")
-            checkpoints = sorted((self.root / command.name).rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
-            if resumed and checkpoints:
-                words.append(f"--ckpt_path={checkpoints[-1]}")
+        if resumed and command.command == "fit":
+            checkpoints = (self.root / command.name).rglob("last*.ckpt")
+            newest = max(checkpoints, key=lambda p: p.stat().st_mtime, default=None)
+            words += [] if newest is None else [f"--ckpt_path={newest}"]
         return words
 
-    def _write_results(self, environment: Mapping[str, Any]) -> None:
+    def _write_results(self) -> None:
         keep = ("results", "headline", "seconds", "processor_seconds", "resumed")
         commands = {name: {k: mark.get(k) for k in keep} for name, mark in self.marks.items()}
-        content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": environment}
+        content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": self.environment}
         write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
 
 
-def _execute(words: list[str]) -> tuple[dict[str, Any], str, bool]:
-    """Run a command in this process; returns its results, a line about them, and whether it came to its end."""
+def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:
+    """Run a command in this process: its results and a line about them, or None for a fit that was cut."""
     from tu_symmetry.tables.functions import run_function
-    from tu_symmetry.tables.lightning import run_lightning, was_cut  # loads TorchUncertainty
+    from tu_symmetry.tables.lightning import OutOfTime, run_lightning, was_cut  # loads TorchUncertainty
 
     if words[0] == "run":
-        outcome: Outcome = run_function(words[1:])
+        outcome = run_function(words[1:])
         tables = [grid.to_dict() for grid in outcome.tables]
-        return outcome.results | {"tables": tables}, outcome.headline, True
-    with _own_arguments():
-        cli = run_lightning(words)
-    metrics = plain({name: value.item() for name, value in cli.trainer.callback_metrics.items()})
-    shown = [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)]
-    return {"metrics": metrics}, ", ".join(shown[:4]), not was_cut(cli.trainer)
-
-
-@contextmanager
-def _own_arguments() -> Iterator[None]:
-    before = sys.argv
+        return {"results": outcome.results | {"tables": tables}, "headline": outcome.headline}
     try:
-        yield
-    finally:
-        sys.argv = before
+        trainer = run_lightning(words, deadline=deadline if words[0] == "fit" else None).trainer
+    except OutOfTime:
+        return None
+    if was_cut(trainer):
+        return None
+    metrics = plain({name: value.item() for name, value in trainer.callback_metrics.items()})
+    shown = [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)]
+    return {"results": {"metrics": metrics}, "headline": ", ".join(shown[:4])}
 
 
 def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:
@@ -378,11 +369,6 @@ def _redirect(value: Any, old: str, new: Path, data_root: str | Path | None, key
         if key == "root" and data_root is not None:
             return str(data_root)
     return value
-
-
-def _clock(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // DAY:02d}:{whole % DAY // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
 def _free_name(path: Path) -> Path:

@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 
 from tu_symmetry.experiments.compact_posterior.sources import Q_D, Q_R, SAMPLES, Runs
-from tu_symmetry.files import write_text
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import CommandTable, load_table
+from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.report import write_report
 
 COLUMNS = {
     "hmc/sample": "HMC\nsample",
@@ -68,8 +67,15 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     paths = {k: v for k, v in found["interpolation"].items() if "/" in k}
     plots.interpolation(out / "interpolation.png", found["interpolation"]["ratios"], paths)
     pairs = len(found["interpolation"]["ensemble/before"]["loss"])
-    write_text(out / "report.md", _markdown(table, grids, pairs))
-    return Outcome({}, str(out / "report.md"), grids)
+    sections = [
+        *(f"## {g.title}\n\n{g.markdown()}" for g in grids),
+        "## Standard deviations before and after alignment\n\n![sigma histograms](sigma.png)",
+        "## Accuracy against pruning level\n\n![pruning](pruning.png)\n\nKept are the weights of lowest σ. For "
+        "HMC's and VI's σ on the ensemble's mean and members, all are matched to the ensemble's mean first.",
+        "## Loss along the interpolation\n\n![interpolation](interpolation.png)\n\nShaded: one standard deviation over "
+        f"{pairs} pairs.",
+    ]
+    return Outcome({}, str(write_report(out, table, sections)), grids)
 
 
 def main_table(found: Mapping[str, Any], paper: Mapping[str, Any], title: str) -> Grid:
@@ -137,23 +143,3 @@ def _root_mean_square(q: CompactPosterior) -> float:
 
 def _sigma(path: Path) -> np.ndarray:
     return np.asarray(CompactPosterior.load(path).sigma().double())
-
-
-def _markdown(table: CommandTable, grids: list[Grid], pairs: int) -> str:
-    import torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    environment = ", ".join(f"{k} {v}" for k, v in describe_environment(device).items())
-    parts = [f"# {table.title}", f"Reproduces: {table.source}."]
-    if table.note:
-        parts.append(table.note)
-    parts += [f"## {g.title}\n\n{g.markdown()}" for g in grids]
-    parts += [
-        "## Standard deviations before and after alignment\n\n![sigma histograms](sigma.png)",
-        "## Accuracy against pruning level\n\n![pruning](pruning.png)\n\nKept are the weights of lowest σ. For "
-        "HMC's and VI's σ on the ensemble's mean and members, all are matched to the ensemble's mean first.",
-        "## Loss along the interpolation\n\n![interpolation](interpolation.png)\n\nShaded: one standard deviation over "
-        f"{pairs} pairs.",
-        f"## Hardware and versions\n\n{environment}",
-    ]
-    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,148 @@
+"""Recipes in tests: their configurations, run by the table or one by one, as they are or small."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from rich.console import Console
+
+from tu_symmetry.configs import read_mapping
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.tables.commands import _dotted, load_table, run_commands
+
+ROOT = Path(__file__).parents[1]
+RECIPES = ROOT / "recipes"
+
+
+def run_table(folder: Path, out: Path, overrides: Sequence[str] = (), **more: Any) -> tuple[dict[str, Any], str]:
+    """Results of every command, and what was shown."""
+    console = Console(record=True, width=80, file=io.StringIO())
+    display = Display(console)
+    results = run_commands(folder, out=out, overrides=overrides, display=display, **more)
+    display.tables(results)
+    return results, console.export_text()
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What a reader types: ``tu-symmetry COMMAND --config FILE FLAGS``."""
+
+    file: Path
+    command: str
+    name: str
+    flags: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> str:
+        return self.file.parent.relative_to(RECIPES).as_posix()
+
+
+def typed_commands() -> list[Typed]:
+    """Of every recipe with a list of commands these, in order; and every other YAML file of all recipes."""
+    found: list[Typed] = []
+    for path in sorted(RECIPES.rglob("*.yaml")):
+        beside = path.parent / "table.yaml"
+        if path == beside and "commands" in read_mapping(path):
+            rows = load_table(path.parent).commands
+            found += [Typed(path.parent / c.config, c.command, c.name, tuple(_dotted(c.set))) for c in rows]
+    listed = {typed.file for typed in found}
+    stages = {p.parent for p in RECIPES.rglob("table.yaml") if "stages" in read_mapping(p)}
+    for path in sorted(RECIPES.rglob("*.yaml")):
+        if path.name == "table.yaml" or path in listed or path.parent in stages:
+            continue
+        content = read_mapping(path)
+        command = "run" if "command" in content else "test" if "optimizer" not in content else "fit"
+        found.append(Typed(path, command, path.stem))
+    return found
+
+
+def _least(number: int) -> Callable[[Any], Any]:
+    return lambda value: min(value, number) if isinstance(value, int) and value > 0 else value
+
+
+SMALL: dict[str, Callable[[Any], Any]] = {
+    "max_epochs": _least(4),
+    "check_val_every_n_epoch": _least(2),
+    "every_n_epochs": _least(2),
+    "burn_in": _least(1),
+    "leapfrog_steps": _least(2),
+    "stored": lambda _: [0, 2, 2],
+    "num_members": _least(2),
+    "orders": _least(2),
+    "num_estimators": _least(2),
+    "num_repeats": _least(2),
+    "num_samples": _least(2),
+    "num_workers": lambda _: 0,
+    "repeats": _least(1),
+    "counts": _least(1),
+    "runs": _least(1),
+    "pairs": _least(1),
+    "points": _least(3),
+    "keep": lambda _: [1.0, 0.5],
+    "hidden": lambda value: [6] * len(value) if isinstance(value, list) else 6,
+    "channels": lambda value: [2] * len(value),
+    "batch_size": _least(32),
+    "train_size": lambda _: 64,
+    "test_size": lambda _: 48,
+    "ood_size": lambda _: 24,
+    "largest_loss": lambda _: 1e9,
+    "neighbors": _least(1),
+}
+"""What a key becomes in a small run, wherever it stands."""
+
+
+def small(value: Any, key: str = "") -> Any:
+    """The same configuration with small networks, short chains and few images."""
+    if key in SMALL and not isinstance(value, Mapping):
+        return SMALL[key](value)
+    if isinstance(value, Mapping):
+        made = {k: small(v, str(k)) for k, v in value.items()}
+        if str(made.get("class_path", "")).endswith(("DigitsDataModule", "IDXDataModule", "CIFARDataModule")):
+            made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
+        return made
+    return [small(v) for v in value] if isinstance(value, list) else value
+
+
+def small_file(typed: Typed, folder: Path) -> Path:
+    """A small copy of a file."""
+    path = folder / typed.recipe / typed.file.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(small(read_mapping(typed.file)), sort_keys=False))
+    return path
+
+
+def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
+    """MNIST and its relatives in miniature: IDX files whose images say their class."""
+    generator = np.random.default_rng(0)
+    for name in ("MNIST", "FashionMNIST", "KMNIST", "notMNIST"):
+        raw = root / name / "raw"
+        raw.mkdir(parents=True)
+        for part, count in (("train", train), ("t10k", test)):
+            y = np.arange(count, dtype=np.uint8) % 10
+            x = generator.integers(0, 80, (count, 28, 28), dtype=np.uint8)
+            for i, label in enumerate(y):
+                x[i, 2 * label : 2 * label + 6, 4:24] += 150
+            for kind, content in (("images-idx3", x), ("labels-idx1", y)):
+                head = struct.pack(f">I{content.ndim}I", 0x800 + content.ndim, *content.shape)
+                (raw / f"{part}-{kind}-ubyte").write_bytes(head + content.tobytes())
+                (raw / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + content.tobytes()))
+
+
+def class_paths(value: Any) -> Iterator[str]:
+    """Every class that a configuration names."""
+    if isinstance(value, Mapping):
+        if "class_path" in value:
+            yield str(value["class_path"])
+        for v in value.values():
+            yield from class_paths(v)
+    elif isinstance(value, list):
+        for v in value:
+            yield from class_paths(v)
