@@ -225,7 +225,7 @@ def test_in_place_keeps_the_function_and_reaches_the_canonical_scale(make: Any, 
     assert canonical.graph is not None
     for step in (4, 8, 12):
         torch.testing.assert_close(after.outputs[step], before.outputs[step], rtol=1e-10, atol=1e-12)
-        expected = canonicalize(canonical.graph, before.states[step], method).state
+        expected = canonicalize(canonical.graph, before.states[step], method=method).state
         for name, tensor in after.states[step].items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
     assert any(not torch.equal(t, before.states[4][n]) for n, t in after.states[4].items()), "vacuous"

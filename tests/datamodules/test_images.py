@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import io
 import struct
 import tarfile
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torchvision.io import encode_jpeg
 
+from tu_symmetry import datamodules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.datamodules import CIFARDataModule, DataFileError, DigitsDataModule, IDXDataModule
 from tu_symmetry.datamodules.loading import SeededOrder, TensorPairs, flip_and_shift
@@ -336,3 +338,25 @@ def test_torch_uncertainty_trains_and_tests_from_yaml(tmp_path: Path) -> None:
     assert cli.datamodule.batch_size == 70
     (found, *_) = cli.trainer.test(cli.routine, datamodule=cli.datamodule)
     assert found["test/cls/Acc"] > 0.5 and 0 <= found["ood/AUROC"] <= 1
+
+
+@pytest.mark.parametrize("name", ["DigitsDataModule", "IDXDataModule", "CIFARDataModule"])
+def test_help_and_yaml_know_every_argument(name: str) -> None:
+    """The arguments that the data modules share are written down once, and shown with each of them."""
+    from jsonargparse import ArgumentParser
+
+    kind = getattr(datamodules, name)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, "data")
+    shown = parser.format_help()
+    shared = list(inspect.signature(datamodules.ImageDataModule).parameters)
+    assert {"batch_size", "orders", "augment", "resident"} <= set(shared)
+    for argument in shared:
+        assert f"--data.{argument} " in shown
+    assert "independent order" in shown and "left to right" in shown  # what they mean, too
+    config = parser.parse_args(["--data.orders=3", "--data.batch_size=full", "--data.augment=true"])
+    made = parser.instantiate_classes(config).data
+    assert (made.orders, made.batch_size, made.augment) == (3, "full", True)
+    assert kind().batch_size == (128 if name == "CIFARDataModule" else 100)
+    with pytest.raises(TypeError, match="order"):
+        kind(order=3)

@@ -48,8 +48,12 @@ def test_canonical_scale_commutes_with_permutations(case: Case) -> None:
     _, graph, state = weights(case)
     p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(5))
     for method, fixing in (("min_mass", "leave"), ("min_mass", "unit_norm"), ("unit_norm", "leave")):
-        one = tus.canonicalize(graph, tus.apply_permutation(graph, p, state), method, normalizations=fixing).state
-        other = tus.apply_permutation(graph, p, tus.canonicalize(graph, state, method, normalizations=fixing).state)
+        one = tus.canonicalize(
+            graph, tus.apply_permutation(graph, p, state), method=method, normalizations=fixing
+        ).state
+        other = tus.apply_permutation(
+            graph, p, tus.canonicalize(graph, state, method=method, normalizations=fixing).state
+        )
         assert_equal_states(one, other)
 
 
@@ -57,14 +61,14 @@ def test_canonical_scale_commutes_with_permutations(case: Case) -> None:
 @pytest.mark.parametrize("method", ["unit_norm", "unit_variance"])
 def test_unit_forms_keep_the_function_and_are_constant_on_orbits(case: Case, method: Any) -> None:
     model, graph, state = weights(case)
-    form = tus.canonicalize(graph, state, method)
+    form = tus.canonicalize(graph, state, method=method)
     inexact = any(not g.exact for g in graph.scales)
     change = relative(outputs(model, state, case.inputs()), outputs(model, form.state, case.inputs()))
     assert change < (1e-3 if inexact else 1e-9)
     assert math.isnan(form.gradient_norm) and math.isnan(form.relative_gap) and not form.degenerate
-    assert_equal_states(form.state, tus.canonicalize(graph, form.state, method).state, rtol=1e-9)
+    assert_equal_states(form.state, tus.canonicalize(graph, form.state, method=method).state, rtol=1e-9)
     moved = tus.apply_scale(graph, scale_only(graph, 2), state)
-    assert_equal_states(form.state, tus.canonicalize(graph, moved, method).state, rtol=1e-9)
+    assert_equal_states(form.state, tus.canonicalize(graph, moved, method=method).state, rtol=1e-9)
 
 
 def filters_of(graph: tus.SymmetryGraph, group: tus.NormalizationGroup) -> float:
@@ -87,7 +91,7 @@ NORMALIZED = [c for c in CASES if c.normalizations]
 def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case, method: Any) -> None:
     model, graph, state = weights(case)
     epsilons = normalization_epsilons(model)
-    form = tus.canonicalize(graph, state, method, normalizations="unit_norm", epsilons=epsilons)
+    form = tus.canonicalize(graph, state, method=method, normalizations="unit_norm", epsilons=epsilons)
     assert form.unfixed == () and not form.degenerate
     folded = all(
         g.exact or any(m.parameter in epsilons for m in g.members) for g in (*graph.scales, *graph.normalizations)
@@ -96,7 +100,7 @@ def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case,
     assert change < (1e-9 if folded else 1e-3)
     draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(8), std=0.4)
     moved = scale_with_epsilon(graph, draw, state, epsilons)
-    again = tus.canonicalize(graph, moved, method, normalizations="unit_norm", epsilons=epsilons)
+    again = tus.canonicalize(graph, moved, method=method, normalizations="unit_norm", epsilons=epsilons)
     assert_equal_states(form.state, again.state)
     for group in graph.normalizations:
         total = torch.zeros(group.size, dtype=torch.float64)
@@ -230,8 +234,8 @@ def test_far_starts_converge() -> None:
 def test_weights_whose_squares_overflow_are_refused(method: Any) -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     with pytest.raises(tus.SymmetryError, match="leave the range of float64"):
-        tus.canonicalize(graph, {name: 1e160 * t for name, t in state.items()}, method)
-    form = tus.canonicalize(graph, {name: 1e70 * t for name, t in state.items()}, method)
+        tus.canonicalize(graph, {name: 1e160 * t for name, t in state.items()}, method=method)
+    form = tus.canonicalize(graph, {name: 1e70 * t for name, t in state.items()}, method=method)
     assert all(bool(t.isfinite().all()) for t in form.state.values())
 
 
@@ -244,9 +248,9 @@ def test_no_convergence_is_an_error() -> None:
 @pytest.mark.parametrize(("name", "first"), [("mlp_relu", "0.weight"), ("cnn_flatten", "0.weight")])
 def test_unit_forms_by_hand(name: str, first: str) -> None:
     _, graph, state = named(name)
-    rows = tus.canonicalize(graph, state, "unit_norm").state[first].flatten(1)
+    rows = tus.canonicalize(graph, state, method="unit_norm").state[first].flatten(1)
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)).double())
-    rows = tus.canonicalize(graph, state, "unit_variance").state[first].flatten(1)
+    rows = tus.canonicalize(graph, state, method="unit_variance").state[first].flatten(1)
     torch.testing.assert_close(rows.square().mean(1), torch.ones(len(rows)).double())
 
 
@@ -255,9 +259,9 @@ def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average(
     assert [filters_of(graph, g) for g in graph.normalizations] == [6.0, 7.0]
     least = tus.canonicalize(graph, state, normalizations="unit_norm").state
     assert float(least["0.weight"].square().sum() + least["0.bias"].square().sum()) == pytest.approx(6.0)
-    unit = tus.canonicalize(graph, state, "unit_norm", normalizations="unit_norm").state
+    unit = tus.canonicalize(graph, state, method="unit_norm", normalizations="unit_norm").state
     assert float(unit["3.weight"].square().sum()) == pytest.approx(7.0)
-    mean = tus.canonicalize(graph, state, "unit_variance", normalizations="unit_norm").state
+    mean = tus.canonicalize(graph, state, method="unit_variance", normalizations="unit_norm").state
     assert float(mean["3.weight"].square().mean()) == pytest.approx(1.0)
 
 
@@ -265,7 +269,7 @@ def test_negative_gains_stay_negative() -> None:
     _, graph, state = named("batchnorm_cnn")
     state["1.weight"][:2] *= -state["1.weight"][:2].sign()
     for method, normalizations in (("min_mass", "leave"), ("unit_norm", "unit_norm"), ("min_mass", "unit_norm")):
-        found = tus.canonicalize(graph, state, method, normalizations=normalizations).state["1.weight"]
+        found = tus.canonicalize(graph, state, method=method, normalizations=normalizations).state["1.weight"]
         assert torch.equal(found.sign(), state["1.weight"].sign()) and bool((found[:2] < 0).all())
         if method == "unit_norm":  # lambda = 1 / |gamma|
             torch.testing.assert_close(found.abs(), torch.ones(4).double())
@@ -300,7 +304,7 @@ def test_dead_units_are_fixed_by_unit_norm() -> None:
     assert form.log_scale["0"][4] == 0.0
     moved = tus.apply_scale(graph, scale_only(graph, 2), state)
     assert_equal_states(form.state, tus.canonicalize(graph, moved, degenerate="unit_norm").state)
-    unit = tus.canonicalize(graph, state, "unit_norm")  # nothing makes unit 1 and 4
+    unit = tus.canonicalize(graph, state, method="unit_norm")  # nothing makes unit 1 and 4
     assert unit.degenerate["0"].tolist() == [1, 4]
 
 
@@ -345,7 +349,7 @@ def test_nothing_but_zeros() -> None:
     graph, state = dead_units()
     zeros = {n: torch.zeros_like(t) for n, t in state.items()}
     for method in ("min_mass", "unit_norm", "unit_variance"):
-        form = tus.canonicalize(graph, zeros, method, degenerate="unit_norm", normalizations="unit_norm")
+        form = tus.canonicalize(graph, zeros, method=method, degenerate="unit_norm", normalizations="unit_norm")
         assert form.mass_after == 0.0 and all(len(d) == graph[n].size for n, d in form.degenerate.items())
         assert len(form.degenerate) == 2 and all(bool(torch.isfinite(t).all()) for t in form.state.values())
 

@@ -102,7 +102,7 @@ CALLS: dict[str, Callable[[tus.SymmetryGraph, bool], Any]] = {
     "align mean": lambda g, c: tus.align(g, [state(0), state(1)], reference="mean", certify=c),
     "align universe": lambda g, c: tus.align(g, [state(0), state(1)], reference="universe", certify=c),
     "canonicalize": lambda g, c: tus.canonicalize(g, state(0), certify=c),
-    "canonicalize unit_norm": lambda g, c: tus.canonicalize(g, state(0), "unit_norm", certify=c),
+    "canonicalize unit_norm": lambda g, c: tus.canonicalize(g, state(0), method="unit_norm", certify=c),
     "remove_symmetries": lambda g, c: tus.remove_symmetries(g, state(0), certify=c),
     "remove_symmetries order": lambda g, c: tus.remove_symmetries(g, state(0), scale=None, certify=c),
     "remove_symmetries stack": lambda g, c: tus.remove_symmetries(g, stack_states([state(0), state(1)]), certify=c),
@@ -190,7 +190,7 @@ def test_the_change_that_is_reported_is_what_the_dtype_explains(dtype: torch.dty
 
 def test_the_change_is_that_of_the_outputs_by_a_forward_pass_of_ones_own() -> None:
     model, x = network(), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    form = tus.canonicalize(right(), state(3), "unit_norm")
+    form = tus.canonicalize(right(), state(3), method="unit_norm")
     model.load_state_dict(state(3))
     before = model.double()(x.double())
     model.load_state_dict(form.state)

@@ -102,7 +102,7 @@ def test_the_canonical_form_is_that_of_the_orbit_however_far_the_weights_lie(nam
     rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-11
     methods: tuple[Any, ...] = ("min_mass", "unit_norm", "unit_variance")
     for method in methods:
-        wanted, found = tus.canonicalize(graph, state, method), tus.canonicalize(graph, far, method)
+        wanted, found = tus.canonicalize(graph, state, method=method), tus.canonicalize(graph, far, method=method)
         assert_close(found.state, wanted.state, rounding)
         assert found.mass_after == pytest.approx(wanted.mass_after, rel=1e-9)
         assert {n: t.dtype for n, t in found.state.items()} == dict.fromkeys(state, dtype)
@@ -130,14 +130,14 @@ def test_masses_of_extreme_weights_are_those_of_ordinary_ones(name: str, size: f
 def test_what_the_dtype_does_not_hold_is_refused_and_never_infinite(method: Any, size: float) -> None:
     graph, state = made("chain")
     far = {n: (t * size).float() for n, t in state.items()}
-    wide = tus.canonicalize(graph, {n: t.double() for n, t in far.items()}, method)  # float64 holds all of them
+    wide = tus.canonicalize(graph, {n: t.double() for n, t in far.items()}, method=method)  # float64 holds all of them
     largest = max(float(t.abs().max()) for t in wide.state.values())
     least = min(float(t.abs().max()) for t in wide.state.values() if t.any())
     if largest < 1e38 and least > 1e-37:
-        assert_close(tus.canonicalize(graph, far, method).state, wide.state, 1e-6)
+        assert_close(tus.canonicalize(graph, far, method=method).state, wide.state, 1e-6)
     elif largest > 3.5e38 or least < 1e-46:
         with pytest.raises(tus.SymmetryError, match=r"range of torch.float32 .* wider dtype"):
-            tus.canonicalize(graph, far, method)
+            tus.canonicalize(graph, far, method=method)
 
 
 def test_both_ways_out_of_the_range_are_met_above() -> None:
@@ -146,7 +146,7 @@ def test_both_ways_out_of_the_range_are_met_above() -> None:
     kinds = set()
     for size in SIZES:
         try:
-            form = tus.canonicalize(graph, {n: (t * size).float() for n, t in state.items()}, "unit_norm")
+            form = tus.canonicalize(graph, {n: (t * size).float() for n, t in state.items()}, method="unit_norm")
             kinds.add("held")
             assert all(bool(torch.isfinite(t).all()) for t in form.state.values())
         except tus.SymmetryError as error:

@@ -192,7 +192,7 @@ class ScaleCanonicalization(SymmetryCallback):
         certify = self.in_place and self.method == "min_mass"
         least = applied = canonicalize(graph, state, parameters=self.parameters, certify=certify)
         if self.method != "min_mass":
-            applied = canonicalize(graph, state, self.method, parameters=self.parameters, certify=self.in_place)
+            applied = canonicalize(graph, state, method=self.method, parameters=self.parameters, certify=self.in_place)
         log_scale = applied.log_scale
         numbers: dict[str, Any] = {
             "mass": least.mass_before,

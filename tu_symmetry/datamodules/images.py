@@ -87,17 +87,17 @@ class ImageDataModule(LightningDataModule):
     def __init__(
         self,
         *,
-        batch_size: BatchSize,
-        eval_batch_size: int | None,
-        train_size: int | None,
-        val_size: int,
-        test_size: int | None,
-        normalize: bool,
-        eval_ood: bool,
-        ood_size: int | None,
-        orders: int | None,
-        resident: bool,
-        seed: int,
+        batch_size: BatchSize = 100,
+        eval_batch_size: int | None = 1000,
+        train_size: int | None = None,
+        val_size: int = 0,
+        test_size: int | None = None,
+        normalize: bool = False,
+        eval_ood: bool = False,
+        ood_size: int | None = None,
+        orders: int | None = None,
+        resident: bool = False,
+        seed: int = 0,
         augment: bool = False,
     ) -> None:
         super().__init__()
@@ -245,18 +245,7 @@ class DigitsDataModule(ImageDataModule):
     The split is stratified and always the same. The out-of-distribution set are the test images with their pixels in
     a random order, each in its own: the same histograms, no shapes.
 
-    Args:
-        batch_size: see :class:`ImageDataModule`, also for all that follows.
-        eval_batch_size: of other batches.
-        train_size: number of training images.
-        val_size: number of validation images.
-        test_size: number of test images.
-        normalize: to mean 0 and standard deviation 1.
-        eval_ood: also test on the out-of-distribution set.
-        ood_size: number of its images.
-        orders: independent orders for members trained at once.
-        resident: keep the tensors on the trainer's device.
-        seed: of the orders.
+    Its arguments are those of :class:`ImageDataModule`.
     """
 
     num_classes = 10
@@ -264,34 +253,6 @@ class DigitsDataModule(ImageDataModule):
     mean = (0.3054,)
     std = (0.3761,)
     scale = 16.0
-
-    def __init__(
-        self,
-        batch_size: BatchSize = 100,
-        eval_batch_size: int | None = 1000,
-        train_size: int | None = None,
-        val_size: int = 0,
-        test_size: int | None = None,
-        normalize: bool = False,
-        eval_ood: bool = False,
-        ood_size: int | None = None,
-        orders: int | None = None,
-        resident: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            normalize=normalize,
-            eval_ood=eval_ood,
-            ood_size=ood_size,
-            orders=orders,
-            resident=resident,
-            seed=seed,
-        )
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part."""
@@ -320,19 +281,10 @@ class IDXDataModule(ImageDataModule):
     Args:
         dataset: ``mnist``, ``fashion_mnist``, ``kmnist`` or ``notmnist``.
         root: folder of data sets.
-        batch_size: see :class:`ImageDataModule`, also for all that follows.
-        eval_batch_size: of other batches.
-        train_size: number of training images.
-        val_size: number of validation images.
-        test_size: number of test images.
-        normalize: to mean 0 and standard deviation 1.
         eval_ood: also test on the out-of-distribution set.
         ood_dataset: the out-of-distribution set, normalized as the training set.
-        ood_size: number of its images.
-        orders: independent orders for members trained at once.
-        resident: keep the tensors on the trainer's device.
         download: download what is missing.
-        seed: of the orders.
+        **common: the arguments of :class:`ImageDataModule`.
 
     Raises:
         ValueError: an out-of-distribution set that is the data set itself.
@@ -345,33 +297,13 @@ class IDXDataModule(ImageDataModule):
         self,
         dataset: IDXName = "mnist",
         root: str | Path = "data",
-        batch_size: BatchSize = 100,
-        eval_batch_size: int | None = 1000,
-        train_size: int | None = None,
-        val_size: int = 0,
-        test_size: int | None = None,
-        normalize: bool = False,
+        *,
         eval_ood: bool = False,
         ood_dataset: IDXName = "fashion_mnist",
-        ood_size: int | None = None,
-        orders: int | None = None,
-        resident: bool = False,
         download: bool = True,
-        seed: int = 0,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            normalize=normalize,
-            eval_ood=eval_ood,
-            ood_size=ood_size,
-            orders=orders,
-            resident=resident,
-            seed=seed,
-        )
+        super().__init__(eval_ood=eval_ood, **common)
         if eval_ood and ood_dataset == dataset:
             raise ValueError(f"ood_dataset is {dataset}, which is the data set itself: choose another")
         self.dataset = dataset
@@ -405,20 +337,10 @@ class CIFARDataModule(ImageDataModule):
         root: folder of data sets: of torchvision's, or of the archive.
         source: ``torchvision``, downloaded where it is missing; or ``archive``, the file ``cifar10-jpeg.tar.xz`` in
             ``root`` with members ``train/00000_frog.jpg`` in canonical order.
-        batch_size: see :class:`ImageDataModule`, also for all that follows.
-        eval_batch_size: of other batches.
-        train_size: number of training images.
-        val_size: number of validation images.
-        test_size: number of test images.
-        normalize: to mean 0 and standard deviation 1 in every channel.
-        eval_ood: also test on the out-of-distribution set.
+        batch_size: of training batches; ``full`` or None for the whole training set in order.
         ood_dataset: ``svhn`` (torchvision's test set) or ``textures`` (the archive ``dtd10-64.tar.xz`` in ``root``).
-        ood_size: number of its images.
-        orders: independent orders for members trained at once.
-        resident: keep the tensors on the trainer's device.
         download: have torchvision download what is missing.
-        seed: of the orders.
-        augment: flip and shift training images at random.
+        **common: the other arguments of :class:`ImageDataModule`.
 
     Raises:
         ValueError: an archive of CIFAR-100, which there is none of.
@@ -431,35 +353,13 @@ class CIFARDataModule(ImageDataModule):
         dataset: CIFARName = "cifar10",
         root: str | Path = "data",
         source: Literal["torchvision", "archive"] = "torchvision",
+        *,
         batch_size: BatchSize = 128,
-        eval_batch_size: int | None = 1000,
-        train_size: int | None = None,
-        val_size: int = 0,
-        test_size: int | None = None,
-        normalize: bool = False,
-        eval_ood: bool = False,
         ood_dataset: Literal["svhn", "textures"] = "svhn",
-        ood_size: int | None = None,
-        orders: int | None = None,
-        resident: bool = False,
         download: bool = True,
-        seed: int = 0,
-        augment: bool = False,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            batch_size=batch_size,
-            eval_batch_size=eval_batch_size,
-            train_size=train_size,
-            val_size=val_size,
-            test_size=test_size,
-            normalize=normalize,
-            eval_ood=eval_ood,
-            ood_size=ood_size,
-            orders=orders,
-            resident=resident,
-            seed=seed,
-            augment=augment,
-        )
+        super().__init__(batch_size=batch_size, **common)
         if source == "archive" and dataset != "cifar10":
             raise ValueError(f"source 'archive' is {CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
         self.dataset = dataset

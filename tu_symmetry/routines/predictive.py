@@ -202,7 +202,7 @@ def optimizer_config(
 ) -> Any:
     """What ``configure_optimizers`` returns: Adam with learning rate 1e-3 unless another one is given.
 
-    Schedules that torch defines by the batch (``OneCycleLR``, ``CyclicLR``) go on after every optimizer step, others
+    Schedules that torch defines by the batch (``OneCycleLR``, ``CyclicLR``) advance after every optimizer step, others
     after every epoch.
     """
     made = torch.optim.Adam(parameters, lr=1e-3) if optimizer is None else optimizer(parameters)

@@ -72,8 +72,8 @@ class CanonicalForm:
 def canonicalize(
     graph: SymmetryGraph,
     state: Mapping[str, Tensor],
-    method: Method = "min_mass",
     *,
+    method: Method = "min_mass",
     parameters: Parameters | None = None,
     normalizations: Convention = "leave",
     degenerate: Convention = "leave",

@@ -80,7 +80,7 @@ def remove_symmetries(
         form = canonicalize(
             graph,
             given,
-            scale,
+            method=scale,
             normalizations=normalizations,
             degenerate=degenerate,
             epsilons=epsilons,

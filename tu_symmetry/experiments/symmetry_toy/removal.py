@@ -123,8 +123,8 @@ def mean_losses(model: Perceptron, states: Mapping[str, Tensor], data: TwoGroups
 def rescaled(graph: SymmetryGraph, state: Mapping[str, Tensor], norm: float | None) -> dict[str, Tensor]:
     """The network with incoming weights of the given norm in every hidden unit, or of least mass for None."""
     if norm is None:
-        return canonicalize(graph, state, "min_mass", certify=False).state
-    unit = canonicalize(graph, state, "unit_norm", certify=False).state
+        return canonicalize(graph, state, method="min_mass", certify=False).state
+    unit = canonicalize(graph, state, method="unit_norm", certify=False).state
     stretch = {g.name: torch.full((g.size,), math.log(norm), dtype=torch.float64) for g in graph.scales}
     return apply_scale(graph, stretch, unit)
 
