@@ -78,6 +78,9 @@ def test_copies_compute_the_same_function_and_take_the_wanted_transpositions(tmp
             rows = [first["layers.0.bias"].tolist().index(v) for v in copied["layers.0.bias"].tolist()]
             assert 8 - cycles(rows) == count
     assert not torch.equal(store[0]["layers.0.weight"], store[4]["layers.0.weight"])
+    again = make_pairs(tmp_path, model, DigitsDataModule(train_size=20), counts=3, runs=2, seed=4)  # as after a kill
+    assert again.results == made and len(SampleStore.open(tmp_path / "initial")) == 8
+    again.save(tmp_path)
     with pytest.raises(FileExistsError, match="not empty"):
         make_pairs(tmp_path, model, DigitsDataModule(train_size=20))
     with pytest.raises(ValueError, match="one hidden layer, the model has 2"):

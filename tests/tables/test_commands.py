@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -100,7 +101,7 @@ def test_a_result_that_was_touched_is_made_again_and_kept_aside(recipe: Path, da
         (folder / "notes.txt").write_text("mine")
     results, calls, text = run(recipe)
     assert calls == ["fit 3", "double"] and results["double"] == first["double"]
-    assert "it is made again" in text
+    assert "line is made again: 1 files" in text.replace("\n", " ")
     kept = folder.with_name("line.changed-1")
     assert kept.is_dir()
     if damage == "changed":
@@ -130,16 +131,61 @@ def test_a_cut_training_resumes_from_its_checkpoint(recipe: Path) -> None:
     assert results["double"]["value"] == whole["double"]["value"]
 
 
-def test_time_that_is_over_cuts_and_goes_on(recipe: Path) -> None:
+class Slow(Callback):
+    """Takes a tenth of a second for an epoch, and counts."""
+
+    def on_train_epoch_end(self, trainer, pl_module) -> None:
+        toy_commands.CALLS.append(f"epoch {trainer.current_epoch}")
+        time.sleep(0.1)
+
+
+def test_time_that_is_over_cuts_and_every_call_takes_it_further(recipe: Path) -> None:
+    """The numbers of a run that was never cut; what a routine does at the end is done once, and no epoch twice."""
+    toy_commands.Slow = Slow  # type: ignore[attr-defined]
+    Slow.__module__ = "toy_commands"
+    line = LINE.replace("max_epochs: 3", "max_epochs: 20")
+    line = line.replace("  callbacks:\n", "  callbacks:\n    - class_path: toy_commands.Slow\n")
+    (recipe / "line.yaml").write_text(line)
     whole, _, _ = run(recipe, out=recipe.parent / "whole")
-    (recipe / "line.yaml").write_text(LINE.replace("max_epochs: 3", "max_epochs: 100000"))
-    with pytest.raises(TableInterrupted, match="resumes with line"):
-        run(recipe, max_time=timedelta(seconds=2))
-    (recipe / "line.yaml").write_text(LINE)
-    results, _, _ = run(recipe)  # another configuration: from the start
-    assert results["double"]["value"] == whole["double"]["value"]
+    made: list[str] = []
+    results, cuts = None, 0
+    while results is None:
+        try:
+            results = run(recipe, max_time=timedelta(seconds=0.5))[0]
+        except TableInterrupted as error:
+            cuts += 1
+            assert "resumes with" in str(error) and cuts < 40
+        made += toy_commands.CALLS
+    assert cuts > 1 and results["double"]["value"] == whole["double"]["value"]
+    assert made == [*(f"epoch {epoch}" for epoch in range(20)), "fit 20", "double"]
+    mark = json.loads((recipe.parent / "out" / ".table" / "line.json").read_text())
+    assert mark["seconds"] > 2 and mark["resumed"]  # of all parts together
     with pytest.raises(TableInterrupted):
         run(recipe, max_time=timedelta(seconds=0), fresh=True)
+
+
+def test_what_older_versions_left_is_refused_in_one_line(recipe: Path) -> None:
+    old = recipe.parent / "out" / "line"
+    old.mkdir(parents=True)
+    (old / "stage.json").write_text("{}")
+    with pytest.raises(ConfigError, match="older version") as error:
+        run(recipe)
+    assert "\n" not in str(error.value)
+    (recipe / "table.yaml").write_text("title: Old\nstages: [a, b]\n")
+    with pytest.raises(ConfigError, match="lists stages") as error:
+        run(recipe)
+    assert "\n" not in str(error.value)
+
+
+def test_a_further_configuration_is_part_of_what_was_run(recipe: Path) -> None:
+    more = recipe.parent / "more.yaml"
+    more.write_text("{command: {init_args: {factor: 3}}}")
+    results, _, _ = run(recipe, overrides=[f"double.config={more}"])
+    weight = results["double"]["value"] / 3
+    assert run(recipe, overrides=[f"double.config={more}"])[1] == []
+    more.write_text("{command: {init_args: {factor: 5}}}")
+    results, calls, _ = run(recipe, overrides=[f"double.config={more}"])
+    assert calls == ["double"] and results["double"]["value"] == pytest.approx(5 * weight)
 
 
 def test_data_root_and_flags_reach_the_commands(recipe: Path) -> None:

@@ -17,7 +17,7 @@ from tu_symmetry.alignment.barrier import interpolate, loss_barrier
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.compact_posterior.sources import Study
-from tu_symmetry.files import FileError
+from tu_symmetry.files import FileError, new_folder, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
@@ -28,7 +28,7 @@ from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.library import find_recipe
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.outcome import RESULTS, Outcome
 from tu_symmetry.tables.report import write_report
 
 INITIAL = "initial"
@@ -57,10 +57,10 @@ def make_pairs(
 
     Raises:
         ValueError: a model with another number of hidden layers.
-        FileExistsError: ``out`` holds initial states already.
+        FileExistsError: ``out`` holds finished initial states already (those of a call that was cut are made again).
     """
     folder = out / INITIAL
-    if folder.is_dir() and any(folder.iterdir()):
+    if (out / RESULTS).exists() and folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: move it away, or give another folder")
     study = Study(model, data, seed, device)
     graph = study.graph
@@ -69,16 +69,19 @@ def make_pairs(
     (group,) = graph.permutations
     wanted = torch.linspace(1, group.size - 1, counts, dtype=torch.float64).round().long().tolist()
     generator = study.generator("permutations")
-    store = SampleStore.create(folder, architecture=type(model).__name__, method="permuted_copies", seed=seed)
-    for run in range(runs):
-        start = initialized(model, derived_seed(seed, 1, run)).state_dict()
-        copies = [start]
-        for count in wanted:
-            p = {group.name: permutation_with_count(group.size, count, generator)}
-            assert transposition_count(p) == count
-            copies.append(apply_permutation(graph, p, start))
-        stack = {name: torch.stack([c[name] for c in copies]).cpu() for name in start}
-        store.append(stack, chain=run, step=range(len(copies)))
+    out.mkdir(parents=True, exist_ok=True)
+    with new_folder(folder) as made:
+        store = SampleStore.create(made, architecture=type(model).__name__, method="permuted_copies", seed=seed)
+        for run in range(runs):
+            start = initialized(model, derived_seed(seed, 1, run)).state_dict()
+            copies = [start]
+            for count in wanted:
+                p = {group.name: permutation_with_count(group.size, count, generator)}
+                assert transposition_count(p) == count
+                copies.append(apply_permutation(graph, p, start))
+            stack = {name: torch.stack([c[name] for c in copies]).cpu() for name in start}
+            store.append(stack, chain=run, step=range(len(copies)))
+        remove_folder(folder)
     return Outcome(
         {"initial": wanted, "runs": runs, "networks": len(store)}, f"{runs} initializations, {len(store)} networks"
     )
