@@ -13,7 +13,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.files import remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samplers import deep_ensemble
 from tu_symmetry.posterior.samples import SampleStore
@@ -289,3 +291,32 @@ def test_from_yaml(tmp_path: Path, tu: bool) -> None:
             (optimizer,) = cli.trainer.optimizers
             assert type(optimizer) is (torch.optim.Adam if tu else torch.optim.SGD)
             assert "val/cls/ECE" in cli.trainer.callback_metrics
+
+
+def test_a_run_that_is_resumed_for_more_epochs_replaces_its_members(tmp_path: Path) -> None:
+    """The store holds the last members once, those of a run that was longer from the start; a stranger's is refused."""
+
+    def fit(folder: Path, epochs: int, resume: bool = False) -> MembersRoutine:
+        routine = MembersRoutine(Plain(), 3, samples=folder / "samples")
+        made = trainer(folder, epochs, enable_checkpointing=True, callbacks=[LastCheckpoint()])
+        made.fit(routine, datamodule=data(3), ckpt_path="last" if resume else None)
+        return routine
+
+    fit(tmp_path / "a", 2)
+    first = SampleStore.open(tmp_path / "a" / "samples")
+    assert first.chains == [0, 1, 2] and len(set(first.steps)) == 1
+    fit(tmp_path / "a", 4, resume=True)
+    fit(tmp_path / "whole", 4)
+    store, whole = (SampleStore.open(tmp_path / name / "samples") for name in ("a", "whole"))
+    assert store.chains == [0, 1, 2] and store.steps == whole.steps == [2 * first.steps[0]] * 3
+    assert all(torch.equal(t, whole.load()[name]) for name, t in store.load().items())
+    before = sorted(path.name for path in (tmp_path / "a" / "samples").iterdir())
+    fit(tmp_path / "a", 4, resume=True)  # nothing is left to do, and nothing is written
+    assert sorted(path.name for path in (tmp_path / "a" / "samples").iterdir()) == before
+
+    remove_folder(tmp_path / "a" / "samples")
+    stranger = SampleStore.create(tmp_path / "a" / "samples", architecture="Plain", method="hmc", seed=0)
+    stranger.append(whole.load(), chain=range(3), step=[1, 2, 3])
+    with pytest.raises(FileExistsError, match="other samples"):
+        fit(tmp_path / "a", 5, resume=True)
+    assert len(SampleStore.open(tmp_path / "a" / "samples")) == 3
