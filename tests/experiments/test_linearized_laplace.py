@@ -45,7 +45,6 @@ from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import CommandTable, load_table, run_commands
 from tu_symmetry.tables.convnets import ResNet
-from tu_symmetry.tables.functions import build_parser
 from tu_symmetry.tables.lightning import SymmetryCLI
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome
@@ -55,7 +54,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 RECIPES = Path(__file__).parents[2] / "recipes" / "linearized_laplace"
 TABLES = ["table1", "table1-mnist-small", "table1-mnist"]
 ALL = ["toy", *TABLES, "table2", "table2-resnet50"]
-FILES = sorted({(name, c.config, c.command) for name in ALL for c in load_table(RECIPES / name).commands})
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "T-Former": Transformer,
     "CNN": CNN,
@@ -68,24 +66,6 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 def run(name: str | Path, out: Path, overrides: list[str], **more: Any) -> dict[str, Any]:
     display = Display(Console(file=io.StringIO(), width=120))
     return run_commands(RECIPES / name, out=out, overrides=overrides, display=display, **more)
-
-
-@pytest.mark.parametrize(("name", "file", "command"), FILES, ids=[f"{a}-{b}" for a, b, _ in FILES])
-def test_every_file_is_a_configuration_of_its_command(
-    name: str, file: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With nothing but ``--config FILE``; the classes that it names take the arguments that it gives."""
-    path = str(RECIPES / name / file)
-    if command == "run":
-        assert build_parser().parse_args(["--config", path]).command.class_path
-        return
-    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
-    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
-    config = SymmetryCLI(args=[command, "--config", path]).config[command]
-    saving = config.trainer.callbacks[-1].init_args
-    assert saving.save_last and saving.dirpath is None
-    assert str(config.trainer.logger.init_args.save_dir) == str(config.trainer.default_root_dir)
 
 
 @pytest.mark.parametrize("name", ["t-former", "resnet", "pre-resnet"])
@@ -274,7 +254,7 @@ def test_an_unknown_choice_of_bands_is_an_error(bands: tuple[Path, dict[str, Any
     network = bands[0] / "network"
     with pytest.raises(ValueError, match="write map or tangent_mode"):
         toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), network, CurveDataModule(train_size=30), choices=["full"])
-    with pytest.raises(FileNotFoundError, match="save_last"):
+    with pytest.raises(FileNotFoundError, match="LastCheckpoint"):
         toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), tmp_path, CurveDataModule(train_size=30))
 
 

@@ -159,7 +159,7 @@ def test_every_file_is_a_configuration_of_its_command(
     monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
     config = SymmetryCLI(args=[command.command, "--config", path]).config[command.command]
     routine, data = config.routine.init_args, config.data.init_args
-    assert config.trainer.callbacks[-1].init_args.save_last
+    assert config.trainer.callbacks[-1].class_path.endswith("LastCheckpoint")
     assert routine.num_members == data.orders == 3
     steps = math.ceil((data.train_size or 50_000) / data.batch_size)
     schedule = routine.lr_scheduler.init_args

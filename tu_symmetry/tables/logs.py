@@ -59,7 +59,7 @@ def last_weights(run: Path) -> dict[str, Tensor]:
     """
     found = sorted(run.rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
     if not found:
-        raise FileNotFoundError(f"{run} holds no last.ckpt: fit with a ModelCheckpoint that has save_last: true")
+        raise FileNotFoundError(f"{run} holds no last.ckpt: fit with the callback LastCheckpoint")
     return load_state(found[-1], prefix="model.")
 
 
