@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from toy_networks import Net
 
 from tu_symmetry import cli
 from tu_symmetry.alignment.align import align
@@ -36,11 +37,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 ROOT = Path(__file__).parents[2]
 MODES = ("first", "medoid", "mean", "universe")
-
-
-class Net(nn.Sequential):
-    def __init__(self, hidden: int = 12) -> None:
-        super().__init__(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 3))
 
 
 State = dict[str, Tensor]
@@ -421,7 +417,7 @@ def test_a_killed_run_goes_on_to_identical_bytes(
 ) -> None:
     """SIGKILL in the middle of a write, with a half-written file left behind."""
     files = write(tmp_path, noisy(graph, 4))
-    words = ["align", *map(str, files), "--model", "test_align_files.Net", "--input", "1,4", "--reference", mode]
+    words = ["align", *map(str, files), "--model", "toy_networks.Net", "--input", "1,4", "--reference", mode]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     killed = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(writes), *words, "--out", str(tmp_path / "killed")],

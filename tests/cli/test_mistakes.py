@@ -12,26 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from toy_networks import net
 
 from tu_symmetry import cli
 
 ROOT = Path(__file__).parents[2]
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def loader() -> list[tuple[Tensor, Tensor]]:
-    return [(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))]
-
-
-def raises() -> None:
-    raise KeyError("x")
-
-
-HERE = __name__
+HERE = "toy_networks"
 INSPECT = ["inspect", "--model", "torch.nn.Linear", "--init", "in_features=4", "out_features=3", "--input", "1,4"]
 ALIGN = ["align", "IN/a.pt", "IN/b.pt", "--model", f"{HERE}.net", "--input", "1,4", "--out", "OUT"]
 BARRIERS = [*ALIGN, "--data", f"{HERE}.loader", "--points", "3"]

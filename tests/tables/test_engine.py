@@ -390,16 +390,14 @@ def careful(in_features: int, num_classes: int) -> nn.Linear:
     return nn.Linear(in_features, num_classes)
 
 
-@pytest.mark.parametrize(
-    "name", ["os.system", "builtins.print", "test_tables_engine.careless", "pathlib.Path", "os.path"]
-)
+@pytest.mark.parametrize("name", ["os.system", "builtins.print", f"{__name__}.careless", "pathlib.Path", "os.path"])
 def test_what_a_recipe_names_is_looked_at_before_it_is_called(name: str) -> None:
     data = load_data(DataConfig("digits", 20, 20), Path("nowhere"))
     CALLED.clear()
     with pytest.raises(ConfigError, match=f"{name} is neither a class of .* so it was not called"):
         build_model(ModelConfig(name, {"command": "true"}), data)
     assert CALLED == []
-    assert isinstance(build_model(ModelConfig("test_tables_engine.careful"), data), nn.Linear)
+    assert isinstance(build_model(ModelConfig(f"{__name__}.careful"), data), nn.Linear)
 
 
 @pytest.mark.parametrize(
