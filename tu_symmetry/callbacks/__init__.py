@@ -10,27 +10,32 @@ _EXPORTS: dict[str, str] = {
     "FitCompactPosterior": "compact",
     "FitLaplace": "laplace",
     "LastCheckpoint": "checkpoint",
+    "PosteriorDraws": "draws",
     "PosteriorSnapshots": "snapshots",
     "PredictiveWriter": "reference",
     "Rebasin": "rebasin",
     "ReferencePredictive": "reference",
     "ScaleCanonicalization": "scale",
+    "TrueTemperature": "draws",
 }
 
 __all__ = [
     "FitCompactPosterior",
     "FitLaplace",
     "LastCheckpoint",
+    "PosteriorDraws",
     "PosteriorSnapshots",
     "PredictiveWriter",
     "Rebasin",
     "ReferencePredictive",
     "ScaleCanonicalization",
+    "TrueTemperature",
 ]
 
 if TYPE_CHECKING:
     from tu_symmetry.callbacks.checkpoint import LastCheckpoint
     from tu_symmetry.callbacks.compact import FitCompactPosterior
+    from tu_symmetry.callbacks.draws import PosteriorDraws, TrueTemperature
     from tu_symmetry.callbacks.laplace import FitLaplace
     from tu_symmetry.callbacks.rebasin import Rebasin
     from tu_symmetry.callbacks.reference import PredictiveWriter, ReferencePredictive

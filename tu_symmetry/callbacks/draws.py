@@ -1,0 +1,188 @@
+"""Networks drawn from what a run has trained, into a store; and the temperature of TorchUncertainty's samplers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tu_symmetry.callbacks.laplace import FitLaplace
+from tu_symmetry.posterior.draws import Draws, network_draws
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines.predictive import training_points
+from tu_symmetry.routines.variational import VariationalRoutine
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class PosteriorDraws(Callback):
+    """At the end of a fit, draws networks of the plain architecture and writes them to a sample store.
+
+    What is drawn from is, in this order: the approximation of a :class:`~tu_symmetry.callbacks.FitLaplace` that stands
+    before it among the callbacks; a fitted ``LaplaceApprox`` of the routine (it is fitted to the training data if it
+    has not been); the Gaussian of a :class:`~tu_symmetry.routines.VariationalRoutine`; else the routine's ``model`` as
+    :func:`~tu_symmetry.posterior.draws.network_draws` knows it: deep ensembles, checkpoint collectors, SWAG, dropout,
+    Bayesian layers.
+
+    Args:
+        num_samples: number of networks.
+        folder: of the store; ``samples`` in the trainer's ``default_root_dir`` by default.
+        chain: number of the run in the store, so that runs with other seeds can share one.
+        seed: of the draws.
+        scale: of SWAG's covariance; its own by default, 0.5 for the paper's.
+        dtype: ``float16`` or ``bfloat16`` to store half as much; floating-point tensors only.
+
+    Raises:
+        ValueError: a number of samples or a dtype that makes no sense.
+    """
+
+    def __init__(
+        self,
+        num_samples: int = 100,
+        folder: str | Path | None = None,
+        *,
+        chain: int = 0,
+        seed: int = 0,
+        scale: float | None = None,
+        dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None,
+    ) -> None:
+        super().__init__()
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        if dtype is not None and dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+        self.num_samples = num_samples
+        self.folder = None if folder is None else Path(folder)
+        self.chain = chain
+        self.seed = seed
+        self.scale = scale
+        self.dtype = None if dtype is None else _DTYPES[dtype]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check what would fail at the end.
+
+        Raises:
+            FileExistsError: the store holds this chain already, and the run is not resumed.
+        """
+        folder = self._folder(trainer)
+        there = folder.is_dir() and any(folder.iterdir())
+        if there and self.chain in SampleStore.open(folder).chains and trainer.ckpt_path is None:
+            raise FileExistsError(
+                f"{folder} holds draws of chain {self.chain} of another run already: give another folder: or chain:"
+            )
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw and write."""
+        if not trainer.is_global_zero:
+            return
+        folder = self._folder(trainer)
+        there = folder.is_dir() and any(folder.iterdir())
+        store = SampleStore.open(folder) if there else None
+        if store is not None and self.chain in store.chains:
+            return  # a resumed run whose fit had ended
+        drawn = self._draws(trainer, pl_module)
+        states = {n: self._converted(n, t) for n, t in drawn.states.items()}
+        if store is None:
+            architecture = type(getattr(pl_module, "model", pl_module)).__name__
+            store = SampleStore.create(folder, architecture=architecture, method=drawn.method, seed=self.seed)
+        apart = len(set(drawn.members)) > 1  # members of an ensemble and checkpoints are chains of their own
+        chain = [self.chain + m for m in drawn.members] if apart and drawn.method == "deep_ensemble" else self.chain
+        store.append(states, chain=chain, step=range(len(drawn.members)))
+        rank_zero_info("%d networks of %s in %s", len(drawn.members), drawn.method, folder)
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(trainer.default_root_dir) / "samples" if self.folder is None else self.folder
+
+    def _converted(self, name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().cpu()
+        if self.dtype is None or not tensor.is_floating_point():
+            return tensor
+        made = tensor.to(self.dtype)
+        if not torch.isfinite(made).all() and torch.isfinite(tensor).all():
+            raise ValueError(
+                f"{name!r} holds {float(tensor.abs().max()):.3g}, which {self.dtype} cannot: take bfloat16 or float32"
+            )
+        return made
+
+    def _draws(self, trainer: Trainer, pl_module: LightningModule) -> Draws:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, FitLaplace) and callback.laplace is not None:
+                return network_draws(callback.laplace, self.num_samples, seed=self.seed)
+        if isinstance(pl_module, VariationalRoutine):
+            generator = torch.Generator().manual_seed(self.seed)
+            states = pl_module.posterior().to("cpu").sample(self.num_samples, generator=generator)
+            return Draws("variational", states, [0] * self.num_samples)
+        post: Any = getattr(pl_module, "post_processing", None)
+        if hasattr(post, "la"):
+            if getattr(post.la, "H", None) is None:
+                post.fit(_training_loader(trainer))
+            return network_draws(post, self.num_samples, seed=self.seed)
+        inputs = next(iter(_training_loader(trainer)))[0]
+        model: Any = pl_module.model
+        if isinstance(inputs, Tensor):
+            inputs = inputs.to(pl_module.device)
+        return network_draws(model, self.num_samples, inputs=inputs, seed=self.seed, scale=self.scale)
+
+
+class TrueTemperature(Callback):
+    """Has TorchUncertainty's ``SGLD`` and ``SGHMC`` sample the posterior itself, at temperature 1.
+
+    Both inject noise of the variance that a *potential's* gradient calls for, times ``noise_factor ** 2``, but are
+    given the gradient of a *mean* loss over ``N`` training points, which is ``N`` times smaller. The stationary
+    distribution is ``exp(-U / T)`` with ``T = N * noise_factor ** 2``; their default, 0.01, is a temperature of 6 on
+    60,000 images. This sets ``noise_factor = sqrt(T / N)``, and ``weight_decay = prior_precision / N``.
+
+    The noise of the batches comes on top: it is small where ``lr ** 2`` is small against ``friction / N`` (SGHMC), or
+    ``lr`` against ``batch size / N`` (SGLD).
+
+    Args:
+        prior_precision: inverse variance of the normal prior of every parameter.
+        temperature: 1 for the posterior; less for a cold one.
+        num_data: number of training points; by default that of the training loader's data set.
+
+    Raises:
+        ValueError: values that are not positive; a fit with another optimizer, or with a loss that is not a mean.
+    """
+
+    def __init__(self, prior_precision: float = 1.0, temperature: float = 1.0, num_data: int | None = None) -> None:
+        super().__init__()
+        if not prior_precision > 0 or not temperature > 0:
+            raise ValueError(
+                f"prior_precision and temperature must be positive, got {prior_precision} and {temperature}"
+            )
+        self.prior_precision, self.temperature, self.num_data = prior_precision, temperature, num_data
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the noise and the prior.
+
+        Raises:
+            ValueError: an optimizer without a noise factor, or a loss that is no mean.
+        """
+        loss = getattr(pl_module, "loss", None)
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ValueError(f"the loss reduces by {loss.reduction!r}; temperatures here are those of a mean loss")  # type: ignore[union-attr]
+        points = training_points(trainer, self.num_data)
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                if "noise_factor" not in group:
+                    raise ValueError(
+                        f"{type(optimizer).__name__} has no noise_factor, so it samples nothing: take "
+                        "torch_uncertainty.optim.SGLD or SGHMC"
+                    )
+                group["noise_factor"] = math.sqrt(self.temperature / points)
+                group["weight_decay"] = self.prior_precision / points
+
+
+def _training_loader(trainer: Trainer) -> DataLoader[Any]:
+    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if datamodule is not None and hasattr(datamodule, "postprocess_dataloader"):
+        loader: DataLoader[Any] = datamodule.postprocess_dataloader()
+        return loader
+    found: DataLoader[Any] = trainer.train_dataloader
+    return found
