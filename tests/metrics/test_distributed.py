@@ -15,11 +15,13 @@ from torchmetrics import Metric
 
 import tu_symmetry as tus
 from tu_symmetry.metrics import (
+    FunctionalDiversity,
     MarginalHomogeneity,
     MaximumMeanDiscrepancy,
     PairwiseMutualInformation,
     PredictiveAgreement,
     PredictiveTotalVariation,
+    QuotientDistance,
     RepresentationCost,
     TranspositionCount,
 )
@@ -68,7 +70,16 @@ def values(share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryG
     metrics["discrepancy"].update(networks(share, 2), reference=True)
     metrics["discrepancy"].update(networks(share, 4), reference=False)
     found = {name: float(metric.compute()) for name, metric in metrics.items()}
-    return found | {name: float(value) for name, value in cost.compute().items()}
+    quotient = QuotientDistance(graph, {n: t[0] for n, t in perceptrons(WHOLE, 20).items()})
+    quotient.update(perceptrons(share, 20), reference=True)
+    quotient.update(perceptrons(share, 10), reference=False)
+    diversity = FunctionalDiversity(3)
+    diversity.update(a, ood=False)
+    diversity.update((3 * normal(3, 31, 4, seed=7)).softmax(-1)[:, share], ood=True)
+    for metric in (cost, quotient, diversity):
+        found |= {name: float(value) for name, value in metric.compute().items()}
+    test = metrics["discrepancy without symmetries"].compute_test()  # type: ignore[operator]
+    return found | {"p-value": test.p_value, "low": test.interval[0], "high": test.interval[1], "test": test.value}
 
 
 def worker(rank: int, port: int, folder: Path, graph: tus.SymmetryGraph) -> None:

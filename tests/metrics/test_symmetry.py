@@ -74,7 +74,7 @@ def slow_mmd(x: Tensor, y: Tensor) -> float:
 def test_discrepancy_of_networks_is_that_of_the_slow_oracle() -> None:
     _, graph = network()
     x, y = ensemble(7, 0), ensemble(9, 1)
-    forms = [tus.remove_symmetries(graph, s) for s in (x, y)]
+    forms = [tus.remove_symmetries(graph, s, scale="unit_norm") for s in (x, y)]
     names = [n for n in graph.shapes if n not in graph.buffers]
     tensors = {n: slow_mmd(*(f[n].flatten(1) for f in forms)) for n in names}
     assert float(network_discrepancy(x, y, graph=graph)) == pytest.approx(np.mean(list(tensors.values())), abs=1e-12)
@@ -96,7 +96,7 @@ def test_discrepancy_with_a_graph_sees_functions_and_not_orbits() -> None:
     x, y = ensemble(12, 0), ensemble(12, 1)
     value = network_discrepancy(x, y, graph=graph)
     torch.testing.assert_close(network_discrepancy(moved(x, 5), moved(y, 6), graph=graph), value, atol=1e-9, rtol=0)
-    one_mode = tus.remove_symmetries(graph, x)  # the same functions, another distribution of weights
+    one_mode = tus.remove_symmetries(graph, x, scale="unit_norm")  # the same functions, other weights
     assert network_discrepancy(one_mode, y) > network_discrepancy(x, y) + 0.02
     torch.testing.assert_close(network_discrepancy(one_mode, y, graph=graph), value, atol=1e-9, rtol=0)
     shifted = {n: t + 1.0 if n == "7.bias" else t for n, t in x.items()}  # another function

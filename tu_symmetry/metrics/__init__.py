@@ -10,30 +10,35 @@ from typing import TYPE_CHECKING
 from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
+    "FunctionalDiversity": "diversity",
     "MarginalHomogeneity": "homogeneity",
     "MaximumMeanDiscrepancy": "discrepancy",
     "PairwiseMutualInformation": "diversity",
     "PredictiveAgreement": "predictive",
     "PredictiveTotalVariation": "predictive",
+    "QuotientDistance": "quotient",
     "RepresentationCost": "representation",
     "TranspositionCount": "transpositions",
 }
 
 __all__ = [
+    "FunctionalDiversity",
     "MarginalHomogeneity",
     "MaximumMeanDiscrepancy",
     "PairwiseMutualInformation",
     "PredictiveAgreement",
     "PredictiveTotalVariation",
+    "QuotientDistance",
     "RepresentationCost",
     "TranspositionCount",
 ]
 
 if TYPE_CHECKING:
     from tu_symmetry.metrics.discrepancy import MaximumMeanDiscrepancy
-    from tu_symmetry.metrics.diversity import PairwiseMutualInformation
+    from tu_symmetry.metrics.diversity import FunctionalDiversity, PairwiseMutualInformation
     from tu_symmetry.metrics.homogeneity import MarginalHomogeneity
     from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
+    from tu_symmetry.metrics.quotient import QuotientDistance
     from tu_symmetry.metrics.representation import RepresentationCost
     from tu_symmetry.metrics.transpositions import TranspositionCount
 else:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from tu_symmetry.metrics.functional.discrepancy import (
     reduce_discrepancies,
     weight_vectors,
 )
+from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, Sizes, vectors_test
 from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.states import require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -34,8 +37,10 @@ class MaximumMeanDiscrepancy(Metric):
         remove_symmetries: maps a state to the representative of its orbit; the same for samples and reference. For
             other keys or a reference to align to:
             ``functools.partial(tus.remove_symmetries, graph, sort="first")``.
-        graph: the symmetry graph, to remove symmetries as ``tus.remove_symmetries(graph, state)`` does. Only parameters
-            are compared then, tied ones once, and not the running statistics.
+        graph: the symmetry graph; symmetries are removed as ``removed`` says. Only parameters are compared then,
+            tied ones once, and not the running statistics.
+        removed: what is removed with a graph, see :func:`~tu_symmetry.metrics.functional.removal`: by default what the
+            paper removes (unit norm, then sorting). To align instead, pass ``removal("min_mass", align_to=state)``.
         parameters: what is compared, with a graph: names, patterns, or a predicate of the name.
         level: what is one vector: a ``"tensor"``, a ``"layer"`` (the tensors of one module) or the ``"network"``.
         reduction: ``"mean"``, ``"max"`` or ``"sum"`` over the tensors or layers.
@@ -62,6 +67,7 @@ class MaximumMeanDiscrepancy(Metric):
         remove_symmetries: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         *,
         graph: SymmetryGraph | None = None,
+        removed: RemovalName | Removal = "paper",
         parameters: Parameters | None = None,
         level: Level = "tensor",
         reduction: Reduction = "mean",
@@ -74,6 +80,7 @@ class MaximumMeanDiscrepancy(Metric):
         reduce_discrepancies({"": torch.zeros(())}, reduction)  # refuses what is not known
         weight_vectors({}, parameters=parameters if graph is None else None, level=level)
         self.remove_symmetries, self.graph, self.counted = remove_symmetries, graph, parameters
+        self.removed = removal(removed)
         self.level, self.reduction, self.reset_reference = level, reduction, reset_reference
         self.shapes: dict[str, torch.Size] = {}
         self.layout: dict[str, int] = {}
@@ -105,7 +112,9 @@ class MaximumMeanDiscrepancy(Metric):
             (count,) = counts
             whole = [self.remove_symmetries({name: t[i] for name, t in states.items()}) for i in range(count)]
             states = {name: torch.stack([state[name] for state in whole]) for name in floating}
-        vectors = weight_vectors(states, graph=self.graph, parameters=self.counted, level=self.level)
+        vectors = weight_vectors(
+            states, graph=self.graph, removed=self.removed, parameters=self.counted, level=self.level
+        )
         self.layout = {name: v.shape[1] for name, v in vectors.items()}
         (self.reference if reference else self.samples).append(torch.cat(list(vectors.values()), dim=1))
 
@@ -123,16 +132,64 @@ class MaximumMeanDiscrepancy(Metric):
         Raises:
             ValueError: if there are no samples, or no reference.
         """
-        sets = []
+        samples, reference = self._sets()
+        return {name: maximum_mean_discrepancy(own, reference[name]) for name, own in samples.items()}
+
+    def compute_test(
+        self,
+        *,
+        sizes: Sizes = "given",
+        permutations: int = 199,
+        bootstraps: int = 200,
+        confidence: float = 0.95,
+        groups: tuple[Tensor | None, Tensor | None] = (None, None),
+        seed: int = 0,
+    ) -> DiscrepancyTest:
+        """The value with p-value, confidence interval and the names of what was aggregated, of all processes' samples.
+
+        Args:
+            sizes: see :func:`~tu_symmetry.metrics.functional.discrepancy_test`, also for what follows.
+            permutations: number of relabelings.
+            bootstraps: number of replicates.
+            confidence: of the interval.
+            groups: for samples and reference the numbers of the runs that they come from, in the order of the updates
+                (of rank 0 first).
+            seed: of all random choices.
+
+        Raises:
+            ValueError: if there are no samples, or no reference.
+        """
+        if self.remove_symmetries is not None:
+            name = "by an own function"
+        else:
+            name = "nothing" if self.graph is None else self.removed.name
+        with nullcontext() if self._is_synced else self.sync_context(should_sync=self._to_sync):
+            return vectors_test(
+                *self._sets(),
+                removed=name,
+                level=self.level,
+                reduction=self.reduction,
+                sizes=sizes,
+                permutations=permutations,
+                bootstraps=bootstraps,
+                confidence=confidence,
+                groups=groups,
+                generator=torch.Generator().manual_seed(seed),
+            )
+
+    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
+        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
+        return self._plot(val, ax)
+
+    def _sets(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Samples and reference, by part."""
+        found = []
         for name, rows in (("reference", self.reference), ("samples", self.samples)):
             if len(rows) == 0:
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
-            sets.append(rows if isinstance(rows, Tensor) else torch.cat(rows))
-        pieces = zip(*(s.split(list(self.layout.values()), dim=1) for s in sets), strict=True)
-        return {
-            name: maximum_mean_discrepancy(samples, reference)
-            for name, (reference, samples) in zip(self.layout, pieces, strict=True)
-        }
+            whole = rows if isinstance(rows, Tensor) else torch.cat(rows)
+            found.append(dict(zip(self.layout, whole.split(list(self.layout.values()), dim=1), strict=True)))
+        return found[1], found[0]
 
     def reset(self) -> None:
         """Forget the samples, and the reference unless ``reset_reference`` is False."""

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from tu_symmetry.metrics.functional.diversity import pairwise_mutual_information
+from tu_symmetry.metrics.axes import new_axes
+from tu_symmetry.metrics.functional.diversity import DiversitySummary, diversity_summary, pairwise_mutual_information
 
 
 class PairwiseMutualInformation(Metric):
@@ -64,3 +65,105 @@ class PairwiseMutualInformation(Metric):
         """Matrix ``(M, M)`` or its mean over the pairs, in nats."""
         matrix = self.total / self.points
         return matrix if self.reduction == "none" else matrix.sum() / (self.num_members * (self.num_members - 1))
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """The matrix as an image, or one mean or several; returns figure and axes."""
+        val = self.compute() if val is None else val
+        if not isinstance(val, Tensor) or val.ndim != 2:
+            return self._plot(val, ax)
+        figure, ax = new_axes(ax)
+        image = ax.imshow(val.detach().cpu())
+        figure.colorbar(image, ax=ax, label="mutual information (nats)")
+        ax.set(xlabel="network", ylabel="network")
+        return figure, ax
+
+
+class FunctionalDiversity(Metric):
+    """Pairwise mutual information of networks in and out of distribution: means, dispersion, correlation, collapse.
+
+    See :func:`~tu_symmetry.metrics.functional.diversity_summary`. :meth:`compute` returns a dictionary with
+    ``id_mean``, ``id_dispersion``, ``ood_mean``, ``ood_dispersion``, ``correlation``, ``rank_correlation``,
+    ``collapsed`` and ``distinct``.
+
+    Args:
+        num_members: number of networks ``M``, at least 3.
+        tolerance: mutual information up to which two networks count as one function, nats.
+        kwargs: see :class:`torchmetrics.Metric`.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    id_total: Tensor
+    ood_total: Tensor
+    points: Tensor
+
+    def __init__(self, num_members: int, tolerance: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if num_members < 3:
+            raise ValueError(f"num_members must be at least 3 for dispersion and correlation, got {num_members}")
+        self.num_members, self.tolerance = num_members, tolerance
+        for name in ("id_total", "ood_total"):
+            zeros = torch.zeros(num_members, num_members, dtype=torch.float64)
+            self.add_state(name, default=zeros, dist_reduce_fx="sum")
+        self.add_state("points", default=torch.zeros(2, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, probs: Tensor, ood: bool) -> None:
+        """Add the predictions of all networks on a batch.
+
+        Args:
+            probs: probabilities ``(M, B, C)``.
+            ood: whether the batch is out of distribution.
+
+        Raises:
+            ValueError: for another number of networks, or values that are no probabilities.
+        """
+        information = pairwise_mutual_information(probs)
+        if len(probs) != self.num_members:
+            raise ValueError(f"got the predictions of {len(probs)} networks, not of num_members={self.num_members}")
+        added = information.to(self.id_total) * probs.shape[1]
+        if ood:
+            self.ood_total = self.ood_total + added
+        else:
+            self.id_total = self.id_total + added
+        count = torch.tensor([0, probs.shape[1]] if ood else [probs.shape[1], 0], device=self.points.device)
+        self.points = self.points + count
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Mutual information ``(M, M)`` in and out of distribution, in nats, of this process's points.
+
+        Raises:
+            ValueError: if there are no points of one of the two.
+        """
+        for count, what, flag in zip(self.points.tolist(), ("test", "out-of-distribution"), (False, True), strict=True):
+            if not count:
+                raise ValueError(f"no {what} predictions so far: call update(probs, ood={flag})")
+        return self.id_total / self.points[0], self.ood_total / self.points[1]
+
+    def summary(self, *, bootstraps: int = 200, confidence: float = 0.95, seed: int = 0) -> DiversitySummary:
+        """All of it, with an interval of the correlation, of this process's points."""
+        generator = torch.Generator().manual_seed(seed)
+        return diversity_summary(
+            *self.matrices(),
+            tolerance=self.tolerance,
+            bootstraps=bootstraps,
+            confidence=confidence,
+            generator=generator,
+        )
+
+    def compute(self) -> dict[str, Tensor]:
+        """The numbers by name."""
+        found = self.summary(bootstraps=0)
+        names = ("id_mean", "id_dispersion", "ood_mean", "ood_dispersion", "correlation", "rank_correlation")
+        values = {name: getattr(found, name) for name in (*names, "collapsed", "distinct")}
+        return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """Each pair's mutual information in against out of distribution; with values, these as torchmetrics does."""
+        if val is not None:
+            return self._plot(val, ax)
+        figure, ax = new_axes(ax)
+        upper = torch.triu_indices(self.num_members, self.num_members, 1)
+        inside, outside = (m.cpu()[upper[0], upper[1]] for m in self.matrices())
+        ax.scatter(inside, outside, s=4, alpha=0.4)
+        ax.set(xlabel="mutual information in distribution (nats)", ylabel="out of distribution (nats)")
+        return figure, ax

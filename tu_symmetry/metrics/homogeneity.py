@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, Statistic, marginal_homogeneity, unit_samples
+from tu_symmetry.metrics.axes import new_axes
+from tu_symmetry.metrics.functional.homogeneity import (
+    HomogeneityTest,
+    LargestWeight,
+    Statistic,
+    largest_index,
+    marginal_homogeneity,
+    uniform_counts,
+    unit_samples,
+)
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -28,6 +38,7 @@ class MarginalHomogeneity(Metric):
         graph: the symmetry graph of the networks.
         statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
         num_resamples: number of random relabelings for each group.
+        keep_largest: also keep which unit has each group's largest weight, for :meth:`largest_weights` and the plot.
         max_units: largest number of units of a group that are tested; None for all.
         max_weights: largest number of incoming weights of a unit that are tested; None for all.
         seed: seed of the relabelings.
@@ -40,6 +51,7 @@ class MarginalHomogeneity(Metric):
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
     samples: list[Tensor]
+    largest: list[Tensor]
 
     def __init__(
         self,
@@ -49,6 +61,7 @@ class MarginalHomogeneity(Metric):
         num_resamples: int = 199,
         max_units: int | None = 64,
         max_weights: int | None = 16,
+        keep_largest: bool = False,
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -58,7 +71,10 @@ class MarginalHomogeneity(Metric):
         self.graph, self.statistic, self.num_resamples, self.seed = graph, statistic, num_resamples, seed
         self.max_units, self.max_weights = max_units, max_weights
         self.layout: dict[str, torch.Size] = {}
+        self.keep_largest = keep_largest
+        self.units = {g.name: math.prod(g.shape) for g in graph.permutations if g.size > 1}
         self.add_state("samples", default=[], dist_reduce_fx="cat")
+        self.add_state("largest", default=[], dist_reduce_fx="cat")
 
     def update(self, states: Mapping[str, Tensor]) -> None:
         """Add stacked networks ``(S, ...)``.
@@ -70,6 +86,9 @@ class MarginalHomogeneity(Metric):
         rows = unit_samples(self.graph, states, max_units=self.max_units, max_weights=self.max_weights)
         self.layout = {name: r.shape[1:] for name, r in rows.items()}
         self.samples.append(torch.cat([r.flatten(1) for r in rows.values()], dim=1))
+        if self.keep_largest:
+            index = largest_index(self.graph, states)
+            self.largest.append(torch.stack([index[name] for name in self.units], dim=1))
 
     def compute(self) -> Tensor:
         """One p-value for all groups together."""
@@ -96,3 +115,37 @@ class MarginalHomogeneity(Metric):
             )
             for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)
         }
+
+    def largest_weights(self) -> dict[str, LargestWeight]:
+        """Where the largest weight of each group is, of this process's samples; needs ``keep_largest``.
+
+        Raises:
+            ValueError: a metric without ``keep_largest``, or no samples.
+        """
+        if not self.keep_largest:
+            raise ValueError("the indices were not kept: make the metric with keep_largest=True")
+        if len(self.largest) == 0:
+            raise ValueError("no samples so far: call update(stacked_states)")
+        rows = self.largest if isinstance(self.largest, Tensor) else torch.cat(self.largest)
+        generator = torch.Generator().manual_seed(self.seed)
+        return {
+            name: uniform_counts(rows[:, k], units, generator=generator)
+            for k, (name, units) in enumerate(self.units.items())
+        }
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """How often each unit of a layer has its largest weight, or without ``keep_largest`` the p-value.
+
+        One line for each group, in shares of what uniform counts would be; the corollary holds where all are about 1.
+        """
+        if val is not None or not self.keep_largest:
+            return self._plot(val, ax)
+        figure, ax = new_axes(ax)
+        for name, found in self.largest_weights().items():
+            share = found.counts.double() * len(found.counts) / found.counts.sum()
+            place = torch.linspace(0, 1, len(share))
+            ax.plot(place, share, marker="o", label=f"{name} (p = {found.p_value:.3f})")
+        ax.axhline(1.0, linestyle=":", color="gray")
+        ax.set(xlabel="unit, as a share of the layer", ylabel="frequency of the largest weight / uniform")
+        ax.legend()
+        return figure, ax

@@ -47,6 +47,10 @@ class _PointwiseMean(Metric):
         """The mean over all points so far, in [0, 1]."""
         return self.total / self.points
 
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
+        return self._plot(val, ax)
+
 
 class PredictiveAgreement(_PointwiseMean):
     """Share of points on which two predictives have the same most probable class.

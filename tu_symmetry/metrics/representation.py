@@ -71,3 +71,7 @@ class RepresentationCost(Metric):
         """Means over the networks so far of ``mass``, ``minimal_mass`` and ``ratio``."""
         mass, minimal, ratio = self.total / self.networks
         return {"mass": mass, "minimal_mass": minimal, "ratio": ratio}
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
+        return self._plot(val, ax)

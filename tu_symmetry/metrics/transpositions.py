@@ -63,3 +63,7 @@ class TranspositionCount(Metric):
     def compute(self) -> Tensor:
         """NoT of all permutations so far: their mean, or their sum."""
         return self.total if self.reduction == "sum" else self.total.double() / self.permutations
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
+        return self._plot(val, ax)

@@ -278,6 +278,20 @@ class SampleStore(Sequence[State]):
                         target[places[i]] = rows[position : position + 1].to(device)
         return result
 
+    def tensor(self, index: int, name: str) -> Tensor:
+        """One tensor of one sample; of the file only its bytes are read (and the whole once, to compare its digest).
+
+        Raises:
+            IndexError: no such sample.
+            KeyError: no such tensor.
+        """
+        record = self.records[index]
+        if self.layout is None or name not in self.layout:
+            raise KeyError(f"{self.folder} holds no {name!r}; its tensors are {sorted(self.layout or ())[:8]}")
+        with self._open(record.shard) as file:
+            rows: Tensor = file.get_slice(name)[record.position : record.position + 1]
+            return rows[0]
+
     def load(self, *, device: str | torch.device = "cpu") -> State:
         """All samples as a stack."""
         return self.stack(range(len(self)), device=device)

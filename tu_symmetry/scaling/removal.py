@@ -17,7 +17,7 @@ from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
 from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import Permutation
+from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import PermutationGroup, SymmetryGraph
 from tu_symmetry.symmetry.measured import UncertifiedWarning, measured
 
@@ -112,6 +112,48 @@ def remove_symmetries(
     count = len(next(iter(state.values())))
     samples = [representative({name: t[i] for name, t in state.items()}) for i in range(count)]
     return {name: torch.stack([s[name] for s in samples]) for name in state}
+
+
+def removal_element(
+    graph: SymmetryGraph,
+    state: Mapping[str, Tensor],
+    *,
+    scale: Method | None = "min_mass",
+    sort: Key = "max",
+    reference: Mapping[str, Tensor] | None = None,
+    normalizations: Convention = "unit_norm",
+    degenerate: Convention = "unit_norm",
+) -> tuple[LogScale, Permutation]:
+    """The group element by which :func:`remove_symmetries` moves one network: its log-factors, then its permutation.
+
+    Applied to any of the network's tensors it gives that tensor of the representative, so that tensors can be compared
+    one by one where whole networks do not fit into memory. ``reference`` is brought to the same scale, as there.
+
+    Raises:
+        SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: an unknown key, or a stack.
+    """
+    graph.require_verified()
+    if sort not in ("max", "first", "mean", "median"):
+        raise ValueError(f"unknown key {sort!r}: 'max', 'first', 'mean' or 'median'")
+    if graph.check_state(state):
+        raise ValueError("removal_element takes one state, this is a stack: call it for each of its networks")
+
+    def scaled(given: Mapping[str, Tensor]) -> tuple[LogScale, dict[str, Tensor]]:
+        if scale is None:
+            return {}, dict(given)
+        form = canonicalize(graph, given, scale, normalizations=normalizations, degenerate=degenerate, certify=False)
+        return form.log_scale, form.state
+
+    log_scale, current = scaled(state)
+    if reference is not None:
+        return log_scale, weight_matching(graph, scaled(reference)[1], current).permutation
+    whole = identity_permutation(graph)
+    for group in _inner_first(graph):
+        order = _order(graph, group, current, sort)
+        current = permute_tensors(graph, order, current)
+        whole = compose(identity_permutation(graph) | order, whole)
+    return log_scale, whole
 
 
 def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:

@@ -1,14 +1,41 @@
 """Pure functions behind the metrics: tensors in, tensors out."""
 
 from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy, mmd_bandwidths, network_discrepancy
-from tu_symmetry.metrics.functional.diversity import pairwise_mutual_information
-from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
+from tu_symmetry.metrics.functional.diversity import (
+    DiversitySummary,
+    diversity_summary,
+    pairwise_mutual_information,
+)
+from tu_symmetry.metrics.functional.homogeneity import (
+    HomogeneityTest,
+    LargestWeight,
+    largest_weight,
+    marginal_homogeneity,
+    unit_samples,
+)
 from tu_symmetry.metrics.functional.predictive import predictive_agreement, predictive_total_variation
+from tu_symmetry.metrics.functional.quotient import (
+    QuotientDistances,
+    energy_distance,
+    quotient_distances,
+    sliced_wasserstein,
+)
+from tu_symmetry.metrics.functional.removal import Removal, removal
 from tu_symmetry.metrics.functional.representation import RepresentationCosts, representation_costs
+from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, discrepancy_test, stream_discrepancy
 
 __all__ = [
+    "DiscrepancyTest",
+    "DiversitySummary",
     "HomogeneityTest",
+    "LargestWeight",
+    "QuotientDistances",
+    "Removal",
     "RepresentationCosts",
+    "discrepancy_test",
+    "diversity_summary",
+    "energy_distance",
+    "largest_weight",
     "marginal_homogeneity",
     "maximum_mean_discrepancy",
     "mmd_bandwidths",
@@ -16,6 +43,10 @@ __all__ = [
     "pairwise_mutual_information",
     "predictive_agreement",
     "predictive_total_variation",
+    "quotient_distances",
+    "removal",
     "representation_costs",
+    "sliced_wasserstein",
+    "stream_discrepancy",
     "unit_samples",
 ]

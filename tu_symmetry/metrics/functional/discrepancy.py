@@ -9,20 +9,26 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
 from tu_symmetry.scaling.masses import Parameters, counted_parameters
-from tu_symmetry.scaling.removal import remove_symmetries
 from tu_symmetry.states import SymmetryError, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Level = Literal["tensor", "layer", "network"]
 Reduction = Literal["mean", "max", "sum"]
+Pairs = Literal["all", "triangle"]
 KERNELS: dict[str, int] = {"laplace": 1, "gaussian": 2}
-_LIMIT = 500
+BANDWIDTH_SAMPLES = 500
 
 
 def maximum_mean_discrepancy(
-    x: Tensor, y: Tensor, *, num_bandwidths: int = 10, reduction: Literal["mean", "none"] = "mean"
+    x: Tensor,
+    y: Tensor,
+    *,
+    num_bandwidths: int = 10,
+    reduction: Literal["mean", "none"] = "mean",
+    pairs: Pairs = "all",
 ) -> Tensor:
     """Unbiased squared MMD of two sets of samples, over Laplace and Gaussian kernels of several bandwidths.
 
@@ -43,6 +49,9 @@ def maximum_mean_discrepancy(
         y: samples ``(T, D)``.
         num_bandwidths: for each of the two kernels.
         reduction: ``"mean"`` over kernels and bandwidths, or ``"none"``.
+        pairs: the distances that the bandwidths come from: ``"all"`` between the two sets (MMDAgg's definition), or
+            ``"triangle"``, those between ``x_i`` and ``y_j`` with ``i >= j`` (what the code of the ``mmdagg`` package
+            takes, for sets of equal size; it depends on the order of the samples).
 
     Returns:
         A scalar, or ``(2, num_bandwidths)``: Laplace, then Gaussian, bandwidths ascending.
@@ -69,11 +78,15 @@ def maximum_mean_discrepancy(
         halves = 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)
         x, y = (samples.double() * halves[0] * halves[1] for samples in (x, y))
         unit = halves[0] * halves[1]  # of distances, and so of the bandwidths' floors
+    if pairs not in ("all", "triangle") or (pairs == "triangle" and len(x) != len(y)):
+        raise ValueError(f"pairs must be 'all', or 'triangle' with sets of equal size, got {pairs!r}")
     values = []
     for power in KERNELS.values():
-        within_x, within_y, cross = (_distances(a, b, power) for a, b in ((x, x), (y, y), (x, y)))
+        within_x, within_y, cross = (distances(a, b, power) for a, b in ((x, x), (y, y), (x, y)))
         within_x, within_y = _off_diagonal(within_x), _off_diagonal(within_y)
-        for b in mmd_bandwidths(cross[:_LIMIT, :_LIMIT], num_bandwidths, unit=unit):
+        base = cross[:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
+        base = base[torch.ones_like(base, dtype=torch.bool).tril()] if pairs == "triangle" else base
+        for b in mmd_bandwidths(base, num_bandwidths, unit=unit):
             kxx, kyy, kxy = ((-((d / b) ** power)).exp().mean() for d in (within_x, within_y, cross))
             values.append(kxx + kyy - 2 * kxy)
     table = torch.stack(values).view(len(KERNELS), num_bandwidths)
@@ -85,6 +98,7 @@ def network_discrepancy(
     y: Mapping[str, Tensor],
     *,
     graph: SymmetryGraph | None = None,
+    removed: RemovalName | Removal = "paper",
     parameters: Parameters | None = None,
     level: Level = "tensor",
     reduction: Reduction = "mean",
@@ -100,6 +114,8 @@ def network_discrepancy(
         y: stacked states ``(T, ...)``.
         graph: the symmetry graph; plain MMD without it. Then only parameters are compared, tied ones once, and not the
             running statistics.
+        removed: what is removed with a graph, see :func:`removal`: by default what the paper removes (unit norm, then
+            sorting); ``removal("min_mass", align_to=state)`` is this package's choice.
         parameters: what is compared, with a graph: names, patterns or a predicate as in
             :func:`~tu_symmetry.canonicalize`. Without a graph pass the tensors that are to be compared.
         level: ``"tensor"``, ``"layer"`` (the tensors of one module together) or ``"network"``.
@@ -112,7 +128,7 @@ def network_discrepancy(
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
         SymmetryError: for states that the graph does not fit.
     """
-    sets = [weight_vectors(s, graph=graph, parameters=parameters, level=level) for s in (x, y)]
+    sets = [weight_vectors(s, graph=graph, removed=removed, parameters=parameters, level=level) for s in (x, y)]
     if sets[0].keys() != sets[1].keys():
         raise ValueError(
             f"the states are of two architectures; they differ in {sorted(sets[0].keys() ^ sets[1].keys())}"
@@ -126,6 +142,7 @@ def weight_vectors(
     states: Mapping[str, Tensor],
     *,
     graph: SymmetryGraph | None = None,
+    removed: RemovalName | Removal = "paper",
     parameters: Parameters | None = None,
     level: Level = "tensor",
 ) -> dict[str, Tensor]:
@@ -136,17 +153,21 @@ def weight_vectors(
         raise ValueError("parameters needs a graph; without one, pass the tensors that are to be compared")
     if graph is not None:
         counted = counted_parameters(graph, parameters)
-        removed = remove_symmetries(graph, states, certify=False)
-        states = {name: removed[name] for name in graph.shapes if name in counted}
+        form = removal(removed).apply(graph, states)
+        states = {name: form[name] for name in graph.shapes if name in counted}
     if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
         kinds = sorted({str(t.dtype) for t in states.values()})
         raise SymmetryError(f"the states hold no real floating-point weights to compare, only {kinds}")
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in states.items():
         if tensor.is_floating_point():
-            part = {"tensor": name, "layer": name.rpartition(".")[0] or name, "network": "network"}[level]
-            parts.setdefault(part, []).append(tensor.detach().flatten(1))
+            parts.setdefault(part_of(name, level), []).append(tensor.detach().flatten(1))
     return {part: torch.cat(tensors, dim=1) for part, tensors in parts.items()}
+
+
+def part_of(name: str, level: Level) -> str:
+    """Name of the vector that a tensor belongs to."""
+    return {"tensor": name, "layer": name.rpartition(".")[0] or name, "network": "network"}[level]
 
 
 def reduce_discrepancies(values: Mapping[str, Tensor], reduction: Reduction) -> Tensor:
@@ -157,14 +178,14 @@ def reduce_discrepancies(values: Mapping[str, Tensor], reduction: Reduction) -> 
     return {"mean": stacked.mean(), "max": stacked.max(), "sum": stacked.sum()}[reduction]
 
 
-def mmd_bandwidths(distances: Tensor, count: int = 10, *, unit: float = 1.0) -> Tensor:
+def mmd_bandwidths(between: Tensor, count: int = 10, *, unit: float = 1.0) -> Tensor:
     """MMDAgg's bandwidths, in geometric progression from ``lambda_min / 2`` to ``2 lambda_max``.
 
     ``lambda_min`` is the smallest distance or, where that is below 0.1, the larger of the 5 % quantile and 0.1;
     ``lambda_max`` is the largest, 0.3 at least. Distances of 0 are first replaced by the median.
 
     Args:
-        distances: between the samples of the two sets, of any shape.
+        between: distances between the samples of the two sets, of any shape.
         count: number of bandwidths, at least 2.
         unit: what the distances were multiplied by; the floors 0.1 and 0.3 are, too.
 
@@ -173,7 +194,7 @@ def mmd_bandwidths(distances: Tensor, count: int = 10, *, unit: float = 1.0) -> 
     """
     if count < 2:
         raise ValueError(f"there must be at least two bandwidths, got {count}")
-    d = distances.flatten().double()
+    d = between.flatten().double()
     median = torch.stack([d.sort().values[(len(d) - 1) // 2], d.sort().values[len(d) // 2]]).mean()
     d = torch.where(d == 0, median, d).sort().values
     smallest = d[0] if d[0] >= 0.1 * unit else d[int(0.05 * len(d))].clamp_min(0.1 * unit)
@@ -182,7 +203,8 @@ def mmd_bandwidths(distances: Tensor, count: int = 10, *, unit: float = 1.0) -> 
     return smallest / 2 * (4 * largest / smallest) ** exponents
 
 
-def _distances(a: Tensor, b: Tensor, power: int) -> Tensor:
+def distances(a: Tensor, b: Tensor, power: int) -> Tensor:
+    """L1 or L2 distances in float64 between rows."""
     # The matmul form of the L2 distance cancels for samples that are close to each other, such as aligned networks.
     mode = "donot_use_mm_for_euclid_dist"
     return torch.cdist(a, b, p=float(power), compute_mode=mode).double()

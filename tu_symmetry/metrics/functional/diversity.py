@@ -1,12 +1,16 @@
-"""Functional diversity of networks: the mutual information of every pair."""
+"""Functional diversity of networks: the mutual information of every pair, in and out of distribution."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.predictive import checked_probabilities
 from tu_symmetry.states import check_tensor
+from tu_symmetry.symmetry.randomness import own_generator
 
 _ELEMENTS_AT_ONCE = 2**24
 
@@ -40,3 +44,122 @@ def pairwise_mutual_information(probs: Tensor) -> Tensor:
             mixture = torch.special.entr((p[i] + p[others]) / 2).sum(dim=-1).mean(dim=-1)
             information[i, others] = (mixture - (entropy[i] + entropy[others]) / 2).clamp_min(0)
     return information + information.T
+
+
+@dataclass(frozen=True)
+class DiversitySummary:
+    """Pairwise mutual information in and out of distribution, of the same networks.
+
+    Attributes:
+        pairs: number of pairs.
+        id_mean: mean mutual information on test data, nats.
+        id_dispersion: standard deviation over the pairs divided by the mean.
+        ood_mean: mean mutual information on out-of-distribution data, nats.
+        ood_dispersion: standard deviation over the pairs divided by the mean.
+        correlation: Pearson's, over the pairs.
+        rank_correlation: Spearman's.
+        correlation_interval: percentiles of Pearson's under drawing *networks* with replacement (pairs that share a
+            network are not independent).
+        collapsed: share of pairs whose mutual information on test data is at most ``tolerance``.
+        distinct: number of different functions: networks that are linked by collapsed pairs count once.
+        tolerance: what counts as no difference, nats.
+    """
+
+    pairs: int
+    id_mean: float
+    id_dispersion: float
+    ood_mean: float
+    ood_dispersion: float
+    correlation: float
+    rank_correlation: float
+    correlation_interval: tuple[float, float]
+    collapsed: float
+    distinct: int
+    tolerance: float
+
+
+def diversity_summary(
+    id_information: Tensor,
+    ood_information: Tensor,
+    *,
+    tolerance: float = 1e-6,
+    bootstraps: int = 200,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> DiversitySummary:
+    """Dispersion and correlation of pairwise mutual information, and functional collapse.
+
+    Functional collapse means that networks with different weights are one function. It is reported, since a posterior
+    of many samples may hold few functions.
+
+    Args:
+        id_information: matrix ``(M, M)`` of :func:`pairwise_mutual_information` on test data.
+        ood_information: the same networks' on out-of-distribution data.
+        tolerance: mutual information up to which two networks are one function, nats.
+        bootstraps: replicates of the interval; 0 for none.
+        confidence: of the interval.
+        generator: of the replicates.
+
+    Raises:
+        ValueError: matrices that are not square, of different networks, or of fewer than three.
+    """
+    shape = check_tensor(id_information, "id_information").shape
+    if len(shape) != 2 or shape[0] != shape[1] or check_tensor(ood_information, "ood_information").shape != shape:
+        raise ValueError(
+            f"expected two square matrices of the same networks, got {tuple(shape)} and {tuple(ood_information.shape)}"
+        )
+    members = shape[0]
+    if members < 3:
+        raise ValueError(f"dispersion and correlation need at least three networks, got {members}")
+    a, b = id_information.double().cpu(), ood_information.double().cpu()
+    i, j = torch.triu_indices(members, members, 1)
+    inside, outside = a[i, j], b[i, j]
+
+    def dispersion(values: Tensor) -> float:
+        return float(values.std() / values.mean()) if float(values.mean()) > 0 else 0.0
+
+    interval = (math.nan, math.nan)
+    source = own_generator(generator)
+    replicates = []
+    for _ in range(bootstraps):
+        chosen = torch.randint(members, (members,), generator=source, device=source.device).cpu()
+        p, q = chosen[i], chosen[j]
+        different = p != q  # a pair of equal draws has no information by construction
+        value = _pearson(a[p, q][different], b[p, q][different])
+        if math.isfinite(value):
+            replicates.append(value)
+    if replicates:
+        tail = (1 - confidence) / 2
+        ends = torch.quantile(torch.tensor(replicates).double(), torch.tensor([tail, 1 - tail]).double())
+        interval = (float(ends[0]), float(ends[1]))
+    ranks = [v.argsort().argsort().double() for v in (inside, outside)]
+    linked = a <= tolerance
+    return DiversitySummary(
+        pairs=len(inside),
+        id_mean=float(inside.mean()),
+        id_dispersion=dispersion(inside),
+        ood_mean=float(outside.mean()),
+        ood_dispersion=dispersion(outside),
+        correlation=_pearson(inside, outside),
+        rank_correlation=_pearson(*ranks),
+        correlation_interval=interval,
+        collapsed=float((inside <= tolerance).double().mean()),
+        distinct=_components(linked),
+        tolerance=tolerance,
+    )
+
+
+def _pearson(a: Tensor, b: Tensor) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    size = float((a.square().sum() * b.square().sum()).sqrt())
+    return float((a * b).sum()) / size if size > 0 else math.nan
+
+
+def _components(linked: Tensor) -> int:
+    """Number of connected components of a graph, by its symmetric matrix of edges."""
+    label = torch.arange(len(linked))
+    while True:
+        least = torch.where(linked, label, len(linked)).amin(1).minimum(label)
+        if torch.equal(least, label):
+            return len(label.unique())
+        label = least

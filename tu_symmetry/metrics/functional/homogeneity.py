@@ -7,6 +7,7 @@ modes in a fixed order, violates that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -155,3 +156,81 @@ def unit_samples(
 
 def _steps(size: int, most: int | None) -> Tensor:
     return torch.arange(size) if most is None or size <= most else torch.linspace(0, size - 1, most).round().long()
+
+
+@dataclass(frozen=True)
+class LargestWeight:
+    """Where the largest incoming weight of a group of hidden units is, over the samples.
+
+    Attributes:
+        index: number of the unit that has it, for each sample ``[S]`` (units of all blocks are numbered through).
+        counts: how often each unit has it ``[units]``.
+        p_value: of uniform counts, by Pearson's statistic and independent draws from the uniform distribution.
+    """
+
+    index: Tensor
+    counts: Tensor
+    p_value: float
+
+
+def largest_weight(
+    graph: SymmetryGraph,
+    states: Mapping[str, Tensor],
+    *,
+    num_resamples: int = 999,
+    generator: torch.Generator | None = None,
+) -> dict[str, LargestWeight]:
+    """The unit of each layer whose incoming weights hold the layer's largest, for every sample.
+
+    The picture of arXiv 2310.08287's corollary: for independent networks the index is uniform, since relabeling the
+    units of each changes nothing; a chain that stays with one order of the units keeps it.
+
+    Args:
+        graph: the symmetry graph.
+        states: stacked states ``(S, ...)``.
+        num_resamples: draws of uniform counts; the least p-value is ``1 / (1 + num_resamples)``.
+        generator: of these draws; without one they cannot be repeated.
+
+    Returns:
+        Name of each group with more than one unit to its result.
+
+    Raises:
+        SymmetryError: states of another architecture, NaN or infinite weights.
+        ValueError: no leading sample axis, or several.
+    """
+    source = own_generator(generator)
+    units = {g.name: math.prod(g.shape) for g in graph.permutations}
+    return {
+        name: uniform_counts(index, units[name], num_resamples=num_resamples, generator=source)
+        for name, index in largest_index(graph, states).items()
+    }
+
+
+def largest_index(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each group of more than one unit the number of the unit with the layer's largest incoming weight ``[S]``.
+
+    Raises:
+        SymmetryError: states of another architecture, NaN or infinite weights.
+        ValueError: no leading sample axis, or several.
+    """
+    if graph.check_state(states) != 1:
+        raise ValueError("expected stacked states with one leading sample axis")
+    return {
+        g.name: unit_rows(graph, g, incoming_member(graph, g), states).amax(-1).flatten(1).argmax(1)
+        for g in graph.permutations
+        if g.size > 1
+    }
+
+
+def uniform_counts(
+    index: Tensor, units: int, *, num_resamples: int = 999, generator: torch.Generator | None = None
+) -> LargestWeight:
+    """Test whether indices ``[S]`` are independent and uniform over ``units``, by Monte Carlo."""
+    counts = torch.bincount(index, minlength=units)
+    source = own_generator(generator)
+    null = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
+    expected = len(index) / units
+    statistic = float((counts - expected).square().sum())
+    by_draw = torch.zeros(num_resamples, units).scatter_add_(1, null, torch.ones(null.shape))
+    more = int(((by_draw - expected).square().sum(1) >= statistic * (1 - 1e-6)).sum())
+    return LargestWeight(index, counts, (1 + more) / (1 + num_resamples))

@@ -1,0 +1,226 @@
+"""Quotient distances, functional diversity, where the largest weight is, and the plots of all metrics."""
+
+from __future__ import annotations
+
+import math
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from scipy.stats import energy_distance as scipy_energy
+from scipy.stats import spearmanr, wasserstein_distance
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+from tu_symmetry import metrics
+from tu_symmetry.metrics.functional import (
+    diversity_summary,
+    energy_distance,
+    largest_weight,
+    pairwise_mutual_information,
+    quotient_distances,
+    sliced_wasserstein,
+)
+
+matplotlib.use("Agg")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_energy_distance_by_scipy() -> None:
+    x, y = normal(9, 1), 2 * normal(14, 1, seed=1) + 1
+    expected = scipy_energy(x[:, 0].numpy(), y[:, 0].numpy()) ** 2  # the V-statistic, with the pairs of equal ones
+    biased = [float(torch.cdist(s, s).sum()) * (1 / (n * (n - 1)) - 1 / n**2) for s, n in ((x, 9), (y, 14))]
+    assert float(energy_distance(x, y)) == pytest.approx(expected - sum(biased), abs=1e-12)
+    null = [float(energy_distance(normal(8, 3, seed=2 * k), normal(8, 3, seed=2 * k + 1))) for k in range(200)]
+    assert abs(np.mean(null)) < 3 * np.std(null) / 200**0.5
+    torch.testing.assert_close(energy_distance(3 * x + 1, 3 * y + 1), 3 * energy_distance(y, x))
+
+
+@pytest.mark.parametrize("sizes", [(7, 7), (6, 9), (2, 11)])
+def test_sliced_wasserstein_on_a_line(sizes: tuple[int, int]) -> None:
+    """In one dimension every projection is the identity or its mirror image; unequal sizes by repetition."""
+    x, y = normal(sizes[0], 1), normal(sizes[1], 1, seed=1) + 2
+    least = math.lcm(*sizes)
+    a, b = (s[:, 0].sort().values.repeat_interleave(least // len(s)) for s in (x, y))
+    expected = float((a - b).square().mean().sqrt())
+    assert float(sliced_wasserstein(x, y, projections=5, generator=generator())) == pytest.approx(expected, abs=1e-12)
+    assert expected >= wasserstein_distance(x[:, 0].numpy(), y[:, 0].numpy()) - 1e-12
+    plane = sliced_wasserstein(normal(5, 3), normal(5, 3) + torch.tensor([3.0, 0, 0]), projections=20000,
+                               generator=generator())  # fmt: skip
+    assert float(plane) == pytest.approx(3 / 3**0.5, rel=0.02)  # a shift by 3: E cos^2 = 1/3
+
+
+def perceptron() -> tuple[nn.Module, tus.SymmetryGraph]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    graph = tus.discover_symmetries(model, normal(2, 3))
+    graph.require_verified()
+    return model, graph
+
+
+MODEL, GRAPH = perceptron()
+
+
+def states(count: int, seed: int) -> dict[str, Tensor]:
+    return {n: normal(count, *t.shape, seed=seed + k) for k, (n, t) in enumerate(MODEL.state_dict().items())}
+
+
+def moved(stack: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    source = generator(seed)
+    found = []
+    for i in range(len(stack["0.bias"])):
+        state = tus.apply_permutation(
+            GRAPH, tus.random_permutation(GRAPH, generator=source), {n: t[i] for n, t in stack.items()}
+        )
+        found.append(tus.apply_scale(GRAPH, tus.random_scale(GRAPH, generator=source, std=0.5), state))
+    return {n: torch.stack([s[n] for s in found]) for n in stack}
+
+
+def test_quotient_distances_are_constant_on_orbits() -> None:
+    x, y = states(6, 0), states(8, 10)
+    x["2.weight"] = x["2.weight"] + 2
+    first = quotient_distances(x, y, GRAPH, generator=generator())
+    other = quotient_distances(moved(x, 1), y, GRAPH, generator=generator())
+    for name in ("aligned_l2", "energy", "sliced_wasserstein"):
+        assert getattr(first, name) == pytest.approx(getattr(other, name), abs=1e-6)
+    copies = {n: t[:1].expand(4, *t.shape[1:]).clone() for n, t in x.items()}  # one function at four places
+    same = quotient_distances(moved(copies, 2), moved(copies, 3), GRAPH, generator=generator())
+    assert max(same.aligned_l2, abs(same.energy), same.sliced_wasserstein) < 1e-6
+    metric = metrics.QuotientDistance(GRAPH, {n: t[0] for n, t in y.items()})
+    metric.update(x, reference=False)
+    for part in (slice(0, 3), slice(3, 8)):
+        metric.update({n: t[part] for n, t in y.items()}, reference=True)
+    assert {k: float(v) for k, v in metric.compute().items()} == pytest.approx(
+        {k: getattr(first, k) for k in ("aligned_l2", "energy", "sliced_wasserstein")}, abs=1e-9
+    )
+    with pytest.raises(ValueError, match="not both"):
+        metrics.QuotientDistance(GRAPH)
+    with pytest.raises(ValueError, match="at least two"):
+        quotient_distances({n: t[:1] for n, t in x.items()}, y, GRAPH)
+
+
+def probabilities(members: int, points: int, spread: float, seed: int) -> Tensor:
+    return (normal(1, points, 4, seed=seed) + spread * normal(members, points, 4, seed=seed + 1)).softmax(-1)
+
+
+def test_diversity_of_networks() -> None:
+    inside, outside = probabilities(9, 40, 0.2, 0), probabilities(9, 30, 2.0, 10)
+    metric = metrics.FunctionalDiversity(9)
+    for part in inside.split(17, dim=1):
+        metric.update(part, ood=False)
+    metric.update(outside, ood=True)
+    a, b = pairwise_mutual_information(inside), pairwise_mutual_information(outside)
+    upper = np.triu_indices(9, 1)
+    first, second = a.numpy()[upper], b.numpy()[upper]
+    found = metric.summary()
+    assert found.id_mean == pytest.approx(first.mean()) and found.ood_mean == pytest.approx(second.mean())
+    assert found.id_dispersion == pytest.approx(first.std(ddof=1) / first.mean())
+    assert found.correlation == pytest.approx(np.corrcoef(first, second)[0, 1])
+    assert found.rank_correlation == pytest.approx(spearmanr(first, second)[0])
+    assert found.pairs == 36 and found.collapsed == 0 and found.distinct == 9
+    low, high = found.correlation_interval
+    assert low < found.correlation < high
+    assert metric.compute()["ood_mean"] == pytest.approx(found.ood_mean)
+    assert found.id_mean < found.ood_mean
+
+
+def test_functional_collapse_is_reported() -> None:
+    p = probabilities(4, 25, 1.0, 0)[[0, 1, 0, 2, 1, 3, 0]]
+    found = diversity_summary(*(pairwise_mutual_information(p),) * 2, bootstraps=0)
+    assert found.distinct == 4 and found.collapsed == pytest.approx(4 / 21)
+    chain = torch.ones(6, 6) - torch.eye(6)  # linked one to the next, in a scrambled order
+    for i, j in ((3, 0), (0, 5), (5, 1)):
+        chain[i, j] = chain[j, i] = 0
+    assert diversity_summary(chain, chain, bootstraps=0).distinct == 3
+    with pytest.raises(ValueError, match="at least three"):
+        diversity_summary(torch.zeros(2, 2), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="same networks"):
+        diversity_summary(torch.zeros(3, 3), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="out-of-distribution"):
+        metric = metrics.FunctionalDiversity(7)
+        metric.update(p, ood=False)
+        metric.compute()
+
+
+def test_the_largest_weight_is_anywhere_for_independent_networks_and_stays_in_a_chain() -> None:
+    independent = states(200, 0)
+    ((name, found),) = largest_weight(GRAPH, independent, generator=generator()).items()
+    assert name == GRAPH.permutations[0].name and int(found.counts.sum()) == 200 and found.p_value > 0.01
+    rows = independent["0.weight"].amax(-1).argmax(1)
+    assert torch.equal(found.index, rows)
+    chain = {n: t[:1] + 0.05 * normal(200, *t.shape[1:], seed=90 + k) for k, (n, t) in enumerate(independent.items())}
+    (stuck,) = largest_weight(GRAPH, chain, generator=generator()).values()
+    assert stuck.p_value == pytest.approx(1 / 1000)
+    metric = metrics.MarginalHomogeneity(GRAPH, num_resamples=49, keep_largest=True)
+    for part in (slice(0, 80), slice(80, 200)):
+        metric.update({n: t[part] for n, t in chain.items()})
+    assert torch.equal(metric.largest_weights()[name].counts, stuck.counts)
+    assert float(metric.compute()) == pytest.approx(1 / 50)  # one-run samples violate the corollary
+    with pytest.raises(ValueError, match="keep_largest"):
+        metrics.MarginalHomogeneity(GRAPH).largest_weights()
+
+
+def test_uniform_p_values_of_the_largest_weight() -> None:
+    values = torch.tensor(
+        [
+            next(iter(largest_weight(GRAPH, states(25, 10 * k), num_resamples=99, generator=generator(k)).values())).p_value
+            for k in range(150)
+        ]
+    )
+    for level in (0.1, 0.5):  # counts are discrete, so that p-values are conservative
+        assert float((values <= level).double().mean()) < level + 3 * (level * (1 - level) / 150) ** 0.5
+    assert float(values.min()) < 0.2
+
+
+def filled() -> dict[str, metrics.__class__]:
+    stack = states(12, 0)
+    p, q = probabilities(3, 20, 1.0, 0), probabilities(1, 20, 1.0, 5)[0]
+    made = {
+        "PredictiveAgreement": metrics.PredictiveAgreement(),
+        "PredictiveTotalVariation": metrics.PredictiveTotalVariation(),
+        "PairwiseMutualInformation": metrics.PairwiseMutualInformation(3, reduction="none"),
+        "FunctionalDiversity": metrics.FunctionalDiversity(3),
+        "TranspositionCount": metrics.TranspositionCount(),
+        "RepresentationCost": metrics.RepresentationCost(GRAPH),
+        "MaximumMeanDiscrepancy": metrics.MaximumMeanDiscrepancy(graph=GRAPH),
+        "MarginalHomogeneity": metrics.MarginalHomogeneity(GRAPH, num_resamples=9, keep_largest=True),
+        "QuotientDistance": metrics.QuotientDistance(GRAPH, {n: t[0] for n, t in stack.items()}),
+    }
+    made["PredictiveAgreement"].update(p, q)
+    made["PredictiveTotalVariation"].update(p, q)
+    made["PairwiseMutualInformation"].update(p)
+    made["FunctionalDiversity"].update(p, ood=False)
+    made["FunctionalDiversity"].update(p.flip(0), ood=True)
+    made["TranspositionCount"].update({"hidden": torch.tensor([1, 0, 2])})
+    made["RepresentationCost"].update(stack)
+    made["MarginalHomogeneity"].update(stack)
+    for name in ("MaximumMeanDiscrepancy", "QuotientDistance"):
+        made[name].update(stack, reference=True)
+        made[name].update(states(5, 30), reference=False)
+    return made
+
+
+def test_every_metric_of_the_package_has_a_plot() -> None:
+    from matplotlib import pyplot as plt
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    made = filled()
+    assert made.keys() == set(metrics.__all__)
+    for name, metric in made.items():
+        figure, axes = metric.plot()
+        assert isinstance(figure, Figure), name
+        assert all(isinstance(a, Axes) for a in np.ravel(np.asarray(axes, dtype=object))), name
+        drawn = [len(a.lines) + len(a.collections) + len(a.images) for a in np.ravel(np.asarray(axes, dtype=object))]
+        assert min(drawn) > 0, name
+        given, ax = plt.subplots()
+        again, own = metric.plot(metric.compute(), ax) if name != "RepresentationCost" else metric.plot(ax=ax)
+        assert (again is given or again is None) and own is ax, name
+        plt.close("all")

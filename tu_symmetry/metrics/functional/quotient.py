@@ -1,0 +1,156 @@
+"""Distances of two sets of networks on the quotient space: between functions up to symmetry, not between weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.metrics.functional.discrepancy import distances, weight_vectors
+from tu_symmetry.metrics.functional.removal import Removal, removal
+from tu_symmetry.scaling.masses import Parameters
+from tu_symmetry.states import check_tensor, sample_count
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.randomness import own_generator
+
+
+@dataclass(frozen=True)
+class QuotientDistances:
+    """Distances of two sets of networks after their symmetries were removed.
+
+    Attributes:
+        aligned_l2: mean L2 distance between a network of one set and one of the other, after alignment.
+        within: the same inside each set.
+        energy: energy distance ``2 E|X - Y| - E|X - X'| - E|Y - Y'|``, an estimate without bias, about 0 for equal
+            distributions.
+        sliced_wasserstein: 2-Wasserstein distance of random projections, root of the mean square over them.
+        removed: what was removed, in words.
+    """
+
+    aligned_l2: float
+    within: tuple[float, float]
+    energy: float
+    sliced_wasserstein: float
+    removed: str
+
+
+def energy_distance(x: Tensor, y: Tensor) -> Tensor:
+    """Energy distance of two sets of vectors ``(S, D)`` and ``(T, D)``, the U-statistic.
+
+    Laws: symmetric; unchanged when both sets are translated; proportional to their scale; mean 0 for equal
+    distributions.
+
+    Raises:
+        ValueError: fewer than two vectors, or other lengths.
+    """
+    x, y = _checked(x, y)
+    within = [distances(s, s, 2).sum() / (len(s) * (len(s) - 1)) for s in (x, y)]
+    return 2 * distances(x, y, 2).mean() - within[0] - within[1]
+
+
+def sliced_wasserstein(
+    x: Tensor, y: Tensor, *, projections: int = 128, generator: torch.Generator | None = None
+) -> Tensor:
+    """Sliced 2-Wasserstein distance of two sets of vectors ``(S, D)`` and ``(T, D)`` of any sizes.
+
+    The root of the mean over random unit directions of the squared 2-Wasserstein distance of the projections, which
+    is the integral of the squared difference of their quantile functions, exact for unequal sizes too.
+
+    Args:
+        x: vectors.
+        y: vectors.
+        projections: number of directions.
+        generator: of the directions; without one they cannot be repeated.
+
+    Raises:
+        ValueError: fewer than two vectors, other lengths, or no projections.
+    """
+    x, y = _checked(x, y)
+    if projections < 1:
+        raise ValueError(f"projections must be at least 1, got {projections}")
+    source = own_generator(generator)
+    directions = torch.randn(x.shape[1], projections, generator=source, dtype=torch.float64, device=source.device)
+    directions = (directions / directions.norm(dim=0)).to(x.device)
+    a, b = ((s.double() @ directions).sort(0).values for s in (x, y))
+    # both quantile functions are constant between the merged steps i / S and j / T
+    steps = [torch.arange(1, n + 1, dtype=torch.float64) / n for n in (len(a), len(b))]
+    edges = torch.cat(steps).sort().values
+    widths = edges.diff(prepend=torch.zeros(1, dtype=torch.float64))
+    middles = edges - widths / 2
+    rows = [torch.searchsorted(s, middles).clamp_max(len(s) - 1) for s in steps]
+    squares = (a[rows[0].to(a.device)] - b[rows[1].to(b.device)]).square()
+    return (widths.to(squares).unsqueeze(1) * squares).sum(0).mean().sqrt()
+
+
+def quotient_distances(
+    x: Mapping[str, Tensor],
+    y: Mapping[str, Tensor],
+    graph: SymmetryGraph,
+    *,
+    removed: Removal | None = None,
+    parameters: Parameters | None = None,
+    projections: int = 128,
+    generator: torch.Generator | None = None,
+) -> QuotientDistances:
+    """Aligned L2, energy and sliced Wasserstein distances of two sets of networks.
+
+    Each network is brought to the minimal mass and aligned to one reference (the first network of ``y``), so that each
+    distance is between representatives of the orbits: an upper bound of the distance between the orbits themselves.
+
+    Args:
+        x: stacked states ``(S, ...)``.
+        y: stacked states ``(T, ...)``.
+        graph: the symmetry graph.
+        removed: another removal.
+        parameters: what counts, see :func:`~tu_symmetry.canonicalize`.
+        projections: of the sliced Wasserstein distance.
+        generator: of the projections.
+
+    Raises:
+        SymmetryError: states that the graph does not fit.
+        ValueError: fewer than two networks.
+    """
+    if sample_count(x) < 2 or sample_count(y) < 2:
+        raise ValueError(f"got {sample_count(x)} and {sample_count(y)} networks; at least two of each are needed")
+    chosen = removed or removal("min_mass", align_to={name: t[0] for name, t in y.items()})
+    vectors = [
+        weight_vectors(s, graph=graph, removed=chosen, parameters=parameters, level="network")["network"]
+        for s in (x, y)
+    ]
+    return vector_distances(*vectors, removed=chosen.name, projections=projections, generator=generator)
+
+
+def vector_distances(
+    x: Tensor,
+    y: Tensor,
+    *,
+    removed: str = "nothing",
+    projections: int = 128,
+    generator: torch.Generator | None = None,
+) -> QuotientDistances:
+    """:func:`quotient_distances` of the aligned networks' vectors ``(S, D)`` and ``(T, D)``."""
+    a, b = _checked(x, y)
+    within = [float(distances(s, s, 2).sum() / (len(s) * (len(s) - 1))) for s in (a, b)]
+    between = float(distances(a, b, 2).mean())
+    return QuotientDistances(
+        aligned_l2=between,
+        within=(within[0], within[1]),
+        energy=2 * between - within[0] - within[1],
+        sliced_wasserstein=float(sliced_wasserstein(a, b, projections=projections, generator=generator)),
+        removed=removed,
+    )
+
+
+def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    for name, samples in (("x", x), ("y", y)):
+        check_tensor(samples, name, "real")
+        if samples.ndim != 2 or len(samples) < 2 or not samples.shape[1]:
+            raise ValueError(f"{name} has the shape {tuple(samples.shape)}; expected (samples, features), samples >= 2")
+        if not torch.isfinite(samples).all():
+            raise ValueError(f"{name} holds NaN or infinite values: a network among the samples has diverged")
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"x has {x.shape[1]} features and y {y.shape[1]}: they are not of one architecture")
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    return x.to(dtype), y.to(x.device, dtype)

@@ -1,0 +1,436 @@
+"""How sure a discrepancy of two sets of networks is: permutation p-value, bootstrap interval, control of the sizes.
+
+All statistics here are linear in one kernel matrix of the pooled networks, which is made part by part (a tensor, a
+layer) from distances. Distances add up over entries, so that neither set ever has to be in memory: see
+:func:`stream_discrepancy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.metrics.functional.discrepancy import (
+    BANDWIDTH_SAMPLES,
+    KERNELS,
+    Level,
+    Reduction,
+    distances,
+    mmd_bandwidths,
+    part_of,
+    weight_vectors,
+)
+from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.scaling.masses import Parameters, counted_parameters
+from tu_symmetry.states import SymmetryError, require_state
+from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.randomness import own_generator
+
+Sizes = Literal["given", "equal"]
+
+
+@dataclass(frozen=True)
+class DiscrepancyTest:
+    """A discrepancy with its uncertainty.
+
+    Attributes:
+        value: the aggregated squared MMD.
+        p_value: share of relabelings of the pooled networks that give at least this value, the observed one counted.
+        interval: percentiles of the bootstrap over networks.
+        confidence: of the interval.
+        sizes: networks that were compared of the first and the second set.
+        by_part: the value of each tensor or layer, mean over the kernels.
+        by_kernel: kernel to its values, bandwidths ascending, aggregated over the parts.
+        aggregation: what was made one number, in words.
+        removed: what was removed before, in words; ``"nothing"`` for the plain discrepancy.
+    """
+
+    value: float
+    p_value: float
+    interval: tuple[float, float]
+    confidence: float
+    sizes: tuple[int, int]
+    by_part: dict[str, float]
+    by_kernel: dict[str, list[float]]
+    aggregation: str
+    removed: str
+
+
+class StateSource(Protocol):
+    """Networks that are read one tensor at a time, as :class:`~tu_symmetry.posterior.samples.SampleStore` does."""
+
+    def __len__(self) -> int:
+        """Number of networks."""
+
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
+        """One network."""
+
+    def tensor(self, index: int, name: str) -> Tensor:
+        """One tensor of one network."""
+
+
+def discrepancy_test(
+    x: Mapping[str, Tensor],
+    y: Mapping[str, Tensor],
+    *,
+    graph: SymmetryGraph | None = None,
+    removed: RemovalName | Removal = "paper",
+    parameters: Parameters | None = None,
+    level: Level = "tensor",
+    reduction: Reduction = "mean",
+    sizes: Sizes = "given",
+    permutations: int = 199,
+    bootstraps: int = 200,
+    confidence: float = 0.95,
+    groups: tuple[Tensor | None, Tensor | None] = (None, None),
+    generator: torch.Generator | None = None,
+) -> DiscrepancyTest:
+    """:func:`~tu_symmetry.metrics.functional.network_discrepancy` with p-value and confidence interval.
+
+    *p-value*: networks of both sets are relabeled at random, bandwidths held as MMDAgg holds them. It tests whether
+    the *networks* are exchangeable; several from one run are not independent, and it then says that of the run.
+
+    *Interval*: networks of both sets are drawn with replacement. A pair of equal draws counts nothing, so that each
+    replicate is an unbiased estimate as well. With ``groups`` whole runs are drawn. Near zero, where the estimate is
+    degenerate, the interval is too wide.
+
+    Args:
+        x: stacked states ``(S, ...)``.
+        y: stacked states ``(T, ...)``, the reference.
+        graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`, also for what
+            follows.
+        removed: what is removed with a graph.
+        parameters: what is compared with a graph.
+        level: what is one vector.
+        reduction: over the vectors.
+        sizes: ``"equal"`` draws from the larger set as many networks as the smaller one has: a control, since the
+            spread of the estimate, not its mean, depends on the sizes.
+        permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
+        bootstraps: number of replicates; 0 for none, the interval is then NaN.
+        confidence: of the interval, between 0 and 1.
+        groups: for each set, the number of the run that each network comes from, ``(S,)`` and ``(T,)``.
+        generator: of all random choices; without one they cannot be repeated.
+
+    Raises:
+        ValueError: states of different architectures, too few networks, NaN or infinite values, arguments out of range.
+        SymmetryError: states that the graph does not fit.
+    """
+    chosen = removal(removed) if graph is not None else None
+    sets = [
+        weight_vectors(s, graph=graph, removed=chosen or "paper", parameters=parameters, level=level) for s in (x, y)
+    ]
+    if sets[0].keys() != sets[1].keys():
+        raise ValueError(
+            f"the states are of two architectures; they differ in {sorted(sets[0].keys() ^ sets[1].keys())}"
+        )
+    return vectors_test(
+        *sets,
+        removed="nothing" if chosen is None else chosen.name,
+        level=level,
+        reduction=reduction,
+        sizes=sizes,
+        permutations=permutations,
+        bootstraps=bootstraps,
+        confidence=confidence,
+        groups=groups,
+        generator=generator,
+    )
+
+
+def vectors_test(
+    x: Mapping[str, Tensor],
+    y: Mapping[str, Tensor],
+    *,
+    removed: str = "nothing",
+    level: Level = "tensor",
+    reduction: Reduction = "mean",
+    sizes: Sizes = "given",
+    permutations: int = 199,
+    bootstraps: int = 200,
+    confidence: float = 0.95,
+    groups: tuple[Tensor | None, Tensor | None] = (None, None),
+    generator: torch.Generator | None = None,
+) -> DiscrepancyTest:
+    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by the name of their tensor or layer."""
+    source = own_generator(generator)
+    count_x, count_y = (len(next(iter(s.values()), ())) for s in (x, y))
+    keep_x, keep_y = _kept(count_x, count_y, sizes, source)
+
+    def parts() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        for name, own in x.items():
+            if own.shape[1:] != y[name].shape[1:]:
+                raise ValueError(f"{name!r} has {own.shape[1]} features in one set and {y[name].shape[1]} in the other")
+            dtype = torch.promote_types(torch.promote_types(own.dtype, y[name].dtype), torch.float32)
+            pooled = torch.cat([own.to(dtype)[keep_x], y[name].to(own.device, dtype)[keep_y]])
+            if not torch.isfinite(pooled).all():
+                raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
+            yield name, (distances(pooled, pooled, 1), distances(pooled, pooled, 2))
+
+    return _test(
+        parts(), len(keep_x), len(keep_y), removed, level, reduction, permutations, bootstraps, confidence,
+        _chosen_groups(groups, (keep_x, keep_y), (count_x, count_y)), source,
+    )  # fmt: skip
+
+
+def stream_discrepancy(
+    x: StateSource,
+    y: StateSource,
+    *,
+    graph: SymmetryGraph | None = None,
+    removed: RemovalName | Removal = "paper",
+    parameters: Parameters | None = None,
+    level: Level = "tensor",
+    reduction: Reduction = "mean",
+    sizes: Sizes = "given",
+    permutations: int = 199,
+    bootstraps: int = 200,
+    confidence: float = 0.95,
+    groups: tuple[Tensor | None, Tensor | None] = (None, None),
+    generator: torch.Generator | None = None,
+    device: str | torch.device = "cpu",
+    memory: int = 2**30,
+) -> DiscrepancyTest:
+    """:func:`discrepancy_test` of networks that do not fit into memory.
+
+    First each network is read once, and what brings it to its canonical form is kept: factors and permutations of
+    units, a few thousand numbers. Then tensor after tensor is read, as many entries of all networks at a time as
+    ``memory`` holds, and the distances are summed up. In memory are ``memory`` bytes of weights, one network, and some
+    eight matrices of all pairs in float64: for 1,000 and 1,000 networks under 2 GB with the default, whatever their
+    size.
+
+    Args:
+        x: networks, such as a :class:`~tu_symmetry.posterior.samples.SampleStore`.
+        y: the reference.
+        graph: see :func:`discrepancy_test`, also for what follows.
+        removed: what is removed with a graph.
+        parameters: what is compared with a graph.
+        level: what is one vector.
+        reduction: over the vectors.
+        sizes: ``"given"`` or ``"equal"``.
+        permutations: number of relabelings.
+        bootstraps: number of replicates.
+        confidence: of the interval.
+        groups: runs of the networks.
+        generator: of all random choices.
+        device: where distances are computed.
+        memory: bytes of weights that are held at a time.
+
+    Raises:
+        ValueError: as :func:`discrepancy_test`.
+        SymmetryError: states that the graph does not fit.
+    """
+    source = own_generator(generator)
+    chosen = removal(removed) if graph is not None else None
+    keep_x, keep_y = _kept(len(x), len(y), sizes, source)
+    members: list[tuple[StateSource, int]] = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
+    if not members:
+        raise ValueError("there are no networks to compare")
+    elements = []
+    first = members[0][0][members[0][1]]
+    if graph is not None and chosen is not None:
+        counted = counted_parameters(graph, parameters)
+        names = [name for name in graph.shapes if name in counted and first[name].is_floating_point()]
+        with torch.no_grad():
+            elements = [chosen.element(graph, s[i]) for s, i in members]
+    elif parameters is not None:
+        raise ValueError("parameters needs a graph; without one, pass the tensors that are to be compared")
+    else:
+        require_state(first, "states")
+        names = [name for name, t in first.items() if t.is_floating_point()]
+        other = members[-1][0][members[-1][1]]
+        if first.keys() != other.keys():
+            raise ValueError(
+                f"the states are of two architectures; they differ in {sorted(first.keys() ^ other.keys())}"
+            )
+    if not names:
+        raise SymmetryError("the states hold no real floating-point weights to compare")
+
+    def pieces(name: str) -> Iterator[Tensor]:
+        shape = first[name].shape
+        entries = math.prod(shape)
+        width = max(1, memory // (4 * len(members)))
+        for start in range(0, entries, width):
+            stop = min(start + width, entries)
+            block = torch.empty(len(members), stop - start, dtype=torch.float32, device=device)
+            for row, (held, i) in enumerate(members):
+                t = held.tensor(i, name)
+                if t.shape != shape:
+                    raise ValueError(
+                        f"{name!r} has the shape {tuple(t.shape)} in one network, {tuple(shape)} in another"
+                    )
+                if elements:
+                    assert graph is not None
+                    log_scale, permutation = elements[row]
+                    t = permute_tensors(graph, permutation, scale_tensors(graph, log_scale, {name: t.float()}))[name]
+                block[row] = t.reshape(-1)[start:stop]
+            if not torch.isfinite(block).all():
+                raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
+            yield block
+
+    def parts() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        by_part: dict[str, list[str]] = {}
+        for name in names:
+            by_part.setdefault(part_of(name, level), []).append(name)
+        for part, own in by_part.items():
+            one = torch.zeros(len(members), len(members), dtype=torch.float64, device=device)
+            two = torch.zeros_like(one)
+            for name in own:
+                for block in pieces(name):
+                    one += distances(block, block, 1)
+                    two += distances(block, block, 2).square_()
+            yield part, (one, two.sqrt_())
+
+    return _test(
+        parts(), len(keep_x), len(keep_y), "nothing" if chosen is None else chosen.name, level, reduction,
+        permutations, bootstraps, confidence,
+        _chosen_groups(groups, (keep_x, keep_y), (len(x), len(y))), source,
+    )  # fmt: skip
+
+
+def _test(
+    parts: Iterator[tuple[str, tuple[Tensor, Tensor]]],
+    count_x: int,
+    count_y: int,
+    removed: str,
+    level: Level,
+    reduction: Reduction,
+    permutations: int,
+    bootstraps: int,
+    confidence: float,
+    groups: Sequence[Tensor],
+    generator: torch.Generator,
+) -> DiscrepancyTest:
+    if permutations < 1 or bootstraps < 0 or not 0 < confidence < 1:
+        raise ValueError(
+            f"permutations must be at least 1, bootstraps 0 and confidence between 0 and 1, got {permutations}, "
+            f"{bootstraps} and {confidence}"
+        )
+    if reduction not in ("mean", "max", "sum"):
+        raise ValueError(f"reduction must be 'mean', 'max' or 'sum', got {reduction!r}")
+    for count, what in ((count_x, "the first set"), (count_y, "the second set")):
+        if count < 2:
+            raise ValueError(f"{what} holds {count} networks; a discrepancy needs at least two of each")
+    observed = torch.zeros(count_x + count_y, 2, dtype=torch.float64)
+    observed[:count_x, 0] = observed[count_x:, 1] = 1
+    relabeled = torch.stack(
+        [torch.randperm(len(observed), generator=generator, device=generator.device).cpu() for _ in range(permutations)]
+    )
+    drawn = _bootstrap_weights(groups, bootstraps, generator)
+    by_part, by_kernel, kernels, held = {}, [], 0, []
+    total: Tensor | None = None
+    for name, matrices in parts:
+        mean = torch.zeros_like(matrices[0])
+        rows = []
+        for matrix, power in zip(matrices, KERNELS.values(), strict=True):
+            between = matrix[:count_x, count_x:][:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
+            bandwidths = mmd_bandwidths(between)
+            for b in bandwidths:
+                kernel = (-((matrix / b) ** power)).exp_().fill_diagonal_(0)
+                rows.append(float(_u_statistics(kernel, observed)[0]))
+                mean += kernel
+            kernels = len(bandwidths)
+        mean /= kernels * len(KERNELS)
+        by_part[name] = float(_u_statistics(mean, observed)[0])
+        by_kernel.append(rows)
+        if reduction == "max":
+            held.append(mean)
+        else:
+            total = mean if total is None else total.add_(mean)
+    if total is not None:
+        held = [total / (len(by_part) if reduction == "mean" else 1)]
+    if not held:
+        raise ValueError("there is nothing to compare: no tensors")
+
+    def largest(weights: Tensor) -> Tensor:
+        return torch.stack([_u_statistics(k, weights) for k in held]).amax(0)
+
+    value = float(largest(observed)[0])
+    null = largest(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
+    # equal relabelings differ by rounding errors, which must not break ties
+    p_value = (1 + int((null >= value - 1e-12 - 1e-9 * abs(value)).sum())) / (1 + permutations)
+    interval = (math.nan, math.nan)
+    if bootstraps:
+        replicates = largest(drawn)
+        replicates = replicates[torch.isfinite(replicates)]
+        tail = (1 - confidence) / 2
+        ends = (
+            torch.quantile(replicates, torch.tensor([tail, 1 - tail], dtype=torch.float64)) if len(replicates) else None
+        )
+        interval = interval if ends is None else (float(ends[0]), float(ends[1]))
+    table = torch.tensor(by_kernel, dtype=torch.float64).view(len(by_part), len(KERNELS), -1)
+    over_parts = {"mean": table.mean(0), "max": table.amax(0), "sum": table.sum(0)}[reduction]
+    words = {"tensor": "tensors", "layer": "layers", "network": "network"}[level]
+    return DiscrepancyTest(
+        value=value,
+        p_value=p_value,
+        interval=interval,
+        confidence=confidence,
+        sizes=(count_x, count_y),
+        by_part=by_part,
+        by_kernel=dict(zip(KERNELS, over_parts.tolist(), strict=True)),
+        aggregation=(
+            f"{reduction} over {len(by_part)} {words} of the mean over {len(KERNELS) * kernels} kernels "
+            f"({', '.join(KERNELS)}, {kernels} bandwidths each)"
+        ),
+        removed=removed,
+    )
+
+
+def _u_statistics(kernel: Tensor, weights: Tensor) -> Tensor:
+    """U-statistics for many pairs of weights: ``(N, 2 K)``, two columns for each, over a kernel with zero diagonal.
+
+    With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks.
+    """
+    w = weights.to(kernel).view(len(kernel), -1, 2)
+    a, b = w[..., 0], w[..., 1]
+    ka, kb = kernel @ a, kernel @ b
+    same_a, same_b = a.sum(0).square() - a.square().sum(0), b.sum(0).square() - b.square().sum(0)
+    within = (a * ka).sum(0) / same_a + (b * kb).sum(0) / same_b
+    # no network is in both sets
+    return (within - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))).cpu()
+
+
+def _bootstrap_weights(groups: Sequence[Tensor], draws: int, generator: torch.Generator) -> Tensor:
+    """Multiplicities ``(N, 2 draws)`` of all networks when whole runs of each set are drawn with replacement."""
+    columns = []
+    for runs in groups:
+        numbers, index = runs.unique(return_inverse=True)
+        chosen = torch.randint(len(numbers), (draws, len(numbers)), generator=generator, device=generator.device).cpu()
+        times = torch.zeros(draws, len(numbers), dtype=torch.float64)
+        times.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
+        columns.append(times[:, index].T)
+    x, y = columns
+    made = torch.zeros(len(x) + len(y), draws, 2, dtype=torch.float64)
+    made[: len(x), :, 0], made[len(x) :, :, 1] = x, y
+    return made.flatten(1)
+
+
+def _kept(count_x: int, count_y: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    if sizes not in ("given", "equal"):
+        raise ValueError(f"sizes must be 'given' or 'equal', got {sizes!r}")
+    if sizes == "given" or count_x == count_y:
+        return torch.arange(count_x), torch.arange(count_y)
+    least = min(count_x, count_y)
+    drawn = [torch.randperm(n, generator=generator, device=generator.device).cpu()[:least] for n in (count_x, count_y)]
+    return drawn[0].sort().values, drawn[1].sort().values
+
+
+def _chosen_groups(
+    groups: tuple[Tensor | None, Tensor | None], kept: tuple[Tensor, Tensor], counts: tuple[int, int]
+) -> list[Tensor]:
+    found = []
+    for runs, keep, count in zip(groups, kept, counts, strict=True):
+        if runs is not None and runs.shape != (count,):
+            raise ValueError(f"groups has the shape {tuple(runs.shape)} for {count} networks")
+        own = torch.arange(count) if runs is None else runs.cpu()
+        own = own[keep]
+        if len(own) and bool((own == own[0]).all()):  # one run: networks within it
+            own = torch.arange(len(own))
+        found.append(own)
+    return found
