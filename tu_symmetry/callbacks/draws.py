@@ -32,10 +32,10 @@ class PosteriorDraws(Callback):
 
     Args:
         num_samples: number of networks.
-        folder: of the store; ``samples`` in the trainer's ``default_root_dir`` by default.
+        folder: folder of the store; ``samples`` in the trainer's ``default_root_dir`` by default.
         chain: number of the run in the store, so that runs with other seeds can share one.
-        seed: of the draws.
-        scale: of SWAG's covariance; its own by default, 0.5 for the paper's.
+        seed: seed of the draws.
+        scale: factor of SWAG's covariance; its own by default, 0.5 for the paper's.
         dtype: ``float16`` or ``bfloat16`` to store half as much; floating-point tensors only.
 
     Raises:

@@ -151,10 +151,10 @@ class MaximumMeanDiscrepancy(Metric):
             sizes: see :func:`~tu_symmetry.metrics.functional.discrepancy_test`, also for what follows.
             permutations: number of relabelings.
             bootstraps: number of replicates.
-            confidence: of the interval.
+            confidence: level of the interval.
             groups: for samples and reference the numbers of the runs that they come from, in the order of the updates
                 (of rank 0 first).
-            seed: of all random choices.
+            seed: seed of all random choices.
 
         Raises:
             ValueError: if there are no samples, or no reference.

@@ -27,8 +27,8 @@ class QuotientDistance(Metric):
         align_to: the network that all others are aligned to, after both have minimal mass; the same in all processes.
         removed: another removal, in place of ``align_to``.
         parameters: what counts, see :func:`~tu_symmetry.canonicalize`.
-        projections: of the sliced Wasserstein distance.
-        seed: of the projections.
+        projections: number of directions of the sliced Wasserstein distance.
+        seed: seed of the projections.
         kwargs: see :class:`torchmetrics.Metric`.
 
     Raises:

@@ -58,8 +58,8 @@ def network_draws(
         source: the object, after training.
         count: number of states; for ensembles and checkpoints at most as many as there are.
         inputs: a few inputs, for dropout alone.
-        seed: of the draws; the global random state stays as it is.
-        scale: of SWAG's covariance; its own by default.
+        seed: seed of the draws; the global random state stays as it is.
+        scale: factor of SWAG's covariance; its own by default.
 
     Raises:
         ValueError: an object that is none of these, that has not been fitted, or holds too few networks.
@@ -105,7 +105,7 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
         model: a network with ``nn.Dropout`` on features ``(B, F)``, or ``nn.Dropout1d``, ``2d``, ``3d``.
         inputs: a few inputs.
         count: number of draws.
-        seed: of the masks.
+        seed: seed of the masks.
 
     Raises:
         ValueError: no dropout, dropout of single positions, or masks that no weights express.

@@ -97,8 +97,8 @@ def diversity_summary(
         ood_information: the same networks' on out-of-distribution data.
         tolerance: mutual information up to which two networks are one function, nats.
         bootstraps: replicates of the interval; 0 for none.
-        confidence: of the interval.
-        generator: of the replicates.
+        confidence: level of the interval.
+        generator: source of the replicates.
 
     Raises:
         ValueError: matrices that are not square, of different networks, or of fewer than three.

@@ -165,7 +165,7 @@ class LargestWeight:
     Attributes:
         index: number of the unit that has it, for each sample ``[S]`` (units of all blocks are numbered through).
         counts: how often each unit has it ``[units]``.
-        p_value: of uniform counts, by Pearson's statistic and independent draws from the uniform distribution.
+        p_value: probability of uniform counts, by Pearson's statistic and independent draws from the uniform distribution.
     """
 
     index: Tensor
@@ -189,7 +189,7 @@ def largest_weight(
         graph: the symmetry graph.
         states: stacked states ``(S, ...)``.
         num_resamples: draws of uniform counts; the least p-value is ``1 / (1 + num_resamples)``.
-        generator: of these draws; without one they cannot be repeated.
+        generator: source of these draws; without one they cannot be repeated.
 
     Returns:
         Name of each group with more than one unit to its result.

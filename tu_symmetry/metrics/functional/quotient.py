@@ -62,7 +62,7 @@ def sliced_wasserstein(
         x: vectors.
         y: vectors.
         projections: number of directions.
-        generator: of the directions; without one they cannot be repeated.
+        generator: source of the directions; without one they cannot be repeated.
 
     Raises:
         ValueError: fewer than two vectors, other lengths, or no projections.
@@ -85,9 +85,9 @@ def sliced_wasserstein(
 
 
 def quotient_distances(
+    graph: SymmetryGraph,
     x: Mapping[str, Tensor],
     y: Mapping[str, Tensor],
-    graph: SymmetryGraph,
     *,
     removed: Removal | None = None,
     parameters: Parameters | None = None,
@@ -100,13 +100,13 @@ def quotient_distances(
     distance is between representatives of the orbits: an upper bound of the distance between the orbits themselves.
 
     Args:
+        graph: the symmetry graph.
         x: stacked states ``(S, ...)``.
         y: stacked states ``(T, ...)``.
-        graph: the symmetry graph.
         removed: another removal.
         parameters: what counts, see :func:`~tu_symmetry.canonicalize`.
-        projections: of the sliced Wasserstein distance.
-        generator: of the projections.
+        projections: number of directions of the sliced Wasserstein distance.
+        generator: source of the projections.
 
     Raises:
         SymmetryError: states that the graph does not fit.

@@ -43,7 +43,7 @@ class DiscrepancyTest:
         value: the aggregated squared MMD.
         p_value: share of relabelings of the pooled networks that give at least this value, the observed one counted.
         interval: percentiles of the bootstrap over networks.
-        confidence: of the interval.
+        confidence: level of the interval.
         sizes: networks that were compared of the first and the second set.
         by_part: the value of each tensor or layer, mean over the kernels.
         by_kernel: kernel to its values, bandwidths ascending, aggregated over the parts.
@@ -113,9 +113,9 @@ def discrepancy_test(
             spread of the estimate, not its mean, depends on the sizes.
         permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
         bootstraps: number of replicates; 0 for none, the interval is then NaN.
-        confidence: of the interval, between 0 and 1.
+        confidence: level of the interval, between 0 and 1.
         groups: for each set, the number of the run that each network comes from, ``(S,)`` and ``(T,)``.
-        generator: of all random choices; without one they cannot be repeated.
+        generator: source of all random choices; without one they cannot be repeated.
 
     Raises:
         ValueError: states of different architectures, too few networks, NaN or infinite values, arguments out of range.
@@ -215,9 +215,9 @@ def stream_discrepancy(
         sizes: ``"given"`` or ``"equal"``.
         permutations: number of relabelings.
         bootstraps: number of replicates.
-        confidence: of the interval.
+        confidence: level of the interval.
         groups: runs of the networks.
-        generator: of all random choices.
+        generator: source of all random choices.
         device: where distances are computed.
         memory: bytes of weights that are held at a time.
 
