@@ -165,7 +165,7 @@ class LargestWeight:
     Attributes:
         index: number of the unit that has it, for each sample ``[S]`` (units of all blocks are numbered through).
         counts: how often each unit has it ``[units]``.
-        p_value: probability of uniform counts, by Pearson's statistic and independent draws from the uniform distribution.
+        p_value: probability of counts this uneven if all units are alike, by Monte Carlo.
     """
 
     index: Tensor

@@ -1,0 +1,264 @@
+"""The main table of arXiv 2310.08287: posterior quality, calibration, OOD detection and diversity of every method."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.experiments.symmetry_aware.scores import member_probabilities, require_finite_networks, scores
+from tu_symmetry.metrics import FunctionalDiversity, MarginalHomogeneity
+from tu_symmetry.metrics.functional import Removal, diversity_summary, removal
+from tu_symmetry.metrics.functional.discrepancy import weight_vectors
+from tu_symmetry.metrics.functional.quotient import vector_distances
+from tu_symmetry.metrics.functional.two_sample import vectors_test
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting.progress import Display
+from tu_symmetry.states import layout_of, require_same
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.tables.outcome import Outcome
+
+SAMPLES = "samples"
+ONE, MULTI = "one mode", "several modes"
+
+
+def evaluate(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    reference: Path,
+    one_mode: dict[str, list[Path]],
+    multi_mode: dict[str, list[Path]],
+    *,
+    ood: dict[str, ImageDataModule],
+    one_run: dict[str, Path] | None = None,
+    num_samples: int = 100,
+    diversity_networks: int = 200,
+    resamples: int = 100,
+    seed: int = 0,
+) -> Outcome:
+    """Every column of the table with its interval, for every row.
+
+    All folders are opened and compared with the architecture before anything is computed.
+
+    Args:
+        out: folder of the results.
+        model: the architecture; its own weights do not matter.
+        data: scores are of its test set.
+        reference: run folder of the reference networks.
+        one_mode: method to the folders of runs; each run by itself is one posterior of one mode, so that the choice of
+            the mode is seen. The first is the row of the table.
+        multi_mode: method to the folders of the runs that make one posterior together, in equal shares.
+        ood: name of each out-of-distribution set to a data module that has it as its own (``ood_dataset``).
+        one_run: further runs for the test of marginals alone, such as an HMC chain.
+        num_samples: networks of each posterior.
+        diversity_networks: networks of the reference whose pairs are measured.
+        resamples: bootstrap replicates of every interval.
+        seed: seed of all random choices.
+
+    Raises:
+        ValueError: no OOD set, a posterior of one network, members that have diverged, fewer networks than asked for.
+        SampleFileError: a store of another architecture, or damaged.
+    """
+    if not ood:
+        raise ValueError("there is no out-of-distribution set: name at least one under ood")
+    like = model.state_dict()
+    rows: dict[str, list[dict[str, Tensor]]] = {}
+    runs: dict[str, Tensor] = {}
+    for method, folders in one_mode.items():
+        rows[f"{ONE}/{method}"] = [_networks([folder], num_samples, like)[0] for folder in folders]
+    for method, folders in multi_mode.items():
+        states, numbers = _networks(folders, num_samples, like)
+        rows[f"{MULTI}/{method}"] = [states]
+        runs[f"{MULTI}/{method}"] = numbers
+    extra = {name: _networks([folder], num_samples, like)[0] for name, folder in (one_run or {}).items()}
+    references, _ = _networks([reference], None, like)
+    test = _test_set(data)
+    others = {name: _ood_set(module) for name, module in ood.items()}
+    model = model.eval()
+    graph = discover_symmetries(model, test[0][:2])
+    graph.require_verified()
+    forms = {
+        "mmd": None,
+        "ns": removal("paper"),
+        "ns_aligned": removal("min_mass", align_to={n: t[0] for n, t in references.items()}),
+    }
+    compared = {name: _vectors(graph, references, form) for name, form in forms.items()}
+    found: dict[str, Any] = {}
+    with Display().track("evaluating", sum(map(len, rows.values()))) as tracker:
+        done = 0
+        for row, stacks in rows.items():
+            found[row] = []
+            for states in stacks:
+                entry = quality(graph, states, forms, compared, runs.get(row), resamples, _seed(seed, row))
+                probs = member_probabilities(model, states, test[0])
+                outside = {name: member_probabilities(model, states, x) for name, x in others.items()}
+                entry |= {
+                    k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()
+                }
+                entry["homogeneity"] = homogeneity(graph, states, seed)
+                found[row].append(entry)
+                done += 1
+                tracker.update(done, row=row)
+    marginals = {name: homogeneity(graph, states, seed) for name, states in extra.items()}
+    marginals["reference"] = homogeneity(graph, references, seed)
+    diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed)
+    result = {
+        "rows": found,
+        "networks": {"reference": len(next(iter(references.values()))), "row": num_samples},
+        "homogeneity": marginals,
+        "diversity": diversity,
+        "pairs": pairs,
+        "marginals": _marginals(graph, references, {row: stacks[0] for row, stacks in rows.items()}),
+        "groups": {g.name: g.size for g in graph.permutations},
+    }
+    least = min(found, key=lambda row: found[row][0]["ns"]["value"])
+    return Outcome(result, f"{len(found)} rows; least NS: {least}")
+
+
+def quality(
+    graph: SymmetryGraph,
+    states: Mapping[str, Tensor],
+    forms: Mapping[str, Removal | None],
+    references: Mapping[str, Mapping[str, Tensor]],
+    runs: Tensor | None,
+    resamples: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Discrepancies of one posterior from the reference, plain and without symmetries, each also at equal sizes."""
+    found: dict[str, Any] = {}
+    for name, form in forms.items():
+        own = _vectors(graph, states, form)
+        for suffix, sizes in (("", "given"), ("_equal", "equal")):
+            test = vectors_test(
+                own,
+                references[name],
+                removed="nothing" if form is None else form.name,
+                sizes=sizes,  # type: ignore[arg-type]
+                bootstraps=resamples,
+                groups=(runs, None),
+                generator=torch.Generator().manual_seed(seed),
+            )
+            found[f"{name}{suffix}"] = asdict(test)
+        if name == "ns_aligned":
+            pair = [torch.cat(list(v.values()), dim=1) for v in (own, references[name])]
+            generator = torch.Generator().manual_seed(seed)
+            found["quotient"] = asdict(vector_distances(*pair, removed=form.name if form else "", generator=generator))
+    return found
+
+
+def homogeneity(graph: SymmetryGraph, states: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
+    """P-value of the corollary, and where each layer's largest weight is."""
+    metric = MarginalHomogeneity(graph, num_resamples=99, keep_largest=True, seed=seed)
+    metric.update(states)
+    largest = {
+        name: {"counts": found.counts.tolist(), "index": found.index.tolist(), "p_value": found.p_value}
+        for name, found in metric.largest_weights().items()
+    }
+    return {"p_value": float(metric.compute()), "largest": largest}
+
+
+def _networks(
+    folders: Sequence[Path], wanted: int | None, like: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Networks of the runs' stores in equal shares, evenly spaced in each, and the number of the run of each."""
+    if not folders:
+        raise ValueError("a row without a run: name at least one folder")
+    shares = (
+        [wanted]
+        if wanted is None
+        else [wanted // len(folders) + (k < wanted % len(folders)) for k in range(len(folders))]
+    )
+    stacks, numbers = [], []
+    for k, (folder, share) in enumerate(zip(folders, shares, strict=True)):
+        store = SampleStore.open(folder / SAMPLES, like=like)
+        count = len(store) if share is None else share
+        if count > len(store):
+            raise ValueError(
+                f"{folder} holds {len(store)} networks, {count} are wanted: train longer, or ask for fewer"
+            )
+        chosen = torch.linspace(0, max(len(store) - 1, 0), count, dtype=torch.float64).round().long()
+        stack = store.stack(chosen)
+        stack = {n: t.float() if t.is_floating_point() else t for n, t in stack.items()}
+        require_finite_networks(stack, str(folder)) if len(folders) == 1 else None
+        stacks.append(stack)
+        numbers += [k] * count
+    for stack, folder in zip(stacks[1:], folders[1:], strict=True):
+        require_same(layout_of(stack, stacked=True), layout_of(stacks[0], stacked=True), str(folder), str(folders[0]))
+    whole = {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}
+    require_finite_networks(whole, ", ".join(map(str, folders[:3])))
+    return whole, torch.tensor(numbers)
+
+
+def _vectors(graph: SymmetryGraph, states: Mapping[str, Tensor], form: Removal | None) -> dict[str, Tensor]:
+    if form is not None:
+        return weight_vectors(states, graph=graph, removed=form)
+    return weight_vectors({n: states[n] for n in graph.shapes if n not in graph.buffers})
+
+
+def _test_set(data: ImageDataModule) -> tuple[Tensor, Tensor]:
+    data.prepare_data()
+    return data.test.x, data.test.y
+
+
+def _ood_set(data: ImageDataModule) -> Tensor:
+    data.prepare_data()
+    return data.ood.x
+
+
+def _diversity(
+    model: nn.Module,
+    references: Mapping[str, Tensor],
+    test: Tensor,
+    others: Mapping[str, Tensor],
+    networks: int,
+    resamples: int,
+    seed: int,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Pairwise mutual information of reference networks, in and (each set by itself) out of distribution."""
+    chosen = {n: t[:networks] for n, t in references.items()}
+    members = len(next(iter(chosen.values())))
+    inside = member_probabilities(model, chosen, test)
+    found, pairs = {}, {}
+    upper = torch.triu_indices(members, members, 1)
+    for name, x in others.items():
+        metric = FunctionalDiversity(members)
+        metric.update(inside, ood=False)
+        metric.update(member_probabilities(model, chosen, x), ood=True)
+        generator = torch.Generator().manual_seed(seed)
+        a, b = metric.matrices()
+        found[name] = asdict(diversity_summary(a, b, bootstraps=resamples, generator=generator))
+        step = max(1, upper.shape[1] // 2000)  # enough for a figure
+        shown = upper[:, ::step]
+        pairs[name] = [a[shown[0], shown[1]].tolist(), b[shown[0], shown[1]].tolist()]
+    return found, pairs
+
+
+def _marginals(
+    graph: SymmetryGraph, references: Mapping[str, Tensor], rows: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Any]:
+    """Quantiles of the marginals of one layer's weights, before and after removal, pooled and of its first unit."""
+    layer = next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
+    levels = torch.linspace(0.005, 0.995, 100)
+    made: dict[str, Any] = {"layer": layer, "levels": levels.tolist(), "sets": {}}
+    for name, states in {"reference": references, **rows}.items():
+        forms = {"before": states[layer], "after": removal("paper").apply(graph, states)[layer]}
+        made["sets"][name] = {
+            when: {
+                "all": torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), levels).tolist(),
+                "first unit": torch.quantile(t[:, 0].flatten().float(), levels).tolist(),
+            }
+            for when, t in forms.items()
+        }
+    return made
+
+
+def _seed(seed: int, row: str) -> int:
+    return zlib.crc32(f"{seed}/{row}".encode())
