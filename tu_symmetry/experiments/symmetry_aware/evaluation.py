@@ -156,7 +156,7 @@ def quality(
 
 def homogeneity(graph: SymmetryGraph, states: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
     """P-value of the corollary, and where each layer's largest weight is."""
-    metric = MarginalHomogeneity(graph, num_resamples=99, keep_largest=True, seed=seed)
+    metric = MarginalHomogeneity(graph, num_resamples=499, keep_largest=True, seed=seed)
     metric.update(states)
     largest = {
         name: {"counts": found.counts.tolist(), "index": found.index.tolist(), "p_value": found.p_value}

@@ -14,7 +14,6 @@ from torchmetrics.functional.classification import binary_average_precision
 
 from tu_symmetry.states import sample_count
 
-
 _BINS = 15  # of calibration errors, as in TorchUncertainty's routine
 
 
