@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
+    "TomographyDataModule": "tomography",
+    "TomographyProblem": "tomography",
     "CIFARDataModule": "images",
     "DataFileError": "readers",
     "DigitsDataModule": "images",
@@ -20,10 +22,13 @@ __all__ = [
     "DigitsDataModule",
     "IDXDataModule",
     "ImageDataModule",
+    "TomographyDataModule",
+    "TomographyProblem",
 ]
 
 if TYPE_CHECKING:
     from tu_symmetry.datamodules.images import CIFARDataModule, DigitsDataModule, IDXDataModule, ImageDataModule
     from tu_symmetry.datamodules.readers import DataFileError
+    from tu_symmetry.datamodules.tomography import TomographyDataModule, TomographyProblem
 else:
     __getattr__, __dir__ = attach(__name__, _EXPORTS)

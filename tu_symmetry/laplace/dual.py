@@ -171,11 +171,13 @@ class HyperpriorContext:
         statistics: of the network.
         priors: block to prior.
         phi: block to its hyperparameters (logarithms), with gradient.
+        kept: for what a hyperprior computes of the statistics alone, kept from one call to the next.
     """
 
     statistics: DualStatistics
     priors: dict[str, StructuredPrior]
     phi: dict[str, Tensor]
+    kept: dict[Any, Any] = field(default_factory=dict)
 
 
 DualHyperprior = Callable[[dict[str, Tensor], HyperpriorContext], Tensor]
@@ -220,6 +222,7 @@ class DualEvidence:
         self.statistics, self.priors = statistics, {prior.name: prior for prior in priors}
         self.observation = LinearObservation() if observation is None else observation
         self.evaluate_at, self.hyperprior = evaluate_at, hyperprior
+        self._kept: dict[Any, Any] = {}
         f = statistics.outputs
         y = require_measurements(measurements).detach().double().reshape(-1).to(f)
         self.observation.check_sizes(f.numel(), y.numel())
@@ -330,7 +333,7 @@ class DualEvidence:
                     rest,
                 )
             if self.hyperprior is not None:
-                context = HyperpriorContext(self.statistics, self.priors, blocks)
+                context = HyperpriorContext(self.statistics, self.priors, blocks, self._kept)
                 rest = rest + self.hyperprior(by_name, context).to(rest)
             chained = (joined * by_coefficient).sum() + log_noise * (0.5 * noise * noise_slope) + rest
             (gradient,) = torch.autograd.grad(chained, leaf)

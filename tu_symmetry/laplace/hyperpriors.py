@@ -87,6 +87,7 @@ class TotalVariation:
     def __post_init__(self) -> None:
         if not (self.weight >= 0 and self.jacobian_weight >= 0):
             raise ValueError(f"weights of a hyperprior are at least 0, got {self.weight} and {self.jacobian_weight}")
+        object.__setattr__(self, "image_shape", tuple(self.image_shape))
 
     def __call__(self, coefficients: Mapping[str, Tensor], context: HyperpriorContext) -> Tensor:
         """Negative log density (nats, up to a constant).
@@ -127,9 +128,13 @@ class TotalVariation:
 
     def _moments(self, name: str, context: HyperpriorContext) -> tuple[Tensor, Tensor, Tensor]:
         """Differences of the image, their variances for unit coefficients ``[R, pairs]``, and the scale of these."""
+        key = (self.image_shape, name)
+        if key in context.kept:
+            return context.kept[key]
         outputs, kernels = context.statistics.outputs, context.statistics.kernels[name]
         first, second = (i.to(outputs.device) for i in differences(self.image_shape, outputs.numel()))
         diagonal = kernels.diagonal(dim1=1, dim2=2)
         variances = diagonal[:, first] + diagonal[:, second] - 2 * kernels[:, first, second]
         scale = diagonal.abs()[:, first] + diagonal.abs()[:, second]
-        return (outputs[second] - outputs[first]).cpu(), variances.cpu(), scale.cpu()
+        context.kept[key] = (outputs[second] - outputs[first]).cpu(), variances.cpu(), scale.cpu()
+        return context.kept[key]

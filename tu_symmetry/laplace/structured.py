@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -254,10 +255,7 @@ class KernelPrior(StructuredPrior):
         """The different distances of two offsets, ascending from 0, and which of them each pair has ``[k, k]``."""
         if self.offsets is None:
             raise ValueError(f"block {self.name!r} does not know its offsets yet; call resolve(shapes)")
-        points = torch.tensor(self.offsets, dtype=torch.float64)
-        squares = (points.unsqueeze(0) - points.unsqueeze(1)).square().sum(-1)
-        values, which = torch.unique((squares * 1e9).round(), return_inverse=True)
-        return (values / 1e9).sqrt(), which
+        return _distances(self.offsets)
 
     @property
     def basis(self) -> Tensor:
@@ -293,6 +291,14 @@ class KernelPrior(StructuredPrior):
         if not isinstance(self.kernel, str):
             raise ValueError(f"the kernel of block {self.name!r} is a function, which a file cannot hold; name one")
         return _config(self)
+
+
+@lru_cache(maxsize=64)
+def _distances(offsets: tuple[tuple[float, ...], ...]) -> tuple[Tensor, Tensor]:
+    points = torch.tensor(offsets, dtype=torch.float64)
+    squares = (points.unsqueeze(0) - points.unsqueeze(1)).square().sum(-1)
+    values, which = torch.unique((squares * 1e9).round(), return_inverse=True)
+    return (values / 1e9).sqrt(), which
 
 
 def prior_from_config(config: Mapping[str, Any]) -> StructuredPrior:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
+    "DeepImagePriorRoutine": "deep_image_prior",
+    "Reconstructions": "deep_image_prior",
     "HMCRoutine": "hmc",
     "LaplaceEnsemble": "laplace",
     "LaplacePostProcessing": "laplace",
@@ -17,16 +19,19 @@ _EXPORTS: dict[str, str] = {
 }
 
 __all__ = [
+    "DeepImagePriorRoutine",
     "HMCRoutine",
     "LaplaceEnsemble",
     "LaplacePostProcessing",
     "LaplaceRegressionRoutine",
     "MembersRoutine",
+    "Reconstructions",
     "VariationalRoutine",
     "posterior_ensemble",
 ]
 
 if TYPE_CHECKING:
+    from tu_symmetry.routines.deep_image_prior import DeepImagePriorRoutine, Reconstructions
     from tu_symmetry.routines.ensembles import posterior_ensemble
     from tu_symmetry.routines.hmc import HMCRoutine
     from tu_symmetry.routines.laplace import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine

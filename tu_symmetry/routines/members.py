@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +88,7 @@ class MembersRoutine(PredictiveRoutine):
         self.chunk_size = chunk_size
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        self.members = _stacked([initialized(model, derived_seed(seed, 1, m)) for m in range(num_members)])
+        self.members = stacked_module([initialized(model, derived_seed(seed, 1, m)) for m in range(num_members)])
         self._points = 0
         self._started = self._resumed = False
 
@@ -183,11 +184,7 @@ class MembersRoutine(PredictiveRoutine):
         if not gradient_clip_val or gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        gradients = [p.grad for p in self.members.parameters() if p.grad is not None]
-        norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
-        factor = (gradient_clip_val / (norm + 1e-6)).clamp(max=1)
-        for g in gradients:
-            g.mul_(factor.view(-1, *(1 for _ in g.shape[1:])))
+        clip_members(self.members.parameters(), float(gradient_clip_val))
 
     def on_train_end(self) -> None:
         """Write the members, in place of those that an earlier part of this run has written when it ended.
@@ -242,7 +239,16 @@ class MembersRoutine(PredictiveRoutine):
         return vmap(one, chunk_size=self.chunk_size)(parameters, buffers)
 
 
-def _stacked(networks: list[nn.Module]) -> nn.Module:
+def clip_members(parameters: Iterable[nn.Parameter], largest: float) -> None:
+    """Scale the gradients of a stack ``[members, ...]`` so that no member's norm is above ``largest``, in place."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+    factor = (largest / (norm + 1e-6)).clamp(max=1)
+    for g in gradients:
+        g.mul_(factor.view(-1, *(1 for _ in g.shape[1:])))
+
+
+def stacked_module(networks: list[nn.Module]) -> nn.Module:
     """The first network with the parameters and buffers of all of them, stacked; ties stay ties."""
     parameters, buffers = stack_module_state(networks)
     made = copy.deepcopy(networks[0])

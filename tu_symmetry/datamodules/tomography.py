@@ -1,0 +1,281 @@
+"""Simulated computed tomography: images seen through few line integrals, with noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tu_symmetry.datamodules.loading import as_it_is
+from tu_symmetry.datamodules.readers import DataFileError, IDXName, read_idx_images
+
+Projector = Literal["strip", "deepinv"]
+_NARROW = 1e-3  # a projected pixel side below this is taken as this wide: an error of 1e-7
+
+
+@dataclass(frozen=True, eq=False)
+class TomographyProblem:
+    """Measurements to reconstruct images from, one entry for each pair of an image and a geometry.
+
+    Measurements of different length are padded with zeros; rows of the operator are zero there.
+
+    Attributes:
+        truth: images ``[problems, 1, height, width]``, values in [0, 1].
+        operator: line integrals ``[problems, values, pixels]``.
+        measurements: ``[problems, values]``.
+        counts: how many measurements are real, int64 ``[problems]``.
+        back_projection: filtered back-projections ``[problems, 1, height, width]``.
+        image: number of the image in its data set, int64 ``[problems]``.
+        num_angles: of the geometry, int64 ``[problems]``.
+        noise: standard deviation of the noise over the mean absolute measurement, float64 ``[problems]``.
+    """
+
+    truth: Tensor
+    operator: Tensor
+    measurements: Tensor
+    counts: Tensor
+    back_projection: Tensor
+    image: Tensor
+    num_angles: Tensor
+    noise: Tensor
+
+    def __len__(self) -> int:
+        return len(self.truth)
+
+    def to(self, device: torch.device) -> TomographyProblem:
+        """The same on a device."""
+        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float) -> Tensor:
+    """Parallel-beam projections of square pixels, averaged over each detector bin, in closed form.
+
+    A unit square seen under an angle is a trapezoid: two boxes of widths ``|cos|`` and ``|sin|``, convolved. Its
+    integral over a bin is a second difference of ``max(t, 0)^2 / 2``. Angles are equidistant in ``[0, pi)``, the
+    first 0, where the detector lies along a row of the image.
+
+    Args:
+        size: pixels along each side, which are 1 wide.
+        num_angles: of the geometry.
+        num_bins: of the detector, centered on the image.
+        bin_width: in pixels.
+
+    Returns:
+        ``[num_angles * num_bins, size * size]``, float64.
+
+    Raises:
+        ValueError: sizes that are not positive.
+    """
+    if min(size, num_angles, num_bins) < 1 or not bin_width > 0:
+        raise ValueError(f"a geometry needs positive sizes: {size=}, {num_angles=}, {num_bins=}, {bin_width=}")
+    angles = torch.arange(num_angles, dtype=torch.float64) * math.pi / num_angles
+    along = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    rows, columns = torch.meshgrid(-along, along, indexing="ij")  # the first row is the upper one
+    edges = (torch.arange(num_bins + 1, dtype=torch.float64) - num_bins / 2) * bin_width
+    found = []
+    for angle in angles:
+        center = columns.reshape(-1) * angle.cos() + rows.reshape(-1) * angle.sin()
+        a, b = angle.cos().abs().clamp(min=_NARROW), angle.sin().abs().clamp(min=_NARROW)
+        t = edges.unsqueeze(1) - center
+        half, cross = (a + b) / 2, (a - b) / 2
+        ramps = [(t + shift).clamp(min=0).square() / 2 for shift in (half, cross, -cross, -half)]
+        mass = (ramps[0] - ramps[1] - ramps[2] + ramps[3]) / (a * b)
+        found.append((mass[1:] - mass[:-1]).clamp(min=0) / bin_width)
+    return torch.cat(found)
+
+
+def deepinv_projector(size: int, num_angles: int) -> Tensor:
+    """The projections of deepinv's ``physics.Tomography`` as a matrix ``[values, size * size]``, float64.
+
+    Raises:
+        ImportError: deepinv is not installed.
+    """
+    try:
+        from deepinv import physics  # type: ignore[import-not-found, unused-ignore]
+    except ImportError as error:
+        raise ImportError(
+            "projector: deepinv needs the extra `tomography`: pip install 'tu-symmetry[tomography]'. projector: strip "
+            "needs nothing"
+        ) from error
+    made = physics.Tomography(angles=num_angles, img_width=size, circle=False, normalize=False)
+    eye = torch.eye(size * size).view(-1, 1, size, size)
+    return made.A(eye).transpose(-1, -2).flatten(1).mT.double().contiguous()  # bins x angles to angles x bins
+
+
+def back_projected(measurements: Tensor, operator: Tensor, num_angles: int, bin_width: float) -> Tensor:
+    """Filtered back-projection with the ramp filter, ``[pixels]``.
+
+    Args:
+        measurements: ``[num_angles * bins]``.
+        operator: ``[num_angles * bins, pixels]``.
+        num_angles: of the geometry.
+        bin_width: in pixels.
+    """
+    sinogram = measurements.view(num_angles, -1)
+    length = 2 ** math.ceil(math.log2(2 * sinogram.shape[1]))
+    # the ramp's impulse response on the bins: its Fourier transform is |f| without the offset of a sampled ramp
+    place = torch.fft.fftfreq(length, 1 / length, dtype=torch.float64).round()
+    response = torch.where(place.long() % 2 != 0, -1 / (math.pi * place.clamp(min=-length)).square(), 0.0)
+    response[0] = 0.25
+    ramp = torch.fft.fft(response).real.to(sinogram) / bin_width
+    filtered = torch.fft.ifft(torch.fft.fft(sinogram, n=length) * ramp).real[:, : sinogram.shape[1]]
+    return math.pi / num_angles * bin_width * (filtered.reshape(-1) @ operator)
+
+
+class _Repeated(Dataset[TomographyProblem]):
+    """The same problem at every step of an epoch."""
+
+    def __init__(self, problem: TomographyProblem, steps: int) -> None:
+        self.problem, self.steps = problem, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> TomographyProblem:
+        return self.problem
+
+    def __getitems__(self, indices: list[int]) -> TomographyProblem:
+        return self.problem
+
+
+class TomographyDataModule(LightningDataModule):
+    """Images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
+
+    ``y = A x + noise * mean|A x| * eps`` with ``eps`` standard normal from ``numpy.random.default_rng(seed + image)``.
+    A batch is always the whole :class:`TomographyProblem`; an epoch is ``steps_per_epoch`` of them.
+
+    Args:
+        root: folder of data sets, see :class:`~tu_symmetry.datamodules.IDXDataModule`; only the test half is read.
+        dataset: ``mnist``, ``fashion_mnist``, ``kmnist`` or ``notmnist``.
+        images: numbers of the test images, or how many from the first.
+        num_angles: numbers of angles.
+        noise: standard deviations of the noise over the mean absolute measurement.
+        projector: ``strip`` (area-weighted, closed form), or ``deepinv`` (its parallel beam; 40 bins at 28 pixels,
+            needs the extra ``tomography``).
+        num_bins: of the detector, with ``strip``.
+        bin_width: in pixels, with ``strip``.
+        steps_per_epoch: optimizer steps that make an epoch.
+        seed: of the noise.
+
+    Attributes:
+        problem: after ``setup``.
+
+    Raises:
+        ValueError: values out of range.
+    """
+
+    def __init__(
+        self,
+        root: str | Path = "data",
+        dataset: IDXName = "kmnist",
+        images: int | list[int] = 2,
+        num_angles: int | list[int] = 5,
+        noise: float | list[float] = 0.1,
+        projector: Projector = "strip",
+        num_bins: int = 41,
+        bin_width: float = 0.9658,
+        steps_per_epoch: int = 500,
+        seed: int = 1,
+    ) -> None:
+        super().__init__()
+        self.root, self.dataset, self.projector, self.seed = Path(root), dataset, projector, seed
+        self.images = list(range(images)) if isinstance(images, int) else list(images)
+        self.num_angles = [num_angles] if isinstance(num_angles, int) else list(num_angles)
+        self.noise = [float(noise)] if isinstance(noise, (int, float)) else [float(n) for n in noise]
+        if not self.images or not self.num_angles or not self.noise or min(self.num_angles) < 1 or min(self.images) < 0:
+            raise ValueError(f"nothing to measure: images {images}, num_angles {num_angles}, noise {noise}")
+        if min(self.noise) < 0 or not all(math.isfinite(n) for n in self.noise):
+            raise ValueError(f"noise is a share of the mean measurement, at least 0; got {noise}")
+        if steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch={steps_per_epoch} has to be at least 1")
+        if projector not in ("strip", "deepinv"):
+            raise ValueError(f"projector={projector!r} is not known; choose 'strip' or 'deepinv'")
+        self.num_bins, self.bin_width, self.steps_per_epoch = num_bins, bin_width, steps_per_epoch
+        self.problem: TomographyProblem | None = None
+        self._moved: TomographyProblem | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the images and measure them."""
+        if self.problem is not None:
+            return
+        found = read_idx_images(self.root, self.dataset, "test", flat=False).x
+        if max(self.images) >= len(found):
+            raise DataFileError(
+                f"image {max(self.images)} is asked for, but {self.dataset} has {len(found)} test images"
+            )
+        self.problem = measured(
+            found[self.images].double() / 255,
+            self.images,
+            {a: self._operator(found.shape[-1], a) for a in self.num_angles},
+            self.noise,
+            bin_width=1.0 if self.projector == "deepinv" else self.bin_width,
+            seed=self.seed,
+        )
+
+    def _operator(self, size: int, num_angles: int) -> Tensor:
+        if self.projector == "deepinv":
+            return deepinv_projector(size, num_angles)
+        return strip_projector(size, num_angles, self.num_bins, self.bin_width)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The whole problem, ``steps_per_epoch`` times."""
+        return self._loader(self.steps_per_epoch)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """The whole problem, once."""
+        return self._loader(1)
+
+    def _loader(self, steps: int) -> DataLoader[Any]:
+        assert self.problem is not None
+        return DataLoader(_Repeated(self.problem, steps), batch_size=1, collate_fn=as_it_is)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy the problem to the device once."""
+        if self._moved is None or self._moved.truth.device != device:
+            self._moved = batch.to(device)
+        return self._moved
+
+
+def measured(
+    images: Tensor,
+    numbers: Sequence[int],
+    operators: dict[int, Tensor],
+    noise: Sequence[float],
+    *,
+    bin_width: float = 1.0,
+    seed: int = 1,
+) -> TomographyProblem:
+    """Simulate the measurements of images, every one with every operator and noise.
+
+    Args:
+        images: ``[n, 1, height, width]``, float64.
+        numbers: of the images, which the noise is seeded with.
+        operators: number of angles to ``[values, pixels]``.
+        noise: standard deviations over the mean absolute measurement.
+        bin_width: of the detector, for the filtered back-projection.
+        seed: of the noise.
+    """
+    most = max(len(a) for a in operators.values())
+    rows: list[tuple[Tensor, ...]] = []
+    for level in noise:
+        for angles, operator in operators.items():
+            padded = torch.zeros(most, operator.shape[1])
+            padded[: len(operator)] = operator.float()
+            for number, image in zip(numbers, images, strict=True):
+                clean = operator @ image.reshape(-1)
+                drawn = torch.from_numpy(np.random.default_rng(seed + number).normal(size=len(clean)))
+                y = clean + level * clean.abs().mean() * drawn
+                back = back_projected(y, operator, angles, bin_width).view(image.shape)
+                values = torch.zeros(most)
+                values[: len(y)] = y.float()
+                entry = (image.float(), padded, values, torch.tensor(len(y)), back.float())
+                rows.append((*entry, torch.tensor(number), torch.tensor(angles), torch.tensor(level).double()))
+    return TomographyProblem(*(torch.stack(list(column)) for column in zip(*rows, strict=True)))

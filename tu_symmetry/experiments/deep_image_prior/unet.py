@@ -1,0 +1,107 @@
+"""The U-Net of the deep image prior, for 28 x 28 images and for the walnut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+_SLOPE = 0.2
+_CLAMP = 15.0  # of the last convolution, before the sigmoid
+_GROUPS = 4
+
+
+class UNet(nn.Module):
+    """Convolutions on several scales, with thin skip connections; input and output are images of one channel.
+
+    ``inc`` is a convolution, each ``down`` one with stride 2 and another, each ``up`` a bilinear upsampling, a skip
+    connection by a 1 x 1 convolution, and two convolutions; leaky ReLUs follow all but the last, a 1 x 1 convolution.
+    With two scales below, 32 channels and four skip channels it has 76,608 weights and 297 biases. A skip connection
+    of 0 channels is a channel of zeros, as in the authors' network; its convolution is unused.
+
+    Args:
+        channels: of every scale.
+        skip_channels: of the skip connections, from the coarsest ``up`` to the finest.
+        normalize: group normalization after every convolution, and of what an ``up`` gets.
+        sigmoid: images in (0, 1); else the last convolution's output.
+        dropout: of whole channels after each 3 x 3 convolution; it is also active where the module is in training mode.
+
+    Raises:
+        ValueError: another number of skip connections than of scales below the first.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int] = (32, 32, 32),
+        skip_channels: Sequence[int] = (4, 4),
+        normalize: bool = False,
+        sigmoid: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if len(skip_channels) != len(channels) - 1:
+            raise ValueError(f"{len(channels)} scales need {len(channels) - 1} skip connections, got {skip_channels}")
+        self.sigmoid = sigmoid
+        self.inc = nn.Sequential(*_convolution(1, channels[0], normalize, dropout))
+        self.down = nn.ModuleList(
+            nn.Sequential(
+                *_convolution(before, after, normalize, dropout, stride=2),
+                *_convolution(after, after, normalize, dropout),
+            )
+            for before, after in pairwise(channels)
+        )
+        reversed_ = list(channels)[::-1]
+        self.up = nn.ModuleList(
+            _Up(before, after, skip, normalize, dropout)
+            for before, after, skip in zip(reversed_, reversed_[1:], skip_channels, strict=False)
+        )
+        self.outc = nn.Conv2d(channels[0], 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images ``[batch, 1, height, width]`` to images of the same shape."""
+        seen = [self.inc(x)]
+        for down in self.down:
+            seen.append(down(seen[-1]))
+        h = seen.pop()
+        for up in self.up:
+            h = up(h, seen.pop())
+        h = self.outc(h)
+        return h.clamp(-_CLAMP, _CLAMP).sigmoid() if self.sigmoid else h
+
+
+class _Up(nn.Module):
+    """Upsampling, concatenation with the skip connection, two convolutions."""
+
+    def __init__(self, before: int, after: int, skip: int, normalize: bool, dropout: float) -> None:
+        super().__init__()
+        self.used = skip > 0
+        width = max(1, skip)
+        self.skip = nn.Sequential(
+            nn.Conv2d(after, width, 1),
+            *([nn.GroupNorm(1, width)] if normalize else []),
+            nn.LeakyReLU(_SLOPE),
+        )
+        self.conv = nn.Sequential(
+            *([nn.GroupNorm(1, before + width)] if normalize else []),
+            *_convolution(before + width, after, normalize, dropout),
+            *_convolution(after, after, normalize, dropout),
+        )
+
+    def forward(self, x: Tensor, finer: Tensor) -> Tensor:
+        size = (int(finer.shape[-2]), int(finer.shape[-1]))
+        x = F.interpolate(x, size=size, mode="bilinear", align_corners=True)
+        skip = self.skip(finer) if self.used else torch.zeros_like(finer[:, :1])
+        return self.conv(torch.cat([x, skip], dim=1))
+
+
+def _convolution(before: int, after: int, normalize: bool, dropout: float, stride: int = 1) -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Conv2d(before, after, 3, stride=stride, padding=1)]
+    if normalize:
+        layers.append(nn.GroupNorm(_GROUPS, after))
+    layers.append(nn.LeakyReLU(_SLOPE))
+    if dropout:
+        layers.append(nn.Dropout2d(dropout))
+    return layers

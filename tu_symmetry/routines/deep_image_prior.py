@@ -1,0 +1,308 @@
+"""The deep image prior: images reconstructed from linear measurements by the weights of an untrained network."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+
+from tu_symmetry.datamodules.tomography import TomographyProblem
+from tu_symmetry.files import FileError, read_safetensors, write_safetensors
+from tu_symmetry.posterior.network import States, derived_seed, initialized, require_positive
+from tu_symmetry.routines.members import clip_members, stacked_module
+from tu_symmetry.routines.predictive import optimizer_config
+
+_FORMAT = "tu_symmetry.deep_image_prior"
+
+
+def total_variation(images: Tensor) -> Tensor:
+    """Anisotropic total variation of images ``[..., height, width]``: ``[...]``."""
+    rows = (images[..., 1:, :] - images[..., :-1, :]).abs().sum((-2, -1))
+    return rows + (images[..., 1:] - images[..., :-1]).abs().sum((-2, -1))
+
+
+def image_quality(images: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
+    """PSNR in dB and SSIM (7 x 7 uniform windows) of each image ``[n, 1, height, width]``, over the truth's range."""
+    psnr, ssim = [], []
+    for image, own in zip(images, truth, strict=True):
+        span = float(own.max() - own.min()) or 1.0
+        psnr.append(peak_signal_noise_ratio(image, own, data_range=span))
+        value = structural_similarity_index_measure(
+            image.unsqueeze(0), own.unsqueeze(0), gaussian_kernel=False, kernel_size=7, data_range=span
+        )
+        assert isinstance(value, Tensor)
+        ssim.append(value)
+    return torch.stack(psnr), torch.stack(ssim)
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstructions:
+    """What a fit has found: networks and images, and the problems that they belong to.
+
+    Attributes:
+        states: stacked states ``[problems, ...]`` of the iterates of the lowest loss.
+        images: reconstructions ``[problems, 1, height, width]``.
+        loss: of these iterates, ``[problems]``.
+        problem: what was reconstructed.
+    """
+
+    states: States
+    images: Tensor
+    loss: Tensor
+    problem: TomographyProblem
+
+    def save(self, path: str | Path) -> None:
+        """Write a sealed safetensors file, whole or not at all."""
+        tensors = {f"states.{name}": t for name, t in self.states.items()} | {"images": self.images, "loss": self.loss}
+        tensors |= {f"problem.{f.name}": getattr(self.problem, f.name) for f in fields(self.problem)}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        write_safetensors(Path(path), plain, {"deep_image_prior": json.dumps({"format": _FORMAT, "version": 1})})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Reconstructions:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            FileError: a file that is damaged or holds something else.
+        """
+        tensors, header = read_safetensors(Path(path))
+        content = json.loads(header.metadata.get("deep_image_prior", "{}"))
+        if content.get("format") != _FORMAT or content.get("version") != 1:
+            raise FileError(f"{path} holds no reconstructions of a DeepImagePriorRoutine")
+        states = {n.removeprefix("states."): t for n, t in tensors.items() if n.startswith("states.")}
+        problem = TomographyProblem(**{f.name: tensors[f"problem.{f.name}"] for f in fields(TomographyProblem)})
+        return cls(states, tensors["images"], tensors["loss"], problem)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+class DeepImagePriorRoutine(LightningModule):
+    """Reconstruct several images at once: one network for each, all as one module with stacked weights.
+
+    The loss of a problem is ``mean((A f - y)^2) + tv_weight * TV(f)`` over its real measurements, ``f`` the network's
+    output for the filtered back-projection. The iterate of the lowest loss is kept. Gradients are clipped
+    (``trainer.gradient_clip_val``) network by network, so that every image comes out as if it were alone.
+
+    Logged: ``loss`` (mean over the problems) at every logging step; ``best_loss``, ``psnr`` and ``ssim`` of the kept
+    iterates after every epoch; ``test/psnr`` and ``test/ssim``; and images to loggers that take them.
+
+    Args:
+        model: the architecture, without buffers; its own weights do not matter.
+        num_problems: number of networks, as many as the data module has problems.
+        tv_weight: one for all, or number of angles to weight.
+        max_iterations: the iterate is kept among this many first ones: one for all, or number of angles to number;
+            None for all of the run.
+        weight_limit: weights are clamped to plus and minus this.
+        seed: of the initialization.
+        own_initialization: every network its own; else all start from the same weights.
+        out: safetensors file of :class:`Reconstructions`, written when the fit ends; None to write none.
+        images_every: epochs between images in the logger; 0 for none.
+        chunk_size: how many networks are evaluated at a time, to save memory; None for all.
+        optimizer: of the stack; Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes first.
+        lr_scheduler: of the optimizer.
+
+    Raises:
+        ValueError: arguments out of range, a network with buffers, or with layers that cannot be initialized anew.
+    """
+
+    best_loss: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        num_problems: int = 1,
+        tv_weight: float | dict[int, float] = 0.0,
+        max_iterations: int | dict[int, int] | None = None,
+        weight_limit: float = 1000.0,
+        seed: int = 10,
+        own_initialization: bool = False,
+        out: str | Path | None = None,
+        images_every: int = 1,
+        chunk_size: int | None = None,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        require_positive(num_problems=num_problems, weight_limit=weight_limit, chunk_size=chunk_size or 1)
+        if images_every < 0:
+            raise ValueError(f"images_every must not be negative, got {images_every}")
+        for weight in tv_weight.values() if isinstance(tv_weight, dict) else [tv_weight]:
+            if not weight >= 0:
+                raise ValueError(f"tv_weight must not be negative, got {tv_weight}")
+        if any(True for _ in model.buffers()):
+            raise ValueError(
+                f"{type(model).__name__} has buffers ({[n for n, _ in model.named_buffers()][:3]} ...): statistics of "
+                "a single image are no statistics. Use GroupNorm, or no normalization"
+            )
+        self.num_problems, self.tv_weight, self.max_iterations = num_problems, tv_weight, max_iterations
+        self.weight_limit, self.images_every, self.chunk_size = weight_limit, images_every, chunk_size
+        self.out = None if out is None else Path(out)
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        seeds = [derived_seed(seed, 1, m if own_initialization else 0) for m in range(num_problems)]
+        self.members = stacked_module([initialized(model, own) for own in seeds])
+        self.best = copy.deepcopy(self.members).requires_grad_(False)
+        self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
+        self._problem: TomographyProblem | None = None
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over the stack.
+
+        Raises:
+            ValueError: an optimizer in which the networks would influence each other.
+        """
+        parameters = list(self.members.parameters())
+        made = (
+            torch.optim.Adam(parameters, lr=1e-4)
+            if self.optimizer is None and self.lr_scheduler is None
+            else optimizer_config(parameters, self.optimizer or _adam, self.lr_scheduler)
+        )
+        if isinstance(made, torch.optim.LBFGS):
+            raise ValueError("LBFGS mixes the gradients of all networks: take an optimizer such as Adam or SGD")
+        return made
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient of every network by its own norm."""
+        if not gradient_clip_val or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        clip_members(self.members.parameters(), float(gradient_clip_val))
+
+    def training_step(self, batch: TomographyProblem, batch_idx: int) -> Tensor:
+        """The sum of the problems' losses, which gives every network its own gradient."""
+        self._require(batch)
+        weights = self._by_angles(self.tv_weight, batch)
+
+        def one(parameters: States, x: Tensor, operator: Tensor, y: Tensor, count: Tensor, weight: Tensor) -> Tensor:
+            image = functional_call(self.members, parameters, (x.unsqueeze(0),))
+            misfit = (operator @ image.reshape(-1) - y).square().sum() / count
+            return misfit + weight * total_variation(image).sum()
+
+        losses = vmap(one, randomness="different", chunk_size=self.chunk_size)(
+            dict(self.members.named_parameters()),
+            batch.back_projection,
+            batch.operator,
+            batch.measurements,
+            batch.counts,
+            weights,
+        )
+        self._keep(losses.detach(), batch)
+        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+            self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=len(batch))
+        return losses.sum()
+
+    @torch.no_grad()
+    def _keep(self, losses: Tensor, batch: TomographyProblem) -> None:
+        """Take over the weights whose loss is the lowest so far.
+
+        Raises:
+            ValueError: a loss that is not finite.
+        """
+        if not bool(torch.isfinite(losses).all()):
+            wrong = torch.isfinite(losses).logical_not().nonzero().reshape(-1).tolist()
+            raise ValueError(
+                f"the loss of problems {wrong} is NaN or infinite at step {self.trainer.global_step}: measurements "
+                "that are not finite, or a learning rate that is too large"
+            )
+        better = losses < self.best_loss
+        if self.max_iterations is not None:
+            better &= self.trainer.global_step < self._by_angles(self.max_iterations, batch)
+        if not bool(better.any()):
+            return
+        self.best_loss.copy_(torch.where(better, losses, self.best_loss))
+        for kept, now in zip(self.best.parameters(), self.members.parameters(), strict=True):
+            kept.copy_(torch.where(better.view(-1, *[1] * (now.ndim - 1)), now, kept))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Clamp the weights."""
+        for p in self.members.parameters():
+            p.clamp_(-self.weight_limit, self.weight_limit)
+
+    def _by_angles(self, values: Any, batch: TomographyProblem) -> Tensor:
+        if not isinstance(values, dict):
+            return torch.full((len(batch),), float(values), device=batch.truth.device)
+        lacking = sorted(set(batch.num_angles.tolist()) - values.keys())
+        if lacking:
+            raise ValueError(f"nothing is given for {lacking} angles, only for {sorted(values)}")
+        return torch.tensor([float(values[a]) for a in batch.num_angles.tolist()], device=batch.truth.device)
+
+    def _require(self, batch: Any) -> None:
+        if self._problem is batch:
+            return
+        if not isinstance(batch, TomographyProblem) or len(batch) != self.num_problems:
+            found = len(batch) if isinstance(batch, TomographyProblem) else type(batch).__name__
+            raise ValueError(
+                f"the data module gives {found} problems (images times angles times noises), but num_problems is "
+                f"{self.num_problems}"
+            )
+        self._problem = batch
+
+    @torch.no_grad()
+    def reconstructions(self, batch: TomographyProblem) -> Tensor:
+        """Images of the kept iterates ``[problems, 1, height, width]``; dropout is off."""
+        self._require(batch)
+        training = self.best.training
+        self.best.eval()
+
+        def one(parameters: States, x: Tensor) -> Tensor:
+            return functional_call(self.best, parameters, (x.unsqueeze(0),))[0]
+
+        found = vmap(one, chunk_size=self.chunk_size)(dict(self.best.named_parameters()), batch.back_projection)
+        self.best.train(training)
+        return found
+
+    def on_train_epoch_end(self) -> None:
+        """Log how good the kept iterates are, and show them."""
+        if self._problem is None:
+            return
+        images = self.reconstructions(self._problem)
+        psnr, ssim = image_quality(images, self._problem.truth)
+        values = {"best_loss": self.best_loss.mean(), "psnr": psnr.mean(), "ssim": ssim.mean()}
+        self.log_dict(values, prog_bar=True, batch_size=len(images))
+        if self.images_every and (self.current_epoch + 1) % self.images_every == 0:
+            self._show(images)
+
+    def test_step(self, batch: TomographyProblem, batch_idx: int) -> None:
+        """Log how good the kept iterates are."""
+        psnr, ssim = image_quality(self.reconstructions(batch), batch.truth)
+        self.log_dict({"test/psnr": psnr.mean(), "test/ssim": ssim.mean()}, batch_size=len(batch))
+
+    def _show(self, images: Tensor) -> None:
+        """Truth, back-projection, reconstruction of each problem in a row, to loggers that take images."""
+        assert self._problem is not None
+        shown = [self._problem.truth, self._problem.back_projection, images]
+        row = torch.cat([part.clamp(0, 1).cpu() for part in shown], dim=-1)
+        whole = torch.cat(list(row), dim=-2)  # [1, problems * height, 3 * width]
+        for logger in self.loggers:
+            if hasattr(logger, "log_image"):
+                logger.log_image(key="reconstructions", images=[whole], step=self.trainer.global_step)
+            elif hasattr(logger.experiment, "add_image"):
+                logger.experiment.add_image("reconstructions", whole, self.trainer.global_step)
+
+    def on_train_end(self) -> None:
+        """Write the reconstructions."""
+        if self.out is None or self._problem is None or not self.trainer.is_global_zero:
+            return
+        states = {name: t.detach() for name, t in self.best.state_dict().items()}
+        images = self.reconstructions(self._problem)
+        Reconstructions(states, images, self.best_loss.detach(), self._problem).save(self.out)
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-4)
