@@ -69,6 +69,7 @@ _EXPORTS: dict[str, str] = {
     "ReferencePredictive": "callbacks",
     "Rebasin": "callbacks",
     "ScaleCanonicalization": "callbacks",
+    "DeepImagePriorRoutine": "routines",
     "HMCRoutine": "routines",
     "LaplaceEnsemble": "routines",
     "LaplacePostProcessing": "routines",
@@ -90,6 +91,7 @@ __all__ = [
     "CanonicalForm",
     "Certificate",
     "CompactPosterior",
+    "DeepImagePriorRoutine",
     "DualLaplace",
     "DualPredictive",
     "FitCompactPosterior",
@@ -196,6 +198,7 @@ if TYPE_CHECKING:
     from tu_symmetry.posterior.compact import CompactPosterior
     from tu_symmetry.posterior.samples import SampleStore
     from tu_symmetry.routines import (
+        DeepImagePriorRoutine,
         HMCRoutine,
         LaplaceEnsemble,
         LaplacePostProcessing,

@@ -34,7 +34,7 @@ class TomographyProblem:
         counts: how many measurements are real, int64 ``[problems]``.
         back_projection: filtered back-projections ``[problems, 1, height, width]``.
         image: number of the image in its data set, int64 ``[problems]``.
-        num_angles: of the geometry, int64 ``[problems]``.
+        num_angles: number of angles, int64 ``[problems]``.
         noise: standard deviation of the noise over the mean absolute measurement, float64 ``[problems]``.
     """
 
@@ -64,8 +64,8 @@ def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float)
 
     Args:
         size: pixels along each side, which are 1 wide.
-        num_angles: of the geometry.
-        num_bins: of the detector, centered on the image.
+        num_angles: number of angles.
+        num_bins: bins of the detector, centered on the image.
         bin_width: in pixels.
 
     Returns:
@@ -116,7 +116,7 @@ def back_projected(measurements: Tensor, operator: Tensor, num_angles: int, bin_
     Args:
         measurements: ``[num_angles * bins]``.
         operator: ``[num_angles * bins, pixels]``.
-        num_angles: of the geometry.
+        num_angles: number of angles.
         bin_width: in pixels.
     """
     sinogram = measurements.view(num_angles, -1)
@@ -160,10 +160,10 @@ class TomographyDataModule(LightningDataModule):
         noise: standard deviations of the noise over the mean absolute measurement.
         projector: ``strip`` (area-weighted, closed form), or ``deepinv`` (its parallel beam; 40 bins at 28 pixels,
             needs the extra ``tomography``).
-        num_bins: of the detector, with ``strip``.
+        num_bins: bins of the detector, with ``strip``.
         bin_width: in pixels, with ``strip``.
         steps_per_epoch: optimizer steps that make an epoch.
-        seed: of the noise.
+        seed: seed of the noise.
 
     Attributes:
         problem: after ``setup``.
@@ -176,6 +176,7 @@ class TomographyDataModule(LightningDataModule):
         self,
         root: str | Path = "data",
         dataset: IDXName = "kmnist",
+        *,
         images: int | list[int] = 2,
         num_angles: int | list[int] = 5,
         noise: float | list[float] = 0.1,
@@ -257,11 +258,11 @@ def measured(
 
     Args:
         images: ``[n, 1, height, width]``, float64.
-        numbers: of the images, which the noise is seeded with.
+        numbers: numbers of the images, which the noise is seeded with.
         operators: number of angles to ``[values, pixels]``.
         noise: standard deviations over the mean absolute measurement.
-        bin_width: of the detector, for the filtered back-projection.
-        seed: of the noise.
+        bin_width: width of a detector bin in pixels, for the filtered back-projection.
+        seed: seed of the noise.
     """
     most = max(len(a) for a in operators.values())
     rows: list[tuple[Tensor, ...]] = []

@@ -168,7 +168,7 @@ class HyperpriorContext:
     """What a hyperprior reads: it is called as ``hyperprior(coefficients, context)``.
 
     Attributes:
-        statistics: of the network.
+        statistics: statistics of the network.
         priors: block to prior.
         phi: block to its hyperparameters (logarithms), with gradient.
         kept: for what a hyperprior computes of the statistics alone, kept from one call to the next.
@@ -191,7 +191,7 @@ class DualEvidence:
     Hyperparameters are one float64 vector ``phi``: those of every block in order, then the log noise variance.
 
     Args:
-        statistics: of the network on its inputs.
+        statistics: statistics of the network on its inputs.
         priors: resolved, in any order.
         measurements: ``y`` ``[m]``.
         observation: ``A``; None for the identity.
@@ -199,7 +199,7 @@ class DualEvidence:
         hyperprior: added to the negative log evidence.
 
     Attributes:
-        names: of the entries of ``phi``.
+        names: names of the entries of ``phi``.
         values: number of measurements ``m``.
 
     Raises:
@@ -258,7 +258,7 @@ class DualEvidence:
         return torch.cat([*own, torch.tensor([math.log(noise_variance)], dtype=torch.float64)])
 
     def bounds(self) -> list[tuple[float, float]]:
-        """Of every entry; the noise variance between 1e-10 and 1e10 times the measurements' mean square."""
+        """Limits of each entry; the noise variance between 1e-10 and 1e10 times the measurements' mean square."""
         scale = math.log(max(float(self.measurements.square().mean()), 1e-30))
         return [pair for name in self._order for pair in self.priors[name].bounds()] + [(scale - 23.0, scale + 23.0)]
 
@@ -389,7 +389,7 @@ class DualEvidence:
         Args:
             phi: hyperparameters.
             count: number of samples.
-            generator: of the CPU.
+            generator: generator of the CPU.
             prior: samples of the prior ``N(0, F)`` instead of the posterior.
         """
         covariance = self.prior_covariance(phi)
@@ -447,13 +447,13 @@ def optimize(
     """Minimize the negative log evidence over the hyperparameters, within their bounds.
 
     Args:
-        evidence: of a network.
+        evidence: evidence of a network.
         phi: to start from.
         optimizer: SciPy's ``l-bfgs-b``, some dozens of evaluations, or ``adam`` with a fixed number of steps, as
             papers have it.
         fixed: names of hyperparameters (of :attr:`DualEvidence.names`) that stay as they are.
-        num_steps: of Adam; the most iterations of L-BFGS-B.
-        lr: of Adam.
+        num_steps: steps of Adam; the most iterations of L-BFGS-B.
+        lr: learning rate of Adam.
         progress: called with ``{"stage", "step", "objective"}`` after each evaluation.
 
     Warns:

@@ -59,8 +59,8 @@ class DualPredictive:
 
     Attributes:
         mean: the network's outputs, in their shape.
-        covariance: of the flattened outputs ``[d, d]``, float64, without noise.
-        noise_variance: of the measurements; that of the outputs only where they are measured themselves.
+        covariance: covariance of the flattened outputs ``[d, d]``, float64, without noise.
+        noise_variance: variance of the measurements; that of the outputs only where they are measured themselves.
     """
 
     mean: Tensor
@@ -117,21 +117,21 @@ class DualLaplace:
         model: the trained network; it is never edited and has to keep its weights while this object is used. It runs
             in evaluation mode; outputs may have any shape.
         structured: priors of blocks of weights (:class:`KernelPrior`, :class:`IsotropicPrior`, or your own).
-        prior: of the other parameters, isotropic: ``per_layer``, ``single``, or ``per_group`` (each set of weights
+        prior: that of the other parameters, isotropic: ``per_layer``, ``single``, or ``per_group`` (each set of weights
             that a normalization makes scale-invariant). None where ``structured`` covers what there is to be
             linearized; then all other parameters are fixed.
-        observation: of all training outputs together, flattened; None to measure the outputs themselves.
+        observation: that of all training outputs together, flattened; None to measure the outputs themselves.
         parameters: names, or prefixes of names, of the parameters to be uncertain; None for all that require a
             gradient, or those of ``structured`` with ``prior=None``.
         graph: the symmetry graph, for ``per_group``; discovered from the first batch without it.
         evaluate_at: where the evidence is evaluated, ``map`` (the trained weights) or ``tangent_mode``.
-        noise_variance: of the measurements; None to find it by the evidence (and 1 until then).
+        noise_variance: variance of the measurements; None to find it by the evidence (and 1 until then).
 
     Attributes:
         priors: the blocks, once fitted.
         statistics: what the evidence is computed from, once fitted.
         phi: the hyperparameters' logarithms, float64.
-        names: of the entries of ``phi``.
+        names: names of the entries of ``phi``.
 
     Raises:
         TypeError: a model that is no module.
@@ -300,12 +300,12 @@ class DualLaplace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the entries of ``phi``."""
+        """Names of the entries of ``phi``."""
         return self.evidence.names
 
     @property
     def noise_variance(self) -> float:
-        """Of the measurements."""
+        """The variance of the measurements."""
         self.evidence  # noqa: B018  (fitted at all)
         return math.exp(float(self.phi[-1]))
 
@@ -349,8 +349,8 @@ class DualLaplace:
             hyperprior: ``hyperprior(coefficients, context)``, a negative log density (nats); see
                 :class:`tu_symmetry.laplace.hyperpriors.TotalVariation`.
             optimizer: ``l-bfgs-b`` or ``adam``.
-            num_steps: of Adam; the most iterations of L-BFGS-B.
-            lr: of Adam.
+            num_steps: steps of Adam; the most iterations of L-BFGS-B.
+            lr: learning rate of Adam.
             fixed: names of hyperparameters that stay, as in :attr:`hyperparameters`.
             progress: called after each evaluation.
 
@@ -420,7 +420,7 @@ class DualLaplace:
         Args:
             inputs: a batch; None for the training inputs.
             num_samples: how many.
-            seed: of the samples.
+            seed: seed of the samples.
             prior: samples of the prior of the tangent model, instead of the posterior.
         """
         if num_samples < 1:

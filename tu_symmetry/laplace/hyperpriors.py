@@ -70,7 +70,7 @@ class TotalVariation:
     that a block does not move (a saturated output) have variance 0 and contribute ``|difference|``, exactly.
 
     Args:
-        image_shape: of the outputs, ``[height, width]`` or ``[channels, height, width]``.
+        image_shape: shape of the outputs, ``[height, width]`` or ``[channels, height, width]``.
         weight: rate of the exponential distribution (``scale * measurements * gamma`` in arXiv 2203.00479's code).
         jacobian_weight: 1 is the density of the formula above; the authors' code uses ``weight`` here as well.
         blocks: names of the blocks; None for all with a length scale.

@@ -112,11 +112,11 @@ class NystromPreconditioner:
     smallest kept eigenvalue does, so that the preconditioned spectrum is flat.
 
     Args:
-        product: of ``G`` (without noise), ``[count, m] -> [count, m]``.
+        product: products of ``G`` (without noise), ``[count, m] -> [count, m]``.
         values: ``m``.
-        rank: of the approximation; at most ``m``.
+        rank: rank of the approximation; at most ``m``.
         noise: ``v``.
-        generator: of the CPU.
+        generator: generator of the CPU.
         like: a tensor with dtype and device.
     """
 
@@ -151,7 +151,7 @@ class SampledResult:
 
     Attributes:
         phi: block to hyperparameters (logarithms).
-        noise_variance: of the measurements.
+        noise_variance: variance of the measurements.
         effective: block to effective dimension ``gamma``, of the last step.
         theta: the tangent mode ``theta*`` of the last step, a flat vector.
         history: one entry for each step: variances, noise, effective dimensions, iterations and residual of CG.
@@ -172,10 +172,10 @@ class SampledEvidence:
         priors: resolved; every parameter in one block.
         measurements: ``y`` ``[m]``.
         num_samples: posterior samples of a step, or probes of a gradient.
-        rank: of the preconditioner; 0 for none.
-        tolerance: of conjugate gradients.
-        max_iterations: of conjugate gradients.
-        seed: of all samples; the same in every call, so that steps differ by the hyperparameters only.
+        rank: rank of the preconditioner; 0 for none.
+        tolerance: tolerance of conjugate gradients.
+        max_iterations: most iterations of conjugate gradients.
+        seed: seed of all samples; the same in every call, so that steps differ by the hyperparameters only.
 
     Raises:
         ValueError: measurements that do not fit, NaN in them, parameters without a block.
@@ -229,7 +229,7 @@ class SampledEvidence:
         return self.operator.forward(self._by_block(phi, self.operator.adjoint(vectors), "product"))
 
     def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> NystromPreconditioner | None:
-        """Of the given rank, at these hyperparameters."""
+        """A preconditioner of the given rank, at these hyperparameters."""
         if self.rank == 0:
             return None
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -297,8 +297,8 @@ class SampledEvidence:
         Args:
             phi: block to hyperparameters.
             noise: variance.
-            seed: of the signs; None for that of the object.
-            preconditioner: of conjugate gradients.
+            seed: seed of the signs; None for that of the object.
+            preconditioner: that of conjugate gradients.
 
         Returns:
             Block to gradient in its ``phi``, and the derivative in the log noise variance.
@@ -395,7 +395,7 @@ class SampledEvidence:
             noise_variance: to start from.
             fit_noise: whether the noise variance moves.
             num_steps: how many.
-            lr: of Adam.
+            lr: learning rate of Adam.
             decay_every: steps after which the learning rate is halved.
             refresh_every: steps after which the preconditioner is made anew.
             progress: called with the history's entry after each step.

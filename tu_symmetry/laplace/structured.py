@@ -43,7 +43,7 @@ class StructuredPrior(ABC):
     Hyperparameters are one float64 vector ``phi``, the logarithms of what :attr:`hyperparameters` names.
 
     Attributes:
-        name: of the block.
+        name: name of the block.
         parameters: names of the block's parameters, whole.
         hyperparameters: names of the entries of ``exp(phi)``.
     """
@@ -141,7 +141,7 @@ class IsotropicPrior(StructuredPrior):
 
     Args:
         parameters: names, or prefixes of names, of the block's parameters.
-        name: of the block; None for the first parameter's.
+        name: name of the block; None for the first parameter's.
         variance: to start from.
         variance_bounds: lowest and highest variance.
     """
@@ -174,7 +174,7 @@ class IsotropicPrior(StructuredPrior):
         return torch.tensor([math.log(self.variance)], dtype=torch.float64)
 
     def bounds(self) -> list[tuple[float, float]]:
-        """Of the log variance."""
+        """Limits of the log variance."""
         return [_range(self.variance_bounds, "variance", self.variance)]
 
     def config(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class KernelPrior(StructuredPrior):
 
     Args:
         parameters: names, or prefixes of names, of the block's weights, all with the same kernel shape.
-        name: of the block; None for the first parameter's.
+        name: name of the block; None for the first parameter's.
         kernel: ``exponential``, ``matern32``, ``matern52`` or ``squared_exponential``, or a function of the distances
             over the length scale (which cannot be saved).
         offsets: coordinates of the entries of a pattern ``[k, dimensions]``, in the order in which the weight stores
@@ -276,7 +276,7 @@ class KernelPrior(StructuredPrior):
         return torch.tensor([math.log(self.variance), math.log(self.lengthscale)], dtype=torch.float64)
 
     def bounds(self) -> list[tuple[float, float]]:
-        """Of log variance and log length scale."""
+        """Limits of log variance and log length scale."""
         return [
             _range(self.variance_bounds, "variance", self.variance),
             _range(self.lengthscale_bounds, "lengthscale", self.lengthscale),

@@ -51,7 +51,7 @@ class Reconstructions:
     Attributes:
         states: stacked states ``[problems, ...]`` of the iterates of the lowest loss.
         images: reconstructions ``[problems, 1, height, width]``.
-        loss: of these iterates, ``[problems]``.
+        loss: loss of these iterates, ``[problems]``.
         problem: what was reconstructed.
     """
 
@@ -104,13 +104,14 @@ class DeepImagePriorRoutine(LightningModule):
         max_iterations: the iterate is kept among this many first ones: one for all, or number of angles to number;
             None for all of the run.
         weight_limit: weights are clamped to plus and minus this.
-        seed: of the initialization.
+        seed: seed of the initialization.
         own_initialization: every network its own; else all start from the same weights.
         out: safetensors file of :class:`Reconstructions`, written when the fit ends; None to write none.
         images_every: epochs between images in the logger; 0 for none.
         chunk_size: how many networks are evaluated at a time, to save memory; None for all.
-        optimizer: of the stack; Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes first.
-        lr_scheduler: of the optimizer.
+        optimizer: optimizer of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes
+            first.
+        lr_scheduler: schedule of the optimizer.
 
     Raises:
         ValueError: arguments out of range, a network with buffers, or with layers that cannot be initialized anew.
@@ -122,6 +123,7 @@ class DeepImagePriorRoutine(LightningModule):
         self,
         model: nn.Module,
         num_problems: int = 1,
+        *,
         tv_weight: float | dict[int, float] = 0.0,
         max_iterations: int | dict[int, int] | None = None,
         weight_limit: float = 1000.0,

@@ -130,12 +130,12 @@ def linearized_posterior(
         out: folder for ``results.json`` and the images.
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
         model: the architecture, a :class:`UNet`.
-        tv_weight: of the training, one for all or number of angles to weight: the rate of the hyperprior is
+        tv_weight: weight of the training, one for all or number of angles to weight: the rate of the hyperprior is
             ``predcp_scale * measurements * tv_weight``.
         predcp_scale: see ``tv_weight``.
-        optimizer: of the evidence.
-        num_steps: of Adam; the most of L-BFGS-B.
-        lr: of Adam.
+        optimizer: optimizer of the evidence.
+        num_steps: steps of Adam; the most of L-BFGS-B.
+        lr: learning rate of Adam.
         num_samples: posterior and prior samples that are kept for the figures.
     """
     if not isinstance(model, UNet):
@@ -226,7 +226,7 @@ def dropout_posterior(
         model: that architecture.
         num_samples: random masks; more than the image has pixels, for a covariance of full rank.
         batch_size: masks at a time.
-        seed: of the masks.
+        seed: seed of the masks.
 
     Raises:
         ValueError: fewer masks than pixels, a network without dropout.

@@ -23,11 +23,11 @@ class UNet(nn.Module):
     of 0 channels is a channel of zeros, as in the authors' network; its convolution is unused.
 
     Args:
-        channels: of every scale.
-        skip_channels: of the skip connections, from the coarsest ``up`` to the finest.
+        channels: channel numbers of every scale.
+        skip_channels: channel numbers of the skip connections, from the coarsest ``up`` to the finest.
         normalize: group normalization after every convolution, and of what an ``up`` gets.
         sigmoid: images in (0, 1); else the last convolution's output.
-        dropout: of whole channels after each 3 x 3 convolution; it is also active where the module is in training mode.
+        dropout: probability of dropping whole channels after each 3 x 3 convolution; active in training mode.
 
     Raises:
         ValueError: another number of skip connections than of scales below the first.
