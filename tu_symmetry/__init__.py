@@ -38,7 +38,15 @@ _EXPORTS: dict[str, str] = {
     "activation_matching": "alignment.activations",
     "align": "alignment.align",
     "weight_matching": "alignment.matching",
+    "LossBarrier": "alignment.barrier",
+    "barrier_matrix": "alignment.barrier",
+    "interpolate": "alignment.barrier",
     "loss_barrier": "alignment.barrier",
+    "Merged": "alignment.merging",
+    "merge": "alignment.merging",
+    "mean_state": "states",
+    "reestimate_batchnorm": "alignment.repair",
+    "repair": "alignment.repair",
     "CanonicalForm": "scaling.canonical",
     "canonicalize": "scaling.canonical",
     "MassProfile": "scaling.profiles",
@@ -107,11 +115,13 @@ __all__ = [
     "LaplaceRegressionRoutine",
     "LinearObservation",
     "LinearizedLaplace",
+    "LossBarrier",
     "MarginalHomogeneity",
     "MassProfile",
     "Matching",
     "MaximumMeanDiscrepancy",
     "MembersRoutine",
+    "Merged",
     "NormalizationGroup",
     "PairwiseMutualInformation",
     "PermutationGroup",
@@ -138,22 +148,28 @@ __all__ = [
     "align",
     "apply_permutation",
     "apply_scale",
+    "barrier_matrix",
     "canonicalize",
     "certify",
     "compose",
     "discover_symmetries",
     "identity_permutation",
+    "interpolate",
     "invert",
     "load_state",
     "loss_barrier",
     "mass_profile",
+    "mean_state",
+    "merge",
     "move_optimizer_state",
     "normalization_epsilons",
     "posterior_ensemble",
     "random_permutation",
     "random_scale",
+    "reestimate_batchnorm",
     "register_rule",
     "remove_symmetries",
+    "repair",
     "representation_cost",
     "require_certificate",
     "scale_with_epsilon",
@@ -165,8 +181,10 @@ __all__ = [
 if TYPE_CHECKING:
     from tu_symmetry.alignment.activations import activation_matching
     from tu_symmetry.alignment.align import Alignment, align
-    from tu_symmetry.alignment.barrier import loss_barrier
+    from tu_symmetry.alignment.barrier import LossBarrier, barrier_matrix, interpolate, loss_barrier
     from tu_symmetry.alignment.matching import Matching, weight_matching
+    from tu_symmetry.alignment.merging import Merged, merge
+    from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
     from tu_symmetry.callbacks import (
         FitCompactPosterior,
         FitLaplace,
@@ -211,7 +229,7 @@ if TYPE_CHECKING:
     from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
     from tu_symmetry.scaling.profiles import MassProfile, mass_profile
     from tu_symmetry.scaling.removal import remove_symmetries
-    from tu_symmetry.states import SymmetryError, load_state
+    from tu_symmetry.states import SymmetryError, load_state, mean_state
     from tu_symmetry.symmetry.action import apply_permutation, apply_scale
     from tu_symmetry.symmetry.certificate import Certificate, certify, require_certificate
     from tu_symmetry.symmetry.discovery import discover_symmetries

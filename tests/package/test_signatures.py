@@ -32,7 +32,7 @@ OTHER_WORDS = {
     "sweeps": "max_iterations",
     "iterations": "max_iterations",
 }
-METHOD_THIRD = {"canonicalize"}  # its method is what is computed, like an operand
+OPERANDS = {"canonicalize": {"method"}, "merge": {"dataloader"}}  # what may be left out, and is no option
 SEEDED = {"verify_symmetries", "posterior_ensemble"}  # repeatable by default; named in a YAML file, where no object is
 ROOMS = ("alignment", "callbacks", "cli", "metrics", "posterior", "routines", "scaling")
 
@@ -61,7 +61,7 @@ def parameters(function: Any) -> list[inspect.Parameter]:
 @pytest.mark.parametrize(("name", "function"), [pytest.param(n, f, id=n) for n, f in public_callables()])
 def test_operands_then_options_by_name(name: str, function: Any) -> None:
     by_position = [p for p in parameters(function) if p.kind is p.POSITIONAL_OR_KEYWORD]
-    late = [p.name for p in by_position[2:] if p.default is not p.empty and name not in METHOD_THIRD]
+    late = [p.name for p in by_position[2:] if p.default is not p.empty and p.name not in OPERANDS.get(name, ())]
     assert not late, f"{late}: options after the second argument are keyword-only"
     names = [p.name for p in by_position]
     assert "graph" not in names[1:] or name in GRAPH_SECOND, "the graph comes first"

@@ -112,19 +112,39 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
     Raises:
         ValueError: an empty loader, batches without targets, or a loss that is no single number.
     """
+    return mean_scores(model, state, dataloader, {"loss": loss})["loss"]
+
+
+@leaves_randomness
+def mean_scores(
+    model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], functions: Mapping[str, Loss]
+) -> dict[str, float]:
+    """Means of several functions of (outputs, targets) over the samples of a loader, in one pass.
+
+    Args:
+        model: the module, left as it is.
+        state: its weights.
+        dataloader: batches ``(inputs, targets)``.
+        functions: name to a function whose value is the mean over the batch.
+
+    Raises:
+        ValueError: an empty loader, batches without targets, or a value that is no single number.
+    """
     weights, device = on_device(require_state(state, "state", like=model.state_dict()))
-    total, count = 0.0, 0
+    totals, count = dict.fromkeys(functions, 0.0), 0
     with evaluating(model):
         for inputs, targets in labeled_batches(dataloader, device):
-            value = loss(forward(model, weights, inputs), targets)
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(
-                    f"the loss of a batch of {len(inputs)} has shape {tuple(value.shape)}, but it has to be the mean "
-                    "over the batch, one number (reduction='mean')"
-                )
-            total += float(value) * len(inputs)
+            outputs = forward(model, weights, inputs)
+            for name, function in functions.items():
+                value = function(outputs, targets)
+                if isinstance(value, Tensor) and value.numel() != 1:
+                    raise ValueError(
+                        f"the {name} of a batch of {len(inputs)} has shape {tuple(value.shape)}, but it has to be the "
+                        "mean over the batch, one number (reduction='mean')"
+                    )
+                totals[name] += float(value) * len(inputs)
             count += len(inputs)
-    return total / count
+    return {name: total / count for name, total in totals.items()}
 
 
 @leaves_randomness

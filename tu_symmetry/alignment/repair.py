@@ -140,8 +140,6 @@ def repair(
             f"repair needs one ratio for each of the {len(states)} networks, with sum 1, got {list(ratios)}"
         )
     own = model.state_dict()
-    for k, end in enumerate(states):
-        require_state(end, f"states[{k}]", like=own)
     batches = reusable(dataloader)
     result = dict(require_state(merged_state, "merged_state", like=own))
     if any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
@@ -158,8 +156,8 @@ def repair(
         return result  # every hidden layer feeds a BatchNorm layer: re-estimation is all there is to do
     total = len(states) + len(todo)
     ends = []
-    for k, end in enumerate(states):
-        ends.append(_measure(model, end, batches, todo))
+    for k in range(len(states)):  # by number: a sequence that reads its networks from files keeps none of them
+        ends.append(_measure(model, require_state(states[k], f"states[{k}]", like=own), batches, todo))
         if progress is not None:
             progress({"done": k + 1, "total": total})
     for k, path in enumerate(todo):

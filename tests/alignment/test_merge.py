@@ -1,0 +1,254 @@
+"""Merging: laws of the average, its weights, and what is read when; scores that say what each step is worth."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import discovered, every_case, planted
+
+import tu_symmetry as tus
+from tu_symmetry.alignment.barrier import mean_loss
+from tu_symmetry.states import State
+from tu_symmetry.symmetry.verification import random_state
+
+
+def close(found: State, expected: State, **tolerances: float) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], **tolerances)
+
+
+def net(norm: bool = False) -> nn.Sequential:
+    middle = [nn.BatchNorm1d(12)] if norm else []
+    return nn.Sequential(nn.Linear(4, 12), *middle, nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)).double()
+
+
+def data(n: int = 300, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Three classes that a small network learns in no time."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    return list(zip(x.split(50), (x @ torch.eye(4, 3, dtype=torch.float64)).argmax(1).split(50), strict=True))
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(-1) == targets).double().mean()
+
+
+def trained(count: int, norm: bool = False) -> tuple[nn.Sequential, tus.SymmetryGraph, list[State]]:
+    states = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        model = net(norm)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
+        for _ in range(8):
+            for x, y in data():
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        states.append({n: t.detach().clone() for n, t in model.state_dict().items()})
+    model.eval()
+    return model, tus.discover_symmetries(model, data()[0][0][:2]), states
+
+
+@every_case
+def test_permuted_copies_merge_into_the_same_function(case: Case) -> None:
+    """Whatever the weights: all aligned members are one network."""
+    model, graph = discovered(case)
+    (state,) = [random_state(model, torch.Generator().manual_seed(5))]
+    moves = [tus.random_permutation(graph, generator=torch.Generator().manual_seed(k)) for k in range(3)]
+    copies = [tus.apply_permutation(graph, p, state) for p in moves]
+    found = tus.merge(graph, copies, model, weights=[0.2, 0.5, 0.3])
+    tus.require_certificate(tus.certify(graph, state, found.state), "the merged network")
+    close(found.state, copies[0], rtol=1e-9, atol=1e-12)
+    assert found.transpositions[0] == 0
+
+
+@every_case
+def test_a_weight_of_one_gives_the_aligned_member_itself(case: Case) -> None:
+    graph, first, second = planted(case, 3, noise=0.3)
+    model, _ = discovered(case)
+    alignment = tus.align(graph, [first, second])
+    for k in range(2):
+        weights = [0.0, 0.0]
+        weights[k] = 7.0
+        found = tus.merge(graph, [first, second], model, weights=weights)
+        assert found.weights[k] == 1
+        assert all(torch.equal(t, alignment.states[k][n]) for n, t in found.state.items())
+
+
+@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe", None])
+def test_the_merged_network_is_the_weighted_mean_of_the_aligned(reference: Any) -> None:
+    model, graph, states = trained(3)
+    aligned = states if reference is None else tus.align(graph, states, reference=reference).states
+    weights = [0.5, 0.2, 0.3]
+    found = tus.merge(graph, states, model, reference=reference, weights=[5, 2, 3])
+    close(found.state, {n: sum(w * s[n] for w, s in zip(weights, aligned, strict=True)) for n in states[0]})
+    equal = tus.merge(graph, states, model, reference=reference)
+    close(equal.state, tus.mean_state(aligned))
+
+
+def test_a_given_reference_is_what_all_are_aligned_to() -> None:
+    model, graph, states = trained(3)
+    found = tus.merge(graph, states[:2], model, reference=states[2])
+    close(found.state, tus.mean_state(tus.align(graph, states[:2], reference=states[2]).states))
+    assert len(found.permutations) == len(found.certificates) == 2
+
+
+def test_scores_say_what_each_step_is_worth() -> None:
+    model, graph, states = trained(3, norm=True)
+    loader, held = data(), data(seed=1)
+    found = tus.merge(
+        graph,
+        states,
+        model,
+        loader,
+        correction="repair",
+        loss=F.cross_entropy,
+        metrics={"accuracy": accuracy},
+        validation=held,
+    )
+    assert list(found.scores) == ["naive", "aligned", "corrected"]
+    aligned = tus.align(graph, states).states
+    corrected = tus.repair(model, aligned, [1 / 3] * 3, tus.mean_state(aligned), loader)
+    for step, state in {
+        "naive": tus.mean_state(states),
+        "aligned": tus.mean_state(aligned),
+        "corrected": corrected,
+    }.items():
+        assert found.scores[step]["loss"] == pytest.approx(mean_loss(model, state, held, F.cross_entropy))
+        assert found.scores[step]["accuracy"] == pytest.approx(mean_loss(model, state, held, accuracy))
+    close(found.state, corrected)
+    own = [mean_loss(model, s, held, F.cross_entropy) for s in states]
+    assert [m["loss"] for m in found.members] == pytest.approx(own)
+    for step, excess in found.barriers.items():
+        assert excess == pytest.approx(found.scores[step]["loss"] - sum(own) / 3)
+    assert found.barriers["corrected"] < found.barriers["aligned"] < found.barriers["naive"]
+    halves = tus.merge(graph, states[:2], model, loss=F.cross_entropy, validation=held)
+    path = tus.loss_barrier(model, aligned[0], aligned[1], held, F.cross_entropy, points=3)
+    assert max(halves.barriers["aligned"], 0) == pytest.approx(path.barrier)  # the middle of the path
+
+
+def test_statistics_are_reestimated_and_kept_for_one() -> None:
+    model, graph, states = trained(2, norm=True)
+    found = tus.merge(graph, states, model, data(), correction="batchnorm")
+    aligned = tus.align(graph, states).states
+    close(found.state, tus.reestimate_batchnorm(model, tus.mean_state(aligned), data()))
+    alone = tus.merge(graph, states, model, data(), correction="batchnorm", weights=[0, 1])
+    assert all(torch.equal(t, aligned[1][n]) for n, t in alone.state.items())
+
+
+def test_a_greedy_soup_is_never_worse_than_its_best_member_and_leaves_bad_networks_out() -> None:
+    model, graph, states = trained(2)
+    near = {n: t + 1e-3 * torch.randn_like(t) for n, t in states[0].items()}
+    broken = {n: 5 * torch.randn_like(t) for n, t in states[0].items()}
+    p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(0))
+    given = [broken, tus.apply_permutation(graph, p, near), states[0], states[1]]
+    found = tus.merge(graph, given, model, data(), weights="greedy", reference=states[0], loss=F.cross_entropy)
+    assert found.weights[0] == 0 and sum(found.weights) == pytest.approx(1)
+    assert len({w for w in found.weights if w > 0}) == 1
+    final = mean_loss(model, found.state, data(), F.cross_entropy)
+    assert final <= min(m["loss"] for m in found.members) * (1 + 1e-12)
+    assert found.scores["aligned"]["loss"] == pytest.approx(final)
+    # The oracle: networks in the order of their losses, each added if the mean of those inside gets no worse.
+    aligned = tus.align(graph, given, reference=states[0]).states
+    inside: list[int] = []
+    best = math.inf
+    for k in sorted(range(4), key=lambda i: found.members[i]["loss"]):
+        loss = mean_loss(model, tus.mean_state([aligned[i] for i in [*inside, k]]), data(), F.cross_entropy)
+        if loss <= best:
+            best, inside = loss, [*inside, k]
+    assert [k for k, w in enumerate(found.weights) if w > 0] == sorted(inside)
+
+
+@pytest.mark.parametrize("correction", ["none", "batchnorm", "repair"])
+@pytest.mark.parametrize("source", ["files", "store", "stack"])
+def test_files_stores_and_stacks_merge_as_lists_do(correction: Any, source: str, tmp_path: Path) -> None:
+    model, graph, states = trained(3, norm=True)
+    if source == "files":
+        given: Any = [tmp_path / f"{k}.pt" for k in range(3)]
+        for path, state in zip(given, states, strict=True):
+            torch.save(state, path)
+    elif source == "store":
+        given = tus.SampleStore.create(tmp_path / "store", architecture="net", method="test")
+        given.append(states, chain=range(3), step=[0] * 3)
+    else:
+        given = {n: torch.stack([s[n] for s in states]) for n in states[0]}
+    options: dict[str, Any] = {"correction": correction, "loss": F.cross_entropy}
+    expected = tus.merge(graph, states, model, data(), **options)
+    found = tus.merge(graph, given, model, data(), **options)
+    assert all(torch.equal(t, expected.state[n]) for n, t in found.state.items())
+    assert found.scores == expected.scores and found.members == expected.members
+
+
+class Counting:
+    """A sequence that makes its networks when they are asked for, and knows how many are alive."""
+
+    def __init__(self, make: Callable[[int], State], count: int) -> None:
+        self.make, self.count, self.alive, self.most, self.reads = make, count, weakref.WeakSet[Any](), 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> State:
+        state = self.make(index)
+        self.alive.add(state["0.weight"])
+        self.most, self.reads = max(self.most, len(self.alive)), self.reads + 1
+        return state
+
+
+@pytest.mark.parametrize("correction", ["none", "batchnorm", "repair"])
+def test_two_networks_are_in_memory_at_a_time(correction: Any) -> None:
+    model, graph, states = trained(2, norm=True)
+
+    def make(index: int) -> State:
+        return {n: t + 0.01 * index for n, t in states[index % 2].items()}
+
+    networks: Any = Counting(make, 12)
+    found = tus.merge(graph, networks, model, data(), correction=correction, loss=F.cross_entropy)
+    assert networks.most <= 2, f"{networks.most} networks alive"
+    assert networks.reads >= 24
+    close(found.state, tus.merge(graph, [make(k) for k in range(12)], model, data(), correction=correction).state)
+
+
+def test_half_precision_is_averaged_in_single() -> None:
+    model, graph, states = trained(2)
+    half = [{n: t.to(torch.bfloat16) for n, t in s.items()} for s in states]
+    many = [half[k % 2] for k in range(9)]
+    found = tus.merge(graph, many, model, certify=False)
+    wide = [{n: t.double() for n, t in s.items()} for s in many]
+    exact = tus.mean_state([tus.apply_permutation(graph, p, s) for p, s in zip(found.permutations, wide, strict=True)])
+    for name, tensor in found.state.items():
+        assert tensor.dtype == torch.bfloat16
+        torch.testing.assert_close(tensor.double(), exact[name], rtol=2**-8, atol=1e-6)
+
+
+def test_what_cannot_be_merged_is_refused_before_anything_is_matched() -> None:
+    model, graph, states = trained(2)
+    for arguments, message in (
+        ({"weights": [1.0]}, "2 finite numbers"),
+        ({"weights": [1.0, -0.5]}, "none below 0"),
+        ({"weights": [0, 0]}, "not all 0"),
+        ({"weights": "best"}, "'equal', 'greedy'"),
+        ({"weights": "greedy"}, "need a loss"),
+        ({"loss": F.cross_entropy}, "need a loss, and validation="),
+        ({"metrics": {"accuracy": accuracy}, "validation": data()}, "need a loss"),
+        ({"correction": "repair"}, "pass a dataloader"),
+        ({"correction": "temper"}, "must be one of none, batchnorm, repair"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tus.merge(graph, states, model, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least two networks"):
+        tus.merge(graph, states[:1], model)
+    with pytest.raises(TypeError, match="not a list of state dicts"):
+        tus.merge(graph, iter(states), model)  # type: ignore[arg-type]
+    with pytest.raises(tus.SymmetryError, match=r"states\[1\]|0\.weight"):
+        tus.merge(graph, [states[0], {"0.weight": torch.zeros(1)}], model)
