@@ -10,7 +10,6 @@ import ast
 import dataclasses
 import difflib
 import importlib
-import math
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any, TypeVar
 import yaml
 
 T = TypeVar("T")
-_LARGEST = 10**12  # of a number among options
 _BYTES, _NODES = 1_000_000, 100_000  # of a YAML text, and of its values with every alias written out
 
 
@@ -66,30 +64,6 @@ def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
     except ArgumentError as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     return config_class(**parsed)
-
-
-def check_numbers(options: Any, where: str) -> None:
-    """Refuse numbers that no option can mean: integers below 1, other numbers below 0, NaN and infinite ones.
-
-    An integer whose default is 0 may be 0. A field of the options dataclass says otherwise by
-    ``field(default=..., metadata={"least": 0})``, where None stands for any finite number, or by ``{"above": 0}`` for
-    numbers that must be larger. Numbers in lists count too.
-
-    Raises:
-        ConfigError: names the option.
-    """
-    for f in dataclasses.fields(options):
-        value = getattr(options, f.name)
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                continue
-            least = f.metadata.get("least", 1 if isinstance(number, int) and f.default != 0 else 0)
-            above = f.metadata.get("above", -math.inf)
-            if (isinstance(number, float) and not math.isfinite(number)) or number > _LARGEST:
-                raise ConfigError(f"{where}: {f.name} must be a finite number, at most {_LARGEST:g}, got {number:g}")
-            if number <= above or (least is not None and number < least):
-                bound = f"above {above}" if "above" in f.metadata else f"at least {least}"
-                raise ConfigError(f"{where}: {f.name} must be {bound}, got {number}")
 
 
 def _required(f: dataclasses.Field[Any]) -> bool:

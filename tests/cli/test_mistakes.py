@@ -52,17 +52,11 @@ VALUES: list[tuple[list[str], str, list[str]]] = [
     (BARRIERS, "--loss", ["", "nothing", "os.getcwd", "torch.nn.functional.relu"]),
     (BARRIERS, "--correction", ["foo", "batchnorm"]),
     (BARRIERS, "--data-init", ["x", "=1", "x=1", "a: b=1", "x=[", "x=*a"]),
-    (TABLE, "--device", ["foo", "cuda:99", "meta", "", "-1", "0"]),
     (TABLE, "--out", ["", "IN/a.pt", "IN/a.pt/x", "/proc/x", "/dev/null", "x" * 300]),
     (TABLE, "--data-root", [""]),
-    (TABLE, "--set", ["", "nothing", "=1", "x=1", "walk.steps=[", "walk.steps={a: 1, a: 2}", "walk.steps=0"]),
-    (TABLE, "--set", ["walk.steps=-1", "walk.steps=1.5", "walk.steps=null", "walk.steps=1e30", "walk.scale=.nan"]),
-    (
-        TABLE,
-        "--set",
-        ["walk.scale=.inf", "walk.=3", ".steps=3", "data.name=3", "data.train_size=-1", "seed="],
-    ),
-    (TABLE, "--set", ["walk.steps=!!python/object/apply:os.system [true]", "walk.steps=&a [*a]", "walk=3"]),
+    (TABLE, "--set", ["", "nothing", "=1", "x=1", "walk", "walk=3", "walk.=3", ".steps=3", "walk.command.steps"]),
+    (TABLE, "--max-time", ["", "10", "00:10", "a:b:c:d"]),
+    (TABLE, "--device", ["cpu"]),
     (TABLE, "--frsh", ["x"]),
 ]
 
@@ -78,6 +72,7 @@ def words_of(base: list[str], option: str, value: str) -> list[str]:
 
 MISTAKES = [words_of(base, option, value) for base, option, values in VALUES for value in values]
 MISTAKES += [[], ["nothing"], ["inspect"], ["table"], ["table", ""], ["table", "nowhere"], ["table", "IN/a.pt"]]
+MISTAKES += [["table", "IN/old"], ["table", "IN/old", "--out", "OUT"]]
 MISTAKES += [["align", f"IN/{name}", *ALIGN[2:]] for name in ("none*.pt", "", ".", "text.pt")]
 
 CHECKPOINTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
@@ -111,10 +106,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("a", "b"):
         torch.save(net().state_dict(), made / f"{name}.pt")
     (made / "text.pt").write_text("no checkpoint")
-    (made / "toy").mkdir()
-    (made / "toy" / "table.yaml").write_text("title: Toy\nstages: [walk]\n")
-    (made / "toy" / "walk.yaml").write_text('stage: "toy_stages:count"\noptions: {steps: 4}\n')
+    write_recipe(made / "toy", "{class_path: toy_functions.walk, init_args: {out: runs/toy/walk}}")
+    (made / "old").mkdir()
+    (made / "old" / "table.yaml").write_text("title: Toy\nstages: [walk]\n")
     return made
+
+
+def write_recipe(folder: Path, command: str) -> None:
+    """A recipe with one function."""
+    folder.mkdir(exist_ok=True)
+    (folder / "table.yaml").write_text(
+        "title: Toy\nroot: runs/toy\ncommands: [{name: walk, command: run, config: walk.yaml}]\n"
+    )
+    (folder / "walk.yaml").write_text(f"command: {command}\n")
 
 
 def placed(words: list[str], folder: Path, out: Path) -> list[str]:
@@ -166,7 +170,7 @@ def test_what_nobody_foresaw_says_where_to_look(
     def broken(*arguments: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("tu_symmetry.tables.engine._plan", broken)
+    monkeypatch.setattr("tu_symmetry.tables.commands._execute", broken)
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     words = ["table", str(folder / "toy"), "--out", str(folder / "out")]
     assert cli.main(words) == 1
@@ -205,10 +209,9 @@ def process(words: list[str]) -> subprocess.Popen[str]:
 def test_signals_also_during_imports(
     number: signal.Signals, after: float, code: int, message: str, folder: Path, tmp_path: Path
 ) -> None:
-    """The stage sleeps at the end, so that the signal comes before it is done."""
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "table.yaml").write_text("title: Toy\nstages: [walk]\n")
-    (tmp_path / "toy" / "walk.yaml").write_text('stage: "toy_stages:count"\noptions: {steps: 1000000}\n')
+    """The command sleeps, so that the signal comes before it is done."""
+    sleeping = "{class_path: toy_functions.wait, init_args: {out: runs/toy/walk, seconds: 1000}}"
+    write_recipe(tmp_path / "toy", sleeping)
     with process(["table", str(tmp_path / "toy"), "--out", str(tmp_path / "out")]) as running:
         assert running.stdout is not None and running.stdout.readline() == "go\n"
         time.sleep(after)

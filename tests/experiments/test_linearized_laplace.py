@@ -37,6 +37,7 @@ from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.report import OPEN, band_title, bands_table, marks, title_of
 from tu_symmetry.experiments.linearized_laplace.sources import scores
 from tu_symmetry.experiments.linearized_laplace.toy import sample_curve
+from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed, initialized
@@ -44,7 +45,6 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import CommandTable, load_table, run_commands
-from tu_symmetry.tables.convnets import ResNet
 from tu_symmetry.tables.lightning import SymmetryCLI
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome

@@ -23,13 +23,13 @@ from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.report import title_of
 from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, Work, read_choices
 from tu_symmetry.experiments.linearized_laplace.sources import Images
+from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table, run_commands
-from tu_symmetry.tables.convnets import ResNet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

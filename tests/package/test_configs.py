@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import json
 import os.path
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tu_symmetry.configs import ConfigError, parse_assignments, parse_value, resolve
+from tu_symmetry.configs import ConfigError, parse, parse_assignments, parse_value, resolve
 
 
 @pytest.mark.parametrize(
@@ -98,3 +99,41 @@ def test_a_module_that_fails_to_import_says_why(tmp_path: Any, monkeypatch: pyte
         resolve("fails_to_import.Net")
     with pytest.raises(ConfigError, match="importing raises_at_import fails: RuntimeError: no luck"):
         resolve("raises_at_import.Net")
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A part of a configuration."""
+
+    name: str = "digits"
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A configuration."""
+
+    title: str
+    rate: float = 0.1
+    inner: Inner = field(default_factory=Inner)
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def test_parse_reads_numbers_as_people_write_them() -> None:
+    found = parse(Outer, {"title": "T", "rate": 1, "inner": {"size": 3}, "more": {"hidden": [3], "x": 1e-3}}, "t")
+    assert found == Outer("T", 1.0, Inner("digits", 3), {"hidden": [3], "x": 1e-3})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"titel": "T"}, "unknown key 'titel'.*did you mean 'title'"),
+        ({}, "'title' is missing"),
+        ({"title": "T", "inner": {"nam": "x"}}, "inner: unknown key 'nam'"),
+        ({"title": "T", "rate": "fast"}, "rate"),
+        ({"title": None}, "title has no value"),
+    ],
+)
+def test_errors_name_the_place_and_the_key(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s)somewhere.*{message}"):
+        parse(Outer, values, "somewhere")

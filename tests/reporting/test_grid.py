@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tu_symmetry.reporting.grid import Grid, write_grids
 from tu_symmetry.tables.outcome import Outcome
@@ -133,3 +134,12 @@ def test_every_command_with_tables_writes_them(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "found.csv").read_text() == ",a,a ±\nr,1,0.5\n"
     assert r"r & $1 \pm 0.5$ \\" in (tmp_path / "out" / "found.tex").read_text()
     assert Outcome.load(tmp_path / "out").tables[0].rows == [["r", "1 ± 0.5"]]
+
+
+def test_a_grid_is_markdown_and_fits_a_terminal() -> None:
+    grid = Grid("T", ["", "HMC\nq_d"], [["row\npaper", "0.1\n0.2"]], "caption")
+    assert grid.markdown() == "|  | HMC q_d |\n|---|---:|\n| row *paper* | 0.1 *0.2* |\n\ncaption"
+    assert Grid(**grid.to_dict()) == grid
+    console = Console(record=True, width=80, file=io.StringIO())
+    grid.print(console)
+    assert "0.2" in console.export_text()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import random
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toy_commands
@@ -243,3 +249,129 @@ def test_only_functions_that_return_an_outcome_are_called(recipe: Path, capsys: 
         run(recipe)
     assert "not_a_command" not in toy_commands.CALLS
     assert "Outcome" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- killed anywhere
+
+TESTS = Path(__file__).parents[1]
+WALKS = """
+title: Walk
+root: runs/toy
+commands:
+  - {name: walk, command: run, config: walk.yaml}
+  - {name: twice, command: run, config: twice.yaml, needs: [walk]}
+"""
+WALK = "command: {class_path: toy_functions.walk, init_args: {out: runs/toy/walk, steps: 4}}\n"
+TWICE = "command: {class_path: toy_functions.doubled, init_args: {out: runs/toy/twice, walk: runs/toy/walk}}\n"
+
+
+@pytest.fixture
+def walks(tmp_path: Path) -> Path:
+    folder = tmp_path / "walks"
+    folder.mkdir()
+    for name, text in (("table", WALKS), ("walk", WALK), ("twice", TWICE)):
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+def quiet(recipe: Path, out: Path, *overrides: str, fresh: bool = False) -> dict[str, Any]:
+    return run_commands(recipe, out=out, overrides=overrides, fresh=fresh, display=Display(Console(quiet=True)))
+
+
+def test_killed_in_the_middle_of_a_function_it_resumes_from_the_parts_that_were_made(
+    walks: Path, tmp_path: Path
+) -> None:
+    whole = quiet(walks, tmp_path / "whole")
+    command = [sys.executable, "-m", "tu_symmetry.cli", "table", str(walks), "--out", str(tmp_path / "run")]
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment = os.environ | {"PYTHONPATH": path, "TOY_KILL_AT": "2"}
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    results = quiet(walks, tmp_path / "run")
+    assert results["walk"]["found"] == 2  # two steps were kept
+    assert results["walk"]["place"] == whole["walk"]["place"] and results["twice"] == whole["twice"]
+
+
+def died(work: Callable[[], Any], seconds: float) -> None:
+    """Have another process do something, and kill it after a while."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.slow
+def test_killed_anywhere_any_number_of_times_it_comes_to_the_same_end(walks: Path, tmp_path: Path) -> None:
+    """Also where old results are being replaced, which is when the walk has other steps or everything is fresh."""
+    draw, out = random.Random(0), tmp_path / "run"
+    expected = {
+        steps: quiet(walks, tmp_path / f"whole{steps}", f"walk.command.steps={steps}")["twice"] for steps in (4, 9)
+    }
+    started = time.perf_counter()
+    quiet(walks, tmp_path / "timed", fresh=True)
+    seconds = time.perf_counter() - started
+    for number in range(40):
+        steps, fresh = draw.choice((4, 9)), draw.random() < 0.4
+        override = f"walk.command.steps={steps}"
+        died(lambda o=override, f=fresh: quiet(walks, out, o, fresh=f), 1.5 * seconds * draw.random())
+        if number % 4 == 3:
+            assert quiet(walks, out, override)["twice"] == expected[steps]
+            assert {p.name for p in out.iterdir()} == {".lock", ".table", "results.json", "twice", "walk"}
+
+
+# ---------------------------------------------------------------------- what was made for, or by, older versions
+
+
+def test_a_run_folder_of_stages_is_refused_in_one_line_and_left_alone(recipe: Path) -> None:
+    old = recipe.parent / "out" / "networks"
+    old.mkdir(parents=True)
+    (old / "stage.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is the run folder of an older version .* move it away, or give") as error:
+        run(recipe)
+    assert "\n" not in str(error.value) and not toy_commands.CALLS
+    assert [p.name for p in (recipe.parent / "out").iterdir()] == ["networks"]
+
+
+# ---------------------------------------------------------------------- files that mean harm or nothing
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (BOMB, "aliases stand for more than 100000 values"),
+        ("a: &a {x: 1}\nb: &b {<<: *a, y: *a}\ntitle: T\ntitle: U\n", "'title' stands twice"),
+        ("title: T\nroot: runs/t\nroot: runs/u\n", "'root' stands twice"),
+        ("title: &a [*a]\n", "stand for more than"),
+        ("title: " + "[" * 800 + "]" * 800, "nested too deeply"),
+        ("title: 2020-13-45\n", "no valid YAML"),
+        ("title: [", "no valid YAML"),
+        ("title: " + "x" * 2_000_000, "too long"),
+        ("title: T\nroot: runs/toy\n", "'commands' must list the commands"),
+        (TABLE.replace("name: double", "name: ../double"), "names are letters, digits"),
+    ],
+    ids=range(10),
+)
+def test_yaml_that_means_harm_or_nothing(content: str, message: str, recipe: Path) -> None:
+    (recipe / "table.yaml").write_text(content)
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match=message):
+        run(recipe)
+    assert time.perf_counter() - started < 30
+    assert not (recipe.parent / "out").exists()  # nothing was written
+
+
+def test_yaml_has_to_be_utf_8(recipe: Path) -> None:
+    (recipe / "table.yaml").write_bytes(TABLE.replace("title: Toy", "title: Größe").encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"table\.yaml is no text in UTF-8 \(byte 10\)"):
+        load_table(recipe)
+    (recipe / "table.yaml").write_bytes(TABLE.replace("title: Toy", "title: Größe").encode("utf-8-sig"))
+    assert load_table(recipe).title == "Größe"

@@ -10,7 +10,7 @@ from tu_symmetry.cli.ends import Handler, duration, fail, named
 def table(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry table FOLDER``."""
     parser.description = (
-        "Runs the commands or stages of a recipe in order, skips what is done, resumes what was interrupted, and "
+        "Runs the commands of a recipe in order, skips what is done, resumes what was interrupted, and "
         "prints the table with the paper's values beside ours. The run folder takes report, plots and results.json."
     )
     parser.epilog = (
@@ -25,12 +25,11 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         "--data-root", type=named("a folder"), metavar="DIR", help="folder of data sets (default: data)"
     )
     parser.add_argument("--out", type=named("a folder"), metavar="DIR", help="run folder (default: runs/<recipe>)")
-    parser.add_argument("--device", help="cpu or cuda, for a recipe of stages (default: cpu)")
     parser.add_argument(
         "--max-time",
         type=duration,
         metavar="DD:HH:MM:SS",
-        help="stop after this long; the same command resumes (for a recipe of commands)",
+        help="stop after this long; the same command resumes",
     )
     parser.add_argument(
         "--set",
@@ -38,36 +37,17 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5; in a "
-        "recipe of stages seed=1, data.train_size=500, model.hidden=[64] or <stage>.<option>=...",
+        help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5",
     )
-    parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever has been done")
+    parser.add_argument("--fresh", action="store_true", help="run every command again, whatever has been done")
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.configs import read_mapping
         from tu_symmetry.reporting.progress import Display
         from tu_symmetry.tables.commands import TableInterrupted, run_commands
-        from tu_symmetry.tables.engine import run_table
         from tu_symmetry.tables.library import find_recipe
 
         display = Display()
         folder = find_recipe(arguments.folder)
-        if "commands" not in read_mapping(folder / "table.yaml"):
-            if arguments.max_time is not None:
-                return fail("--max-time is for recipes of commands, and this one is of stages")
-            results = run_table(
-                folder,
-                out=arguments.out,
-                data_root=arguments.data_root or "data",
-                device="cpu" if arguments.device is None else arguments.device,
-                overrides=arguments.overrides,
-                fresh=arguments.fresh,
-                display=display,
-            )
-            display.tables(results)
-            return 0
-        if arguments.device is not None:
-            return fail("--device is for recipes of stages; write --set NAME.trainer.accelerator=cpu, or gpu")
         try:
             results = run_commands(
                 folder,

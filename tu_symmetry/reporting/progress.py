@@ -1,4 +1,4 @@
-"""What a run shows: which stages there are, bars with rates for the one at work, and what comes next."""
+"""What a run shows: which commands there are, bars with rates for the one at work, and what comes next."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
 
-    def plan(self, title: str, stages: Sequence[str], done: Sequence[str]) -> None:
-        """Announce the table and its stages."""
+    def plan(self, title: str, commands: Sequence[str], done: Sequence[str]) -> None:
+        """Announce the table and its commands."""
         self.console.print(f"[bold]{title}[/bold]")
-        if len(done) < len(stages):
-            names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in stages)
-            self.console.print(f"stages: {names}", soft_wrap=True)
+        if len(done) < len(commands):
+            names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in commands)
+            self.console.print(f"commands: {names}", soft_wrap=True)
 
     def skipped(self, name: str, by: str = "") -> None:
         """Say that a stage had been done before, and by which other versions."""
@@ -114,7 +114,7 @@ class Display:
             self.console.print(f"    {status.headline}", highlight=False, soft_wrap=True)
 
     def tables(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Print the tables that stages have among their results."""
+        """Print the tables that commands have among their results."""
         for found in results.values():
             for grid in found.get("tables", ()):
                 Grid(**grid).print(self.console)

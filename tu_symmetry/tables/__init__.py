@@ -1,1 +1,1 @@
-"""Tables: the stages of a recipe folder, run in order, resumed where they stopped, and reported beside the paper."""
+"""Tables: the commands of a recipe folder, run in order, resumed where they stopped, reported beside the paper."""

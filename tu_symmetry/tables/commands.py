@@ -43,6 +43,7 @@ from tu_symmetry.tables.outcome import plain
 
 Subcommand = Literal["fit", "validate", "test", "predict", "run"]
 MARKS = ".table"
+STAGE = "stage.json"  # in the folders of tables of stages, which an older version ran
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,8 @@ def load_table(folder: str | Path) -> CommandTable:
     """Read and check a recipe folder.
 
     Raises:
-        ConfigError: missing files, unknown keys, a name listed twice, a command that needs a later one, a file whose
-            folder is not ``root/NAME``.
+        ConfigError: missing files, unknown keys, stages in place of commands, a name listed twice, a command that needs
+            a later one, a file whose folder is not ``root/NAME``.
     """
     folder = Path(folder)
     path = folder / "table.yaml"
@@ -160,13 +161,18 @@ def run_commands(
         Name of each command to its results.
 
     Raises:
-        ConfigError: a recipe or override that cannot be used.
+        ConfigError: a recipe or override that cannot be used, a run folder of an older version.
         FolderInUseError: another process works in the run folder.
         TableInterrupted: ``max_time`` is over.
     """
     folder = Path(folder)
     table = load_table(folder)
     root = Path(out) if out is not None else Path(table.root)
+    for old in root.glob(f"*/{STAGE}"):
+        raise ConfigError(
+            f"{root} is the run folder of an older version ({old} marks a stage), whose results cannot be resumed: "
+            "move it away, or give another run folder (--out)"
+        )
     flags = _flags(table, overrides)
     display = display or Display()
     deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
@@ -267,9 +273,8 @@ class _Run:
         resumed = not self.fresh and old is not None and old["fingerprint"] == mark["fingerprint"] and target.is_dir()
         if target.exists() and not resumed:
             if old is None:
-                by = "was made by an older version of this program" if (target / "stage.json").exists() else "is there"
                 raise ConfigError(
-                    f"{target} {by}, and this table has not made it: move it away, or give another run folder (--out)"
+                    f"{target} is there, and this table has not made it: move it away, or give another run folder (--out)"
                 )
             remove_folder(target)
         spent = {key: old.get(key, 0.0) if resumed and old else 0.0 for key in ("seconds", "processor_seconds")}

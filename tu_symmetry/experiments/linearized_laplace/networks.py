@@ -1,7 +1,7 @@
 """Small networks for images of digits, one for each column of Table 1 of arXiv 2206.08900.
 
 Layers initialize themselves by ``reset_parameters``, so that many networks of one architecture can be trained at once.
-The column ``ResNet`` is :class:`~tu_symmetry.tables.convnets.ResNet`.
+The column ``ResNet`` is :class:`~tu_symmetry.experiments.rebasin.ResNet`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 
 class CNN(nn.Sequential):
@@ -174,7 +173,8 @@ class _Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1)  # torch's own has no rule for vmap
+        x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
 
 
