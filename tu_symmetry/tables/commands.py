@@ -274,7 +274,8 @@ class _Run:
         if target.exists() and not resumed:
             if old is None:
                 raise ConfigError(
-                    f"{target} is there, and this table has not made it: move it away, or give another run folder (--out)"
+                    f"{target} is there, and this table has not made it: move it away, or give another run folder "
+                    "(--out)"
                 )
             remove_folder(target)
         spent = {key: old.get(key, 0.0) if resumed and old else 0.0 for key in ("seconds", "processor_seconds")}
