@@ -136,7 +136,7 @@ def write_grids(folder: Path, grids: Sequence[Grid]) -> list[Path]:
     """Write every table as CSV and LaTeX, each whole or not at all, into files with the table's title as name."""
     written: list[Path] = []
     for grid in grids:
-        name = re.sub(r"[^a-z0-9]+", "-", grid.title.lower()).strip("-")[:60].strip("-") or "table"
+        name = re.sub(r"[^a-z0-9]+", "-", grid.title.lower()).strip("-")[:80].strip("-") or "table"
         taken = {path.stem for path in written}
         stem = next(n for n in (name, *(f"{name}-{k}" for k in range(2, len(grids) + 1))) if n not in taken)
         for suffix, text in ((".csv", grid.csv()), (".tex", grid.latex())):
