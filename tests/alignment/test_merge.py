@@ -250,5 +250,5 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_matched() -> None:
         tus.merge(graph, states[:1], model)
     with pytest.raises(TypeError, match="not a list of state dicts"):
         tus.merge(graph, iter(states), model)  # type: ignore[arg-type]
-    with pytest.raises(tus.SymmetryError, match=r"states\[1\]|0\.weight"):
+    with pytest.raises(tus.SymmetryError, match=r"states\[1\] is not a state dict"):
         tus.merge(graph, [states[0], {"0.weight": torch.zeros(1)}], model)

@@ -15,6 +15,7 @@ from tu_symmetry.alignment.activations import Similarity, activation_matching
 from tu_symmetry.alignment.consensus import AlignSolver, Consensus, medoid_candidates, medoid_of, of_ordinary_size
 from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
+from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, mean_state, require_state, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
@@ -28,8 +29,8 @@ MatchOn = Literal["weights", "activations"]
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
 
 
-@dataclass(frozen=True)
-class Alignment(Generic[States]):
+@dataclass(frozen=True, repr=False)
+class Alignment(Brief, Generic[States]):
     """Networks in one basin.
 
     Attributes:
@@ -54,6 +55,19 @@ class Alignment(Generic[States]):
     iterations: int
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """How many networks, and how far they were moved."""
+        moved = [k for k in range(len(self.permutations)) if k != self.reference]
+        before, after = (span([d[k] for k in moved]) for d in (self.distances_before, self.distances_after))
+        changes = [certificate.change for certificate in self.certificates]
+        return [
+            ("networks", str(len(self.permutations))),
+            ("reference", "none of them" if self.reference is None else f"number {self.reference}"),
+            ("NoT", span([self.transpositions[k] for k in moved])),
+            ("distance", f"{before} -> {after}"),
+            ("outputs changed by", f"{max(changes):.1e} at most" if changes else f"not measured: {self.uncertified}"),
+        ]
 
 
 @leaves_randomness

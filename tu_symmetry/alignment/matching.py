@@ -21,6 +21,7 @@ from tu_symmetry.alignment.assignment import assign, assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightSimilarities, enlarged, resized, size_exponent, working
 from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import frank_wolfe
+from tu_symmetry.reporting.brief import Brief, change
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
@@ -28,6 +29,7 @@ from tu_symmetry.symmetry.elements import (
     check_permutation,
     identity_permutation,
     random_permutation,
+    transposition_count,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -52,8 +54,8 @@ class Similarities(Protocol):
         """What the family contributes to the objective."""
 
 
-@dataclass(frozen=True)
-class Matching:
+@dataclass(frozen=True, repr=False)
+class Matching(Brief):
     """What matching found.
 
     Attributes:
@@ -74,6 +76,19 @@ class Matching:
     distance_before: float
     distance_after: float
     by_weights: tuple[str, ...] = ()
+
+    def facts(self) -> list[tuple[str, str]]:
+        """How far the network was moved, and whether the search came to its end."""
+        facts = [
+            ("groups", str(len(self.permutation))),
+            ("NoT", str(transposition_count(self.permutation))),
+            ("objective", f"{self.objective:.6g}"),
+            ("distance", change(self.distance_before, self.distance_after)),
+            ("sweeps", f"{self.sweeps}{'' if self.converged else ', not converged'}"),
+        ]
+        if self.by_weights:
+            facts.append(("matched by their weights", ", ".join(self.by_weights)))
+        return facts
 
 
 def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -30,6 +30,7 @@ from tu_symmetry.alignment.consensus import AlignSolver
 from tu_symmetry.alignment.matching import Progress
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.evaluation import reusable
+from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, load_state, require_state, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
@@ -44,8 +45,8 @@ Weights = Literal["equal", "greedy"] | Sequence[float]
 Scores = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Merged:
+@dataclass(frozen=True, repr=False)
+class Merged(Brief):
     """A merged network, and what each step towards it was worth.
 
     Attributes:
@@ -71,11 +72,28 @@ class Merged:
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
 
+    def facts(self) -> list[tuple[str, str]]:
+        """The networks' shares, and the scores of each step."""
+        facts = [
+            ("networks", str(len(self.weights))),
+            ("weights", ", ".join(f"{w:.3g}" for w in self.weights[:8]) + (", ..." if len(self.weights) > 8 else "")),
+            ("NoT", span(self.transpositions)),
+            ("correction", self.correction),
+        ]
+        facts += [(f"{name} of the networks", span([one[name] for one in self.members])) for name in _names(self)]
+        for step, found in self.scores.items():
+            facts.append((step, ", ".join(f"{name} {value:.4g}" for name, value in found.items())))
+        return facts
+
     @property
     def barriers(self) -> dict[str, float]:
         """By how much the loss exceeds the weighted mean of the networks' own, for each of :attr:`scores`."""
         chord = sum(w * one["loss"] for w, one in zip(self.weights, self.members, strict=False) if w > 0)
         return {step: found["loss"] - chord for step, found in self.scores.items()}
+
+
+def _names(merged: Merged) -> list[str]:
+    return list(merged.members[0]) if merged.members else []
 
 
 @leaves_randomness

@@ -93,7 +93,7 @@ class LastCheckpoint(ModelCheckpoint):
         """Save if it is time, at a point from which a run can be resumed.
 
         Args:
-            trainer: of the run.
+            trainer: the trainer of the run.
             ends: whether training ends at this point.
         """
         due = time.monotonic() - self._saved_at >= self.every_seconds

@@ -10,6 +10,7 @@ commutes with permutations; the mass never grows under ``min_mass``, and equals 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tu_symmetry.reporting.brief import Brief, change
 from tu_symmetry.scaling.epsilon import scale_with_epsilon
 from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
@@ -33,8 +35,8 @@ Convention = Literal["leave", "unit_norm"]
 _LARGEST = 1e150  # mass whose square float64 still holds
 
 
-@dataclass(frozen=True)
-class CanonicalForm:
+@dataclass(frozen=True, repr=False)
+class CanonicalForm(Brief):
     """A network in canonical scale.
 
     Attributes:
@@ -67,6 +69,23 @@ class CanonicalForm:
     unfixed: tuple[str, ...]
     certificate: Certificate | None = None
     uncertified: str = ""
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The masses, and what has no canonical value."""
+        dead = sum(len(numbers) for numbers in self.degenerate.values())
+        facts = [
+            ("mass", change(self.mass_before, self.mass_after)),
+            ("groups", str(len(self.log_scale))),
+        ]
+        if not math.isnan(self.relative_gap):
+            facts.append(("above the minimum by", f"{self.relative_gap:.1e} of the mass at most"))
+        if dead:
+            facts.append(("factors without canonical value", str(dead)))
+        if self.unfixed:
+            facts.append(("left as they are", ", ".join(self.unfixed[:4]) + (", ..." if len(self.unfixed) > 4 else "")))
+        measured = f"not measured: {self.uncertified}"
+        facts.append(("outputs changed by", f"{self.certificate.change:.1e}" if self.certificate else measured))
+        return facts
 
 
 def canonicalize(

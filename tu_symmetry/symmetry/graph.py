@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, check_tensor
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class PermutationMember:
     within: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PermutationGroup:
     """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
 
@@ -72,6 +73,9 @@ class PermutationGroup:
     members: tuple[PermutationMember, ...]
     parent: str | None = None
     blocks: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return _short(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,7 +110,7 @@ class ScaleMember:
     buffer: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ScaleGroup:
     """``size`` independent positive factors that can be moved through the network.
 
@@ -122,8 +126,11 @@ class ScaleGroup:
     members: tuple[ScaleMember, ...]
     exact: bool = True
 
+    def __repr__(self) -> str:
+        return _short(self)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class NormalizationGroup(ScaleGroup):
     """``size`` positive factors on parameters that a following normalization undoes (no parameter shrinks for it).
 
@@ -158,8 +165,8 @@ class ScaleTerm:
     index: Tensor
 
 
-@dataclass(eq=False)
-class SymmetryGraph:
+@dataclass(eq=False, repr=False)
+class SymmetryGraph(Brief):
     """The symmetries of one architecture, as :func:`discover_symmetries` finds them. ``print(graph)`` is readable.
 
     **What a graph keeps.** Names, shapes and indices, the values of ``constants``, and in ``probe`` what it takes to
@@ -445,10 +452,24 @@ class SymmetryGraph:
 
         return to_html(self, path)
 
+    def facts(self) -> list[tuple[str, str]]:
+        """What the graph holds, in a line for each kind of group."""
+        from tu_symmetry.symmetry.report import summary
+
+        wanted = ("state", "permutations", "scales", "normalizations", "failed")
+        return [("of", self.architecture or "a network"), *(fact for fact in summary(self) if fact[0] in wanted)]
+
     def __str__(self) -> str:
         from tu_symmetry.symmetry.report import describe
 
         return describe(self)
+
+
+def _short(group: PermutationGroup | ScaleGroup) -> str:
+    """A group without its tensors of indices: ``PermutationGroup('conv1', size 64, members weight[0], ...)``."""
+    tensors = [f"{m.parameter}{'' if m.axis is None else f'[{m.axis}]'}" for m in group.members]
+    shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+    return f"{type(group).__name__}({group.name!r}, size {group.size}: {shown})"
 
 
 def _some(names: list[str], limit: int = 6) -> str:
