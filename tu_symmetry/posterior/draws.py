@@ -215,10 +215,15 @@ def swag_draws(swag: Any, count: int, *, seed: int = 0, scale: float | None = No
     Its covariance is ``scale`` times the sum of both parts; that of the paper (arXiv 1902.02476) is ``scale=0.5``.
 
     Raises:
-        ValueError: nothing has been averaged yet.
+        ValueError: fewer than two networks have been averaged, so that there is no variance.
     """
-    if not int(getattr(swag, "num_avgd_models", 0)):
-        raise ValueError("SWAG has averaged no weights yet: train beyond cycle_start + cycle_length epochs")
+    averaged = int(getattr(swag, "num_avgd_models", 0))
+    if averaged < 2:
+        raise ValueError(
+            f"SWAG has averaged {averaged} networks, which have no variance: TorchUncertainty's routine adds one "
+            "whenever a validation starts after cycle_start, so train longer and validate after every cycle "
+            "(check_val_every_n_epoch: 1)"
+        )
     with seeded(derived_seed(seed, 13, 0), torch.device("cpu")), torch.no_grad():
         drawn = [swag.sample(swag.scale if scale is None else scale) for _ in range(count)]
     return stack_states([{n: t.detach().clone() for n, t in m.state_dict().items()} for m in drawn])

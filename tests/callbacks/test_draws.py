@@ -1,0 +1,161 @@
+"""Draws at the end of a fit, and the temperature of TorchUncertainty's samplers."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch_uncertainty.methods import SWAG, mc_dropout
+from torch_uncertainty.optim import SGHMC, SGLD
+from torch_uncertainty.routines import ClassificationRoutine
+
+from tu_symmetry.callbacks import FitLaplace, PosteriorDraws, TrueTemperature
+from tu_symmetry.posterior.samples import SampleFileError, SampleStore
+from tu_symmetry.routines import LaplacePostProcessing, VariationalRoutine
+
+
+def loader(batch_size: int = 20) -> DataLoader:
+    y = torch.arange(60) % 3
+    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)) + 1.5 * torch.eye(3)[y][:, :2]
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Dropout(dropout), nn.Linear(4, 3))
+
+
+def trainer(folder: Path, *callbacks, epochs: int = 3) -> Trainer:
+    return Trainer(
+        accelerator="cpu", max_epochs=epochs, default_root_dir=folder, logger=False, callbacks=list(callbacks),
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+
+
+def routine(model: nn.Module, **options) -> ClassificationRoutine:
+    return ClassificationRoutine(
+        model, 3, nn.CrossEntropyLoss(), optim_recipe=torch.optim.SGD(model.parameters(), lr=0.1), **options
+    )
+
+
+@pytest.mark.parametrize("method", ["mc_dropout", "swag", "laplace", "variational"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | None) -> None:
+    torch.manual_seed(0)
+    draws = PosteriorDraws(5, dtype=dtype)  # type: ignore[arg-type]
+    before: list = []
+    if method == "mc_dropout":
+        made = routine(mc_dropout(network(0.3), 2), is_ensemble=True)
+    elif method == "swag":
+        made = routine(SWAG(network(), cycle_start=0, cycle_length=1, num_estimators=2), is_ensemble=True)
+    elif method == "variational":
+        made = VariationalRoutine(network())
+    else:
+        before = [FitLaplace(curvature="last_layer", evidence=False)]
+        made = routine(network(), post_processing=LaplacePostProcessing())
+    trainer(tmp_path, *before, draws).fit(made, loader(), loader())  # SWAG averages when a validation starts
+    store = SampleStore.open(tmp_path / "samples")
+    assert len(store) == 5 and store.metadata["method"] == method and store.chains == [0] * 5
+    assert set(store.layout or ()) == set(network().state_dict())
+    wanted = torch.float32 if dtype is None else getattr(torch, dtype)
+    assert {entry.dtype for entry in (store.layout or {}).values()} == {wanted}
+    assert not torch.equal(store[0]["3.weight"], store[1]["3.weight"])
+    with pytest.raises(FileExistsError, match="another run already"):
+        trainer(tmp_path, *before, draws).fit(made, loader())
+
+
+def test_a_missing_or_copied_shard_of_half_precision_is_an_error(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trainer(tmp_path, PosteriorDraws(3, dtype="float16")).fit(
+        routine(mc_dropout(network(0.3), 2), is_ensemble=True), loader()
+    )
+    (shard,) = (tmp_path / "samples").glob("*.safetensors")
+    copy = shard.with_name("00000001-00000000.safetensors")
+    copy.write_bytes(shard.read_bytes())
+    with pytest.raises(SampleFileError, match="copy"):
+        SampleStore.open(tmp_path / "samples")
+    copy.unlink()
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(SampleFileError):
+        SampleStore.open(tmp_path / "samples")[0]
+    shard.unlink()
+    with pytest.raises(SampleFileError, match="is gone"):
+        SampleStore.open(tmp_path / "samples")
+
+
+def test_swag_without_a_variance_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = routine(SWAG(network(), cycle_start=0, cycle_length=1, num_estimators=2), is_ensemble=True)
+    with pytest.raises(ValueError, match="whenever a validation"):
+        trainer(tmp_path, PosteriorDraws(3)).fit(made, loader())
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="num_samples"):
+        PosteriorDraws(0)
+    with pytest.raises(ValueError, match="dtype"):
+        PosteriorDraws(3, dtype="int8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="positive"):
+        TrueTemperature(temperature=0.0)
+
+
+class Gaussian(nn.Module):
+    """Data whose posterior is known: the mean of a normal distribution with variance 1, prior N(0, 1 / tau)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(400))  # 400 chains at once
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mean.expand(len(x), -1)
+
+
+@pytest.mark.parametrize("name", ["SGLD", "SGHMC"])
+def test_the_stationary_variance_is_the_posteriors(tmp_path: Path, name: str) -> None:
+    """1 / (N + tau) under the rule that the callback sets; N ** 2 / 10,000 times as much under their default."""
+    points, tau = 50, 10.0
+    y = torch.randn(points, generator=torch.Generator().manual_seed(0))
+    expected = 1 / (points + tau)
+
+    class Fit(nn.Module):
+        reduction = "mean"
+
+    def run(apply: bool) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = Gaussian()
+        optimizer = (
+            SGLD(model.parameters(), lr=0.05)
+            if name == "SGLD"
+            else SGHMC(model.parameters(), lr=0.05, friction=0.1, burn_in_steps=0)
+        )
+        if apply:
+            owner = type("Owner", (), {"loss": Fit()})()
+            data = DataLoader(TensorDataset(torch.zeros(points, 1), y))
+            fake = type("Fake", (), {"optimizers": [optimizer], "train_dataloader": data})()
+            TrueTemperature(prior_precision=tau).on_train_start(fake, owner)  # type: ignore[arg-type]
+        seen = []
+        for step in range(1500):
+            optimizer.zero_grad()
+            # the mean over the data of each chain's loss
+            (0.5 * (model.mean.unsqueeze(0) - y.unsqueeze(1)).square()).mean(0).sum().backward()
+            optimizer.step()
+            if step >= 700 and step % 20 == 0:
+                seen.append(model.mean.detach().clone())
+        samples = torch.stack(seen)
+        return float(samples.mean()), float(samples.var())
+
+    mean, variance = run(True)
+    assert variance == pytest.approx(expected, rel=0.1)
+    assert mean == pytest.approx(float(y.sum()) / (points + tau), abs=4 * math.sqrt(expected / 400))
+    assert abs(run(False)[1] / expected - 1) > 0.3
+
+
+def test_temperature_refuses_what_samples_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="samples nothing"):
+        trainer(tmp_path, TrueTemperature(), epochs=1).fit(routine(network()), loader())
