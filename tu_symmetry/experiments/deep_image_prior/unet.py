@@ -101,7 +101,4 @@ def _convolution(before: int, after: int, normalize: bool, dropout: float, strid
     layers: list[nn.Module] = [nn.Conv2d(before, after, 3, stride=stride, padding=1)]
     if normalize:
         layers.append(nn.GroupNorm(_GROUPS, after))
-    layers.append(nn.LeakyReLU(_SLOPE))
-    if dropout:
-        layers.append(nn.Dropout2d(dropout))
-    return layers
+    return [*layers, nn.LeakyReLU(_SLOPE), nn.Dropout2d(dropout)]  # also for 0, so that weights keep their names

@@ -1,0 +1,166 @@
+"""The networks, the rows and the report of the probabilistic deep image prior, on images of 8 x 8 pixels."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.distributions import MultivariateNormal
+
+from tu_symmetry.cli import main
+from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
+from tu_symmetry.experiments.deep_image_prior import UNet, dropout_posterior, linearized_posterior, report
+from tu_symmetry.experiments.deep_image_prior.posteriors import (
+    DIP,
+    DIP_FITTED,
+    EVIDENCE,
+    ROWS,
+    TV_CODE,
+    TV_SEED,
+    unet_priors,
+)
+from tu_symmetry.experiments.deep_image_prior.report import mean_and_error, orderings
+from tu_symmetry.files import read_tensors
+from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
+from tu_symmetry.tables.commands import load_table
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "deep_image_prior"
+
+
+def count(model, axes):
+    return sum(p.numel() for p in model.parameters() if axes(p))
+
+
+def test_parameter_counts_are_the_papers():
+    model = UNet()
+    assert count(model, lambda p: True) == 76_905
+    assert count(model, lambda p: p.ndim > 1) == 76_608 and count(model, lambda p: p.ndim == 1) == 297
+    walnut = UNet((128,) * 6, (4, 4, 0, 0, 0), normalize=True, sigmoid=False)
+    assert count(walnut, lambda p: True) == 2_973_880
+
+
+def test_the_prior_covers_all_weights_of_convolutions_in_eight_blocks():
+    model = UNet()
+    priors = unet_priors(model)
+    assert [p.name for p in priors] == ["inc", "down_0", "down_1", "up_0", "up_1", "skip_0", "skip_1", "outc"]
+    covered = [name for prior in priors for name in prior.parameters]
+    assert sorted(covered) == sorted(name for name, p in model.named_parameters() if p.ndim > 1)
+    assert sum(len(p.hyperparameters) for p in priors) + 1 == 14
+
+
+def test_odd_sizes_and_skips_without_channels():
+    for shape in ((28, 28), (11, 9)):
+        assert UNet((4, 4, 4), (2, 0))(torch.rand(2, 1, *shape)).shape == (2, 1, *shape)
+    with pytest.raises(ValueError, match="skip connections"):
+        UNet((4, 4), (2, 2))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two images, two geometries, all rows."""
+    root = tmp_path_factory.mktemp("dip")
+    generator = torch.Generator().manual_seed(0)
+    truth = (torch.rand(2, 1, 8, 8, generator=generator, dtype=torch.float64) > 0.6).double()
+    own = measured(truth, [3, 5], {a: strip_projector(8, a, 11, 1.1) for a in (2, 4)}, [0.1], bin_width=1.1)
+    for name, dropout in (("dip", 0.0), ("dropout", 0.2)):
+        model = UNet((4, 4), (2,), dropout=dropout)
+        module = DeepImagePriorRoutine(
+            model, 4, tv_weight=1e-3, out=root / f"{name}.safetensors", optimizer=lambda p: torch.optim.Adam(p, lr=0.02)
+        )
+        loader = torch.utils.data.DataLoader(_Repeated(own, 60), batch_size=1, collate_fn=lambda b: b)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Trainer(
+                max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False, accelerator="cpu",
+            ).fit(module, loader)  # fmt: skip
+    found = linearized_posterior(root / "linearized", root / "dip.safetensors", UNet((4, 4), (2,)), 1e-3)
+    found.save(root / "linearized")
+    masks = dropout_posterior(
+        root / "masks", root / "dropout.safetensors", UNet((4, 4), (2,), dropout=0.2), num_samples=200, batch_size=64
+    )
+    masks.save(root / "masks")
+    return root, found.results, masks.results
+
+
+def test_every_row_has_every_image(run):
+    _, found, masks = run
+    rows = found["rows"] + masks["rows"]
+    assert sorted((r["row"], r["problem"]) for r in rows) == sorted((row, i) for row in ROWS for i in range(4))
+    assert all(math.isfinite(r["log_likelihood"]) for r in rows)
+    assert {(r["image"], r["num_angles"]) for r in rows} == {(3, 2), (5, 2), (3, 4), (5, 4)}
+
+
+def test_scores_are_those_of_the_formula(run):
+    root, found, _ = run
+    saved = Reconstructions.load(root / "dip.safetensors")
+    a = saved.problem.operator[1, : int(saved.problem.counts[1])].double()
+    # singular values that are rounding count in no row
+    values = torch.linalg.svdvals(a)[:100]
+    gain = float((values[values > values[0] * 1e-12] ** -2).sum() / 64)
+    error = saved.problem.truth[1].double().reshape(-1) - saved.images[1].double().reshape(-1)
+    rows = {r["row"]: r for r in found["rows"] if r["problem"] == 1}
+    for row, noise in ((DIP, 1.0), (DIP_FITTED, rows[DIP_FITTED]["noise_variance"])):
+        variance = (gain * noise + 1e-6) * torch.eye(64, dtype=torch.float64)
+        expected = MultivariateNormal(torch.zeros(64, dtype=torch.float64), variance).log_prob(error) / 64
+        assert rows[row]["log_likelihood"] == pytest.approx(float(expected), abs=2e-3)
+    assert rows[DIP_FITTED]["noise_variance"] == rows[EVIDENCE]["noise_variance"]
+    assert rows[EVIDENCE]["log_evidence"] >= max(rows[TV_SEED]["log_evidence"], rows[TV_CODE]["log_evidence"]) - 1e-3
+    arrays = read_tensors(root / "linearized" / "arrays.safetensors")
+    deviation = arrays[f"1.{ROWS.index(EVIDENCE)}.deviation"].reshape(-1).double()
+    errors = torch.tensor(rows[EVIDENCE]["normalized_errors"], dtype=torch.float64)
+    assert torch.allclose(errors * deviation, error, atol=1e-5)
+
+
+def test_report_has_table_figures_and_orderings(run, tmp_path, monkeypatch):
+    root, _, _ = run
+    out = report(
+        tmp_path, str(RECIPES / "demo"), reconstructions=[root / "dip.safetensors"], linearized=[root / "linearized"],
+        dropout=[root / "masks"],
+    )  # fmt: skip
+    text = (tmp_path / "report.md").read_text()
+    assert all(row in text for row in ROWS) and "unknown" in text
+    assert {p.name for p in tmp_path.glob("*.png")} == {
+        "images.png", "samples.png", "calibration.png", "evidence.png"
+    }  # fmt: skip
+    assert len(out.results["orderings"]) >= 10 and all(line in text for line in out.results["orderings"])
+
+
+def test_orderings_say_what_held():
+    def entry(row, image, value):
+        return {"row": row, "image": image, "num_angles": 5, "noise": 0.1, "log_likelihood": value, "psnr": 1.0}
+
+    values = {DIP: 0.0, DIP_FITTED: 0.5, EVIDENCE: 0.4, TV_SEED: 0.2, TV_CODE: 0.5}
+    entries = [entry(row, image, value) for row, value in values.items() for image in (0, 1)]
+    text = "\n".join(orderings(entries))
+    assert f"{EVIDENCE} above {DIP} by more than 0.3, 5 angles at 10 %: **held**, +0.400" in text
+    assert f"{TV_SEED} above {DIP} by more than 0.3, 5 angles at 10 %: **did not hold**, +0.200" in text
+    assert f"{DIP_FITTED} below {DIP}, 5 angles at 10 %: **did not hold**, -0.500" in text
+    assert mean_and_error([1.0, 3.0]) == (2.0, 1 / math.sqrt(2))
+
+
+def test_what_cannot_work_is_refused(run, tmp_path):
+    root, _, _ = run
+    with pytest.raises(ValueError, match="take more"):
+        dropout_posterior(tmp_path, root / "dropout.safetensors", UNet((4, 4), (2,), dropout=0.2), num_samples=64)
+    with pytest.raises(ValueError, match="no dropout"):
+        dropout_posterior(tmp_path, root / "dropout.safetensors", UNet((4, 4), (2,)), num_samples=70)
+    with pytest.raises(TypeError, match="UNet"):
+        linearized_posterior(tmp_path, root / "dip.safetensors", torch.nn.Conv2d(1, 1, 1), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["demo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kmnist-small", "kmnist", "walnut"))]
+)
+def test_recipes_parse(name, capsys):
+    table = load_table(RECIPES / name)
+    for command in table.commands:
+        path = RECIPES / name / command.config
+        with pytest.raises(SystemExit) as end:
+            main([command.command, "--config", str(path), "--print_config"])
+        assert end.value.code in (0, None)
+    assert "DeepImagePriorRoutine" in capsys.readouterr().out
