@@ -5,16 +5,20 @@ from __future__ import annotations
 import gzip
 import io
 import struct
+import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from rich.console import Console
+from torchvision.io import encode_jpeg
 
 from tu_symmetry.configs import read_mapping
+from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import _dotted, load_table, run_commands
 
@@ -80,12 +84,10 @@ SMALL: dict[str, Callable[[Any], Any]] = {
     "num_estimators": _least(2),
     "num_repeats": _least(2),
     "num_samples": _least(2),
-    "num_workers": lambda _: 0,
     "repeats": _least(1),
     "counts": _least(1),
     "runs": _least(1),
     "pairs": _least(1),
-    "points": _least(3),
     "keep": lambda _: [1.0, 0.5],
     "hidden": lambda value: [6] * len(value) if isinstance(value, list) else 6,
     "channels": lambda value: [2] * len(value),
@@ -93,6 +95,17 @@ SMALL: dict[str, Callable[[Any], Any]] = {
     "train_size": lambda _: 64,
     "test_size": lambda _: 48,
     "ood_size": lambda _: 24,
+    "images": _least(48),
+    "statistics": _least(48),
+    "held_out": _least(16),
+    "epochs": _least(1),
+    "max_iterations": _least(2),
+    "width": _least(8),
+    "heads": _least(2),
+    "depth": _least(1),
+    "blocks": lambda value: [1] * len(value),
+    "arch": _least(18),
+    "points": _least(3),
     "largest_loss": lambda _: 1e9,
     "neighbors": _least(1),
 }
@@ -107,6 +120,8 @@ def small(value: Any, key: str = "") -> Any:
         made = {k: small(v, str(k)) for k, v in value.items()}
         if str(made.get("class_path", "")).endswith(("DigitsDataModule", "IDXDataModule", "CIFARDataModule")):
             made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
+        if str(made.get("class_path", "")).endswith("CIFARDataModule"):  # what torchvision stores cannot be made small
+            made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
         return made
     return [small(v) for v in value] if isinstance(value, list) else value
 
@@ -120,8 +135,22 @@ def small_file(typed: Typed, folder: Path) -> Path:
 
 
 def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
-    """MNIST and its relatives in miniature: IDX files whose images say their class."""
+    """MNIST and its relatives, CIFAR-10 and textures in miniature; images say their class."""
     generator = np.random.default_rng(0)
+    root.mkdir(parents=True)
+    for archive, names in (
+        (
+            CIFAR_ARCHIVE,
+            [f"{half}/{i:05d}_{CIFAR10_CLASSES[i % 10]}.jpg" for half in ("train", "test") for i in range(80)],
+        ),
+        (TEXTURES_ARCHIVE, [f"{i:03d}.jpg" for i in range(32)]),
+    ):
+        with tarfile.open(root / archive, "w:xz") as file:
+            for name in names:
+                content = encode_jpeg(torch.randint(256, (3, 32, 32), dtype=torch.uint8)).numpy().tobytes()
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                file.addfile(member, io.BytesIO(content))
     for name in ("MNIST", "FashionMNIST", "KMNIST", "notMNIST"):
         raw = root / name / "raw"
         raw.mkdir(parents=True)
