@@ -70,7 +70,9 @@ def test_an_interrupted_call_goes_on(folder: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SampleFileError, match=r"no folder 'middle' .*'small': 12"):
         collect_checkpoints(tmp_path / "out", folder, folder="middle")
-    with pytest.raises(ValueError, match="13 are wanted"):
+    rest = collect_checkpoints(tmp_path / "rest", folder, folder="small", start=9)
+    assert len(rest) == 3 and int(rest[0]["steps"]) == 9
+    with pytest.raises(ValueError, match="13 from number 0 on are wanted"):
         collect_checkpoints(tmp_path / "out", folder, folder="small", count=13)
     with pytest.raises(SampleFileError, match="another architecture"):
         collect_checkpoints(tmp_path / "other", folder, folder="small", like=network(0, 4))

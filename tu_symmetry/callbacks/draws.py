@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from tu_symmetry.posterior.draws import Draws, network_draws
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import training_points
 from tu_symmetry.routines.variational import VariationalRoutine
+from tu_symmetry.states import stack_states
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -87,7 +89,8 @@ class PosteriorDraws(Callback):
         if store is not None and self.chain in store.chains:
             return  # a resumed run whose fit had ended
         drawn = self._draws(trainer, pl_module)
-        states = {n: self._converted(n, t) for n, t in drawn.states.items()}
+        whole = self._with_statistics(trainer, pl_module, drawn)
+        states = {n: self._converted(n, t) for n, t in whole.items()}
         if store is None:
             architecture = type(getattr(pl_module, "model", pl_module)).__name__
             store = SampleStore.create(folder, architecture=architecture, method=drawn.method, seed=self.seed)
@@ -109,6 +112,19 @@ class PosteriorDraws(Callback):
                 f"{name!r} holds {float(tensor.abs().max()):.3g}, which {self.dtype} cannot: take bfloat16 or float32"
             )
         return made
+
+    def _with_statistics(self, trainer: Trainer, pl_module: LightningModule, drawn: Draws) -> dict[str, Tensor]:
+        """SWAG's draws with running statistics of their own, from a pass over the training data."""
+        if drawn.method != "swag" or not any(n.endswith("running_mean") for n in drawn.states):
+            return drawn.states
+        source: Any = pl_module.model
+        network = copy.deepcopy(source.core_model).to(pl_module.device)
+        found = []
+        for k in range(len(drawn.members)):
+            network.load_state_dict({n: t[k] for n, t in drawn.states.items()})
+            torch.optim.swa_utils.update_bn(_training_loader(trainer), network, device=pl_module.device)
+            found.append({n: t.detach().cpu().clone() for n, t in network.state_dict().items()})
+        return stack_states(found)
 
     def _draws(self, trainer: Trainer, pl_module: LightningModule) -> Draws:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -180,9 +196,6 @@ class TrueTemperature(Callback):
 
 
 def _training_loader(trainer: Trainer) -> DataLoader[Any]:
-    datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-    if datamodule is not None and hasattr(datamodule, "postprocess_dataloader"):
-        loader: DataLoader[Any] = datamodule.postprocess_dataloader()
-        return loader
+    """The training data; data modules' loaders for post-processing hold validation or test data."""
     found: DataLoader[Any] = trainer.train_dataloader
     return found

@@ -72,6 +72,7 @@ def collect_checkpoints(
     folder: str = ".",
     like: Mapping[str, Tensor] | None = None,
     prefix: str = "",
+    start: int = 0,
     count: int | None = None,
     per_shard: int = 16,
     dtype: torch.dtype | None = None,
@@ -88,7 +89,8 @@ def collect_checkpoints(
         folder: which of its folders, as :func:`list_checkpoints` names it.
         like: a state that all networks must agree with in names and shapes, ``model.state_dict()``.
         prefix: what stands before the names in the files, ``"model."`` in checkpoints of routines.
-        count: number of networks, the first ones; all by default.
+        start: number of the first network.
+        count: number of networks; all that follow by default.
         per_shard: networks in each file of the store.
         dtype: what floating-point tensors are stored as; as they are by default (float16 stays float16).
         progress: receives ``done``, ``total`` and ``file`` after each network.
@@ -105,11 +107,15 @@ def collect_checkpoints(
             f"{ {name: len(f.files) for name, f in list(found.items())[:12]} } (folder: number of files)"
         )
     files = found[key].files
-    if count is not None and not 1 <= count <= len(files):
-        raise ValueError(f"{folder} of {source} holds {len(files)} checkpoints, {count} are wanted")
+    left = len(files) - start
+    if start < 0 or left < 1 or (count is not None and not 1 <= count <= left):
+        raise ValueError(
+            f"{folder} of {source} holds {len(files)} checkpoints, {'all' if count is None else count} from number "
+            f"{start} on are wanted"
+        )
     if per_shard < 1:
         raise ValueError(f"per_shard must be at least 1, got {per_shard}")
-    files = files[:count]
+    files = files[start : None if count is None else start + count]
     out = Path(out)
     if out.is_dir() and any(out.iterdir()):
         store = SampleStore.open(out, like=like)
@@ -169,8 +175,8 @@ def _hub() -> Any:
 def _unreachable(source: str, error: Exception) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:200]
     return (
-        f"{source} is no local folder, and the data set cannot be reached ({type(error).__name__}: {said}). Where there "
-        f"is a network, get it with `hf download {source} --repo-type dataset --local-dir DIR` (with --include "
+        f"{source} is no local folder, and the data set cannot be reached ({type(error).__name__}: {said}). Where "
+        f"there is a network, get it with `hf download {source} --repo-type dataset --local-dir DIR` (with --include "
         "'FOLDER/*' a part of it), and give DIR in its place"
     )
 

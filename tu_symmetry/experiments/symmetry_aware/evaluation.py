@@ -8,13 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.symmetry_aware.scores import member_probabilities, require_finite_networks, scores
 from tu_symmetry.metrics import FunctionalDiversity, MarginalHomogeneity
-from tu_symmetry.metrics.functional import Removal, diversity_summary, removal
+from tu_symmetry.metrics.functional import (
+    Removal,
+    diversity_summary,
+    predictive_agreement,
+    predictive_total_variation,
+    removal,
+)
 from tu_symmetry.metrics.functional.discrepancy import weight_vectors
 from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.two_sample import vectors_test
@@ -32,13 +40,14 @@ ONE, MULTI = "one mode", "several modes"
 def evaluate(
     out: Path,
     model: nn.Module,
-    data: ImageDataModule,
+    data: LightningDataModule,
     reference: Path,
     one_mode: dict[str, list[Path]],
     multi_mode: dict[str, list[Path]],
     *,
-    ood: dict[str, ImageDataModule],
+    ood: dict[str, LightningDataModule],
     one_run: dict[str, Path] | None = None,
+    predictive: Path | None = None,
     num_samples: int = 100,
     diversity_networks: int = 200,
     resamples: int = 100,
@@ -58,6 +67,8 @@ def evaluate(
         multi_mode: method to the folders of the runs that make one posterior together, in equal shares.
         ood: name of each out-of-distribution set to a data module that has it as its own (``ood_dataset``).
         one_run: further runs for the test of marginals alone, such as an HMC chain.
+        predictive: ``.npz`` file with ``probs`` ``(points, classes)`` of a trusted posterior on the test set in order,
+            as that of HMC on CIFAR-10 (arXiv 2104.14421): agreement and total variation are reported then.
         num_samples: networks of each posterior.
         diversity_networks: networks of the reference whose pairs are measured.
         resamples: bootstrap replicates of every interval.
@@ -81,7 +92,8 @@ def evaluate(
     extra = {name: _networks([folder], num_samples, like)[0] for name, folder in (one_run or {}).items()}
     references, _ = _networks([reference], None, like)
     test = _test_set(data)
-    others = {name: _ood_set(module) for name, module in ood.items()}
+    others = {name: _ood_set(module, name) for name, module in ood.items()}
+    trusted = None if predictive is None else _trusted(predictive, len(test[0]))
     model = model.eval()
     graph = discover_symmetries(model, test[0][:2])
     graph.require_verified()
@@ -103,6 +115,9 @@ def evaluate(
                 entry |= {
                     k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()
                 }
+                if trusted is not None:
+                    entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
+                    entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
                 entry["homogeneity"] = homogeneity(graph, states, seed)
                 found[row].append(entry)
                 done += 1
@@ -203,14 +218,47 @@ def _vectors(graph: SymmetryGraph, states: Mapping[str, Tensor], form: Removal |
     return weight_vectors({n: states[n] for n in graph.shapes if n not in graph.buffers})
 
 
-def _test_set(data: ImageDataModule) -> tuple[Tensor, Tensor]:
-    data.prepare_data()
-    return data.test.x, data.test.y
+def _test_set(data: LightningDataModule) -> tuple[Tensor, Tensor]:
+    if isinstance(data, ImageDataModule):
+        data.prepare_data()
+        return data.test.x, data.test.y
+    return _whole(_test_loaders(data)[0])
 
 
-def _ood_set(data: ImageDataModule) -> Tensor:
+def _ood_set(data: LightningDataModule, name: str) -> Tensor:
+    if isinstance(data, ImageDataModule):
+        data.prepare_data()
+        return data.ood.x
+    loaders = _test_loaders(data)
+    if len(loaders) < 2:
+        raise ValueError(f"the data module of ood set {name!r} has no out-of-distribution loader: set eval_ood: true")
+    return _whole(loaders[1])[0]
+
+
+def _test_loaders(data: LightningDataModule) -> list[Any]:
     data.prepare_data()
-    return data.ood.x
+    data.setup("test")
+    loaders: Any = data.test_dataloader()
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
+
+
+def _whole(loader: Any) -> tuple[Tensor, Tensor]:
+    batches = [(batch[0], batch[1]) for batch in loader]
+    return torch.cat([x for x, _ in batches]), torch.cat([torch.as_tensor(y) for _, y in batches])
+
+
+def _trusted(path: Path, points: int) -> Tensor:
+    """Probabilities of the first test points.
+
+    Raises:
+        ValueError: no ``probs``, or fewer points than are tested.
+    """
+    with np.load(path) as content:
+        probs = torch.from_numpy(content["probs"]) if "probs" in content else None
+    if probs is None or probs.ndim != 2 or len(probs) < points:
+        seen = "no probs" if probs is None else f"probs of shape {tuple(probs.shape)}"
+        raise ValueError(f"{path} holds {seen}; expected probs (points, classes) of at least {points} test points")
+    return probs[:points].double()
 
 
 def _diversity(

@@ -1,11 +1,13 @@
-"""The network of the small recipes."""
+"""The networks of the recipes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import relu, silu
 
 
 class SmallLeNet(nn.Module):
@@ -48,3 +50,50 @@ class SmallLeNet(nn.Module):
         x = self.drop1(self.conv1(x).relu())
         x = self.drop2(self.conv2(x).relu())
         return self.output(self.drop3(self.hidden(x.flatten(1)).relu()))
+
+
+def residual_network(
+    arch: int, num_classes: int, dropout: float = 0.0, filter_response: bool = False, bayesian: bool = False
+) -> nn.Module:
+    """TorchUncertainty's ResNet for small images, in the three forms of the paper's methods with equal weights.
+
+    Args:
+        arch: 18 or 20, for example.
+        num_classes: number of outputs.
+        dropout: probability of dropping a channel within blocks, and a feature before the last layer.
+        filter_response: filter response normalization and SiLU in place of batch normalization and ReLU.
+        bayesian: Bayesian layers of TorchUncertainty in place of all convolutions and linear layers, each mean at its
+            layer's initialization.
+    """
+    from torch_uncertainty.layers.bayesian import BayesConv2d, BayesLinear
+    from torch_uncertainty.layers.filter_response_norm import FilterResponseNorm2d
+    from torch_uncertainty.models.classification.resnet import resnet
+
+    made: nn.Module = resnet(
+        in_channels=3,
+        num_classes=num_classes,
+        arch=arch,
+        dropout_rate=dropout,
+        style="cifar",
+        activation_fn=silu if filter_response else relu,
+        normalization_layer=FilterResponseNorm2d if filter_response else nn.BatchNorm2d,
+    )
+    for parent in list(made.modules()) if bayesian else []:
+        for name, layer in list(parent.named_children()):
+            new: nn.Module
+            if isinstance(layer, nn.Conv2d):
+                bias = layer.bias is not None
+                new = BayesConv2d(
+                    layer.in_channels, layer.out_channels, layer.kernel_size, stride=layer.stride,
+                    padding=layer.padding, dilation=layer.dilation, groups=layer.groups, bias=bias,
+                )  # fmt: skip
+            elif isinstance(layer, nn.Linear):
+                new = BayesLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            else:
+                continue
+            with torch.no_grad():
+                new.weight_mu.copy_(layer.weight)  # type: ignore[operator, union-attr]
+                if layer.bias is not None:
+                    new.bias_mu.copy_(layer.bias)  # type: ignore[operator, union-attr]
+            setattr(parent, name, new)
+    return made

@@ -42,6 +42,8 @@ def report(out: Path, recipe: str, evaluation: Path) -> Outcome:
     table = load_table(find_recipe(recipe))
     found = Outcome.load(evaluation).results
     grids = [main_table(table, found), control_table(found), mode_table(found), quotient_table(found)]
+    if any("agreement" in entries[0] for entries in found["rows"].values()):
+        grids.append(trusted_table(found))
     claims = claim_table(table, found)
     out.mkdir(parents=True, exist_ok=True)
     _figures(out, found)
@@ -124,6 +126,14 @@ def quotient_table(found: Mapping[str, Any]) -> Grid:
     q = next(iter(found["rows"].values()))[0]["quotient"]
     caption = f"between a row and the reference, {q['removed']}; within the reference {q['within'][1]:.2f}"
     return Grid("On the quotient space", header, body, caption)
+
+
+def trusted_table(found: Mapping[str, Any]) -> Grid:
+    """Agreement with and total variation to the trusted predictive."""
+    body = [
+        [row, f"{100 * e[0]['agreement']:.2f}", f"{e[0]['total_variation']:.4f}"] for row, e in found["rows"].items()
+    ]
+    return Grid("Against the trusted predictive", ["", "agreement % ↑", "total variation ↓"], body)
 
 
 def claim_table(table: CommandTable, found: Mapping[str, Any]) -> Grid:

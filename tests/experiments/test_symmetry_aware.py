@@ -1,0 +1,182 @@
+"""The recipes of arXiv 2310.08287's main table: every file is a configuration of its command; claims and scores."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import average_precision_score
+from torch import Tensor, nn
+
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
+from tu_symmetry.experiments.symmetry_aware.claims import answers
+from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
+from tu_symmetry.experiments.symmetry_aware.scores import member_probabilities, mutual_information, scores
+from tu_symmetry.posterior.draws import network_draws
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import SampleFileError, stack_states
+from tu_symmetry.tables.commands import load_table
+from tu_symmetry.tables.functions import build_parser
+from tu_symmetry.tables.lightning import SymmetryCLI
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "symmetry_aware"
+FOLDERS = sorted(p.parent for p in RECIPES.rglob("table.yaml"))
+FILES = sorted({(folder, c.command, c.config) for folder in FOLDERS for c in load_table(folder).commands})
+CLAIMS = {
+    "calibration",
+    "detection",
+    "diversity",
+    "correlation",
+    "ranking",
+    "dispersion",
+    "weakly_correlated",
+    "corollary",
+}
+
+
+@pytest.mark.parametrize(("folder", "command", "config"), FILES, ids=[f"{f.name}-{c}" for f, _, c in FILES])
+def test_every_file_is_a_configuration_of_its_command(
+    folder: Path, command: str, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(folder / config)
+    if command == "run":
+        assert build_parser().parse_args(["--config", path]).command.class_path
+        return
+    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
+    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
+    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
+    assert SymmetryCLI(args=[command, "--config", path]).config[command].routine.class_path
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=[f.name for f in FOLDERS])
+def test_the_rows_are_the_papers(folder: Path) -> None:
+    table = load_table(folder)
+    assert set(table.claims) == CLAIMS
+    evaluation = build_parser().parse_args(["--config", str(folder / "evaluation.yaml")]).command.init_args
+    methods = {"dropout", "swag", "laplace"} | (set() if folder.name == "tinyimagenet" else {"vibnn"})
+    assert set(evaluation.one_mode) == methods | {"sghmc"} and set(evaluation.multi_mode) == methods | {"ensemble"}
+    assert all(len(runs) == 3 for runs in evaluation.one_mode.values())
+    assert all(len(evaluation.multi_mode[m]) == 10 for m in methods)
+    names = {c.name for c in table.commands}
+    used = [str(p) for runs in (evaluation.one_mode | evaluation.multi_mode).values() for p in runs]
+    assert {Path(p).name for p in used} <= names and evaluation.num_samples == 100
+    (own,) = [c for c in table.commands if c.name == "evaluation"]
+    assert {Path(p).name for p in used} <= set(own.needs)
+    assert (folder / "README.md").is_file()
+
+
+def test_scores_by_scikit_learn() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probs = (2 * torch.randn(5, 200, 3, generator=generator)).softmax(-1)
+    outside = {n: torch.randn(5, 80, 3, generator=generator).softmax(-1) for n in ("a", "b")}
+    y = probs.mean(0).argmax(-1)
+    y[:60] = (y[:60] + 1) % 3
+    found = scores(probs, y, outside, resamples=50)
+    assert found["accuracy"].value == pytest.approx(0.7)
+    one_hot = torch.eye(3)[y]
+    assert found["brier"].value == pytest.approx(float((probs.mean(0) - one_hot).square().sum(-1).mean()), abs=1e-5)
+    label = [0] * 200 + [1] * 80
+    aupr, fpr = [], []
+    for q in outside.values():
+        score = torch.cat([1 - probs.mean(0).amax(-1), 1 - q.mean(0).amax(-1)])
+        aupr.append(average_precision_score(label, score))
+        threshold = score[200:].sort().values[int(0.05 * 80)]
+        fpr.append(float((score[:200] >= threshold).float().mean()))
+    assert found["aupr"].value == pytest.approx(sum(aupr) / 2, abs=1e-5)
+    assert found["fpr95"].value == pytest.approx(sum(fpr) / 2, abs=0.05)
+    assert found["id_mi"].value == pytest.approx(float(mutual_information(probs).mean()))
+    for interval in found.values():
+        assert interval.low <= interval.value + 0.05 and interval.value - 0.05 <= interval.high
+    with pytest.raises(ValueError, match="no out-of-distribution set"):
+        scores(probs, y, {})
+
+
+def test_probabilities_are_those_of_each_network() -> None:
+    torch.manual_seed(0)
+    networks = [SmallLeNet().eval() for _ in range(3)]
+    x = torch.randn(7, 1, 28, 28)
+    stack = stack_states([n.state_dict() for n in networks])
+    found = member_probabilities(SmallLeNet(), stack, x, batch_size=4)
+    with torch.no_grad():
+        torch.testing.assert_close(found, torch.stack([n(x).softmax(-1) for n in networks]))
+
+
+def row(quality: float, performance: float, homogeneity: float = 0.01) -> dict[str, Any]:
+    test = {"value": quality, "interval": [quality - 0.01, quality + 0.01]}
+    better = ("accuracy", "aupr", "id_mi", "ood_mi")
+    found = {n: [performance, performance - 0.01, performance + 0.01] for n in better}
+    found |= {n: [1 - performance, 0.99 - performance, 1.01 - performance] for n in ("ece", "ace", "brier", "fpr95")}
+    return found | {"mmd": test, "ns": dict(test), "homogeneity": {"p_value": homogeneity}}
+
+
+def planted() -> dict[str, Any]:
+    rows = {f"{mode}/{m}": [row(0.1 * k + (mode == "one mode"), 0.5 + 0.1 * (mode != "one mode") + 0.01 * k)]
+            for mode in ("one mode", "several modes") for k, m in enumerate(("a", "b", "c"))}  # fmt: skip
+    rows["several modes/ensemble"] = [row(0.0, 0.65, 0.5)]
+    d = {"id_mean": 1.0, "id_dispersion": 0.1, "ood_mean": 2.0, "ood_dispersion": 0.5}
+    d |= {"correlation": 0.2, "correlation_interval": [0.1, 0.3]}
+    homogeneity = {"reference": {"p_value": 0.4}, "hmc": {"p_value": 0.02}}
+    return {"rows": rows, "diversity": {"set": d}, "homogeneity": homogeneity}
+
+
+def test_claims_hold_and_fail_by_the_evidence() -> None:
+    found = planted()
+    given = answers(found)
+    assert given.keys() == CLAIMS
+    for name in ("calibration", "detection", "diversity", "dispersion", "weakly_correlated", "corollary"):
+        assert given[name].verdict == "holds", name
+    assert given["correlation"].verdict == "fails"  # performance was made a function of quality
+    assert given["ranking"].verdict == "fails"  # NS was made equal to MMD
+    turned = planted()
+    turned["rows"]["one mode/a"][0]["ns"] = {"value": 9.0, "interval": [8.9, 9.1]}
+    assert answers(turned)["ranking"].verdict == "holds"
+    turned["rows"]["several modes/b"] = [row(1.0, 0.2)]
+    turned["diversity"]["set"] |= {"ood_dispersion": 0.01, "correlation": 0.9, "correlation_interval": [0.8, 0.95]}
+    turned["homogeneity"]["hmc"]["p_value"] = 0.5
+    for name in ("calibration", "detection", "dispersion", "weakly_correlated", "corollary"):
+        assert answers(turned)[name].verdict == "fails", name
+
+
+@pytest.mark.parametrize("options", [{}, {"filter_response": True}])
+def test_residual_networks_have_one_architecture(options: dict[str, bool]) -> None:
+    """Draws of dropout and of Bayesian layers fit the plain network."""
+    torch.manual_seed(0)
+    plain = residual_network(20, 10, **options)  # type: ignore[arg-type]
+    shapes = {n: t.shape for n, t in plain.state_dict().items()}
+    x = torch.randn(2, 3, 32, 32)
+    for made in (residual_network(20, 10, 0.2, **options), residual_network(20, 10, bayesian=True, **options)):  # type: ignore[arg-type]
+        drawn = network_draws(made.eval(), 2, inputs=x)
+        assert {n: t.shape[1:] for n, t in drawn.states.items()} == shapes
+        assert torch.isfinite(member_probabilities(plain, drawn.states, x)).all()
+
+
+def store(folder: Path, states: list[dict[str, Tensor]]) -> Path:
+    made = SampleStore.create(folder / "samples", architecture="SmallLeNet", method="test")
+    made.append(states, step=range(len(states)))
+    return folder
+
+
+def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    from tu_symmetry.datamodules import IDXDataModule
+
+    data = IDXDataModule(
+        root=tmp_path, download=False
+    )  # its files are not there: nothing may be read before the checks
+    model: nn.Module = SmallLeNet()
+    good = store(tmp_path / "good", [SmallLeNet().state_dict() for _ in range(3)])
+    other = store(tmp_path / "other", [SmallLeNet(hidden=5).state_dict() for _ in range(3)])
+    single = store(tmp_path / "single", [SmallLeNet().state_dict()])
+    for runs, options, error, message in (
+        ({"a": [good]}, {"ood": {}}, ValueError, "no out-of-distribution set"),
+        ({"a": [other]}, {}, SampleFileError, "another architecture"),
+        ({"a": [good]}, {"num_samples": 5}, ValueError, "holds 3 networks, 5 are wanted"),
+        ({"a": [single]}, {"num_samples": 1}, ValueError, "at least two"),
+        ({"a": []}, {}, ValueError, "without a run"),
+        ({"a": [tmp_path / "nowhere"]}, {}, SampleFileError, "no sample store"),
+    ):
+        given: dict[str, Any] = {"ood": {"x": data}, "num_samples": 3, **options}
+        with pytest.raises(error, match=message):
+            evaluate(tmp_path / "out", model, data, good, runs, {}, **given)  # type: ignore[arg-type]
