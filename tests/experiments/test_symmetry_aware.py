@@ -1,13 +1,15 @@
-"""The recipes of arXiv 2310.08287's main table: every file is a configuration of its command; claims and scores."""
+"""The recipes of arXiv 2310.08287's main table: rows, scores, claims, bad input, and the small one from end to end."""
 
 from __future__ import annotations
 
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from recipe_runs import plant_images, run_table
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
@@ -20,11 +22,9 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, stack_states
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.functions import build_parser
-from tu_symmetry.tables.lightning import SymmetryCLI
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "symmetry_aware"
 FOLDERS = sorted(p.parent for p in RECIPES.rglob("table.yaml"))
-FILES = sorted({(folder, c.command, c.config) for folder in FOLDERS for c in load_table(folder).commands})
 CLAIMS = {
     "calibration",
     "detection",
@@ -35,20 +35,6 @@ CLAIMS = {
     "weakly_correlated",
     "corollary",
 }
-
-
-@pytest.mark.parametrize(("folder", "command", "config"), FILES, ids=[f"{f.name}-{c}" for f, _, c in FILES])
-def test_every_file_is_a_configuration_of_its_command(
-    folder: Path, command: str, config: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(folder / config)
-    if command == "run":
-        assert build_parser().parse_args(["--config", path]).command.class_path
-        return
-    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
-    monkeypatch.setattr(SymmetryCLI, "instantiate_classes", lambda self: None)
-    monkeypatch.setattr(SymmetryCLI, "_run_subcommand", lambda self, name: None)
-    assert SymmetryCLI(args=[command, "--config", path]).config[command].routine.class_path
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[f.name for f in FOLDERS])
@@ -180,3 +166,55 @@ def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> Non
         given: dict[str, Any] = {"ood": {"x": data}, "num_samples": 3, **options}
         with pytest.raises(error, match=message):
             evaluate(tmp_path / "out", model, data, good, runs, {}, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
+    """Two runs of each method, few networks, few images."""
+
+    def kept(name: str) -> bool:
+        return name.rpartition("_")[2] in ("0", "1") or not name[-1].isdigit()
+
+    source, folder = RECIPES / "mnist-small", tmp_path / "recipe"
+    shutil.copytree(source, folder)
+    content = yaml.safe_load((source / "table.yaml").read_text())
+    rows = [c | {"needs": [n for n in c.get("needs", []) if kept(n)]} for c in content["commands"] if kept(c["name"])]
+    (folder / "table.yaml").write_text(yaml.safe_dump(content | {"commands": rows}))
+    evaluation = yaml.safe_load((source / "evaluation.yaml").read_text())
+    options = evaluation["command"]["init_args"]
+    for half in ("one_mode", "multi_mode"):
+        options[half] = {m: [r for r in runs if kept(r)] for m, runs in options[half].items()}
+    options |= {"num_samples": 6, "resamples": 5}
+    options["data"]["init_args"]["test_size"] = 60
+    for module in options["ood"].values():
+        module["init_args"]["ood_size"] = 40
+    (folder / "evaluation.yaml").write_text(yaml.safe_dump(evaluation))
+    fits = [c["name"] for c in rows if c["command"] == "fit"]
+    flags = [f"{n}.data.train_size=64" for n in fits]
+    flags += [f"{n}.trainer.max_epochs={6 if n.startswith(('sghmc', 'swag')) else 2}" for n in fits if n != "hmc"]
+    flags += [f"{n}.trainer.check_val_every_n_epoch=1" for n in fits]
+    flags += [f"{n}.routine.model.cycle_start=0" for n in fits if n.startswith("swag")]
+    flags += [
+        f"{n}.trainer.callbacks.{k}" for n in fits if n.startswith("sghmc") for k in ("burn_in=0", "every_n_steps=1")
+    ]
+    flags += [f"{n}.data.test_size=60" for n in fits]
+    for name in ("reference", "ensemble"):
+        flags += [f"{name}.routine.num_members=8", f"{name}.data.orders=8"]
+    flags += ["hmc.trainer.max_steps=9", "hmc.routine.burn_in=2", "hmc.routine.leapfrog_steps=2"]
+    plant_images(tmp_path / "data")
+    results, text = run_table(folder, tmp_path / "out", flags, data_root=tmp_path / "data")
+    found = results["evaluation"]
+    assert len(found["rows"]) == 10 and len(found["rows"]["one mode/swag"]) == 2
+    entry = found["rows"]["several modes/ensemble"][0]
+    assert entry["ns"]["removed"] == "unit_norm, sorted by the largest weight" and entry["ns_equal"]["sizes"] == [6, 6]
+    assert entry["mmd"]["interval"][0] is not None and set(found["diversity"]) == {
+        "fashion_mnist",
+        "kmnist",
+        "notmnist",
+    }
+    report = (tmp_path / "out" / "report" / "report.md").read_text()
+    for sentence in load_table(folder).claims.values():
+        assert sentence in report
+    for name in ("diversity.png", "discrepancy.png", "marginals.png", "largest.png"):
+        assert (tmp_path / "out" / "report" / name).read_bytes().startswith(b"\x89PNG")
+    assert "claims" in text
