@@ -108,6 +108,7 @@ SMALL: dict[str, Callable[[Any], Any]] = {
     "points": _least(3),
     "largest_loss": lambda _: 1e9,
     "neighbors": _least(1),
+    "mode_tolerance": lambda _: 10.0,
 }
 """What a key becomes in a small run, wherever it stands."""
 
@@ -122,6 +123,9 @@ def small(value: Any, key: str = "") -> Any:
             made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
         if str(made.get("class_path", "")).endswith("CIFARDataModule"):  # what torchvision stores cannot be made small
             made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
+        if made.get("class_path") == "torch_uncertainty.models.classification.resnet":
+            small_one = {"num_classes": 10, "width": 2, "blocks": [1, 1]}
+            return {"class_path": "tu_symmetry.experiments.rebasin.ResNet", "init_args": small_one}
         return made
     return [small(v) for v in value] if isinstance(value, list) else value
 
