@@ -116,6 +116,7 @@ def test_more_alternations_are_never_worse(kind: Any, hyperprior: Hyperprior | N
             warnings.simplefilter("always")
             result = la.optimize_evidence(
                 hyperprior=hyperprior,
+                solver="alternation",
                 max_iterations=limit,
                 progress=partial(note, values),
             )

@@ -104,6 +104,17 @@ class Determinants(ABC):
         """Effective number of determined directions of every group, float64 ``[groups]``."""
 
     @abstractmethod
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
+
+        Args:
+            norms: squared norm of the weights in each group.
+            rho: log precisions.
+            tau: log noise variance.
+            noise: None for a noise variance that stays: its row and column are zero.
+        """
+
+    @abstractmethod
     def step(
         self,
         norms: Tensor,
@@ -176,6 +187,13 @@ class Spectrum(Determinants):
     def gamma(self, rho: Tensor, tau: float) -> Tensor:
         """``sum s / (s + v lambda)``."""
         return (self.counts * torch.sigmoid(self.logs - tau - rho.unsqueeze(-1))).sum(-1)
+
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Those of every group by itself; the noise variance is shared by all."""
+        shares = torch.sigmoid(self.logs - tau - rho.unsqueeze(-1))
+        gamma = (self.counts * shares).sum(-1)
+        slopes = (self.counts * shares * (1 - shares)).sum(-1)
+        return _assembled(norms, rho, tau, noise, gamma, torch.diag(slopes))
 
     def step(
         self,
@@ -272,7 +290,7 @@ class CoupledDeterminants(Determinants):
         value = energy(point)
         unsure = 0.1 * _ROUNDING * (len(self.matrix) + (0 if noise is None else noise.values))  # of a gradient
         for _ in range(_NEWTON_STEPS):
-            gradient, hessian = self._derivatives(point, norms, noise)
+            gradient, hessian = self.derivatives(norms, point[:-1], float(point[-1]), noise)
             gradient[:-1] += weight * (point[:-1] - log_center)
             hessian.diagonal()[:-1].add_(weight)
             held = ((point <= low) & (gradient >= 0)) | ((point >= high) & (gradient <= 0))
@@ -302,9 +320,8 @@ class CoupledDeterminants(Determinants):
             point, value = trial, found
         return point[:-1], float(point[-1])
 
-    def _derivatives(self, point: Tensor, norms: Tensor, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Gradient and Hessian of ``-log Z`` in ``(rho, tau)``; the determinant depends on ``rho + tau`` alone."""
-        rho, tau = point[:-1], float(point[-1])
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """The determinant depends on ``rho + tau`` alone."""
         inner = self._shrinkage(rho, tau)
         sizes = self._sum(torch.ones_like(inner.diagonal()))
         free = self._sum(inner.diagonal())  # the group's size less gamma
@@ -312,17 +329,34 @@ class CoupledDeterminants(Determinants):
         rows.index_add_(0, self.groups, inner.square())
         coupling = torch.zeros(self.count, self.count, dtype=torch.float64, device=inner.device)
         coupling.index_add_(1, self.groups, rows)
-        curvature = torch.diag(free) - coupling.cpu()
-        gradient = torch.zeros(self.count + 1, dtype=torch.float64)
-        hessian = torch.zeros(self.count + 1, self.count + 1, dtype=torch.float64)
-        gradient[:-1] = 0.5 * (rho.exp() * norms - (sizes - free))
-        hessian[:-1, :-1] = 0.5 * (curvature + torch.diag(rho.exp() * norms))
-        if noise is not None:
-            residual = noise.squares * math.exp(-tau)
-            gradient[-1] = 0.5 * (noise.values - residual - float((sizes - free).sum()))
-            hessian[-1, -1] = 0.5 * (residual + float(curvature.sum()))
-            hessian[:-1, -1] = hessian[-1, :-1] = 0.5 * curvature.sum(1)
-        return gradient, hessian
+        return _assembled(norms, rho, tau, noise, sizes - free, torch.diag(free) - coupling.cpu())
+
+
+def _assembled(
+    norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, gamma: Tensor, curvature: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Derivatives of ``-log Z`` from those of the log determinants.
+
+    Args:
+        norms: squared norm of the weights in each group.
+        rho: log precisions.
+        tau: log noise variance.
+        noise: of a regression, where it is to be found.
+        gamma: determined directions of each group.
+        curvature: second derivatives of the log-determinant ratio in ``rho``, ``[groups, groups]``.
+    """
+    count = len(rho)
+    ridge = rho.exp() * norms
+    gradient = torch.zeros(count + 1, dtype=torch.float64)
+    hessian = torch.zeros(count + 1, count + 1, dtype=torch.float64)
+    gradient[:-1] = 0.5 * (ridge - gamma)
+    hessian[:-1, :-1] = 0.5 * (curvature + torch.diag(ridge))
+    if noise is not None:
+        residual = noise.squares * math.exp(-tau)
+        gradient[-1] = 0.5 * (noise.values - residual - float(gamma.sum()))
+        hessian[-1, -1] = 0.5 * (residual + float(curvature.sum()))
+        hessian[:-1, -1] = hessian[-1, :-1] = 0.5 * curvature.sum(1)
+    return gradient, hessian
 
 
 def determinants(blocks: Sequence[Block], groups: PriorGroups) -> Determinants:

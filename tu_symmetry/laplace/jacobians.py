@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating
+from tu_symmetry.laplace.tangent import Linearization, TangentModel, batch_size, evaluating
 
 
 def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
@@ -89,6 +89,15 @@ class StoredJacobian(TangentModel):
             self._stored[self._key(inputs)] = outputs_and_jacobians(self, inputs, chunk, of_all)
             self._kept.append(inputs)
             done += len(inputs)
+
+    joins = False  # a joined batch would have another place in memory
+
+    def linearize(self, inputs: Any) -> Linearization:
+        """The stored Jacobian."""
+        outputs, _ = self.jvp(inputs, self.point())
+        return Linearization(
+            outputs, lambda vector: self.jvp(inputs, vector)[1], lambda cotangent: self.vjp(inputs, cotangent)
+        )
 
     @staticmethod
     def _key(inputs: Any) -> tuple[int, int]:

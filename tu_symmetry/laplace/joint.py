@@ -8,29 +8,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.alternation import Step, alternate
+from tu_symmetry.laplace.blocks import CoupledBlock
+from tu_symmetry.laplace.data import all_reduce, processes
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.kept import BUDGET, KeptData, TooLargeError
 from tu_symmetry.laplace.mode import Mode, solve_mode
 from tu_symmetry.laplace.report import EvidenceResult
+from tu_symmetry.laplace.subspace import joint_optimum
 from tu_symmetry.laplace.tangent import evaluating
 
 Progress = Callable[[dict[str, Any]], None]
+Solver = Literal["auto", "subspace", "alternation"]
 
 
 def default_tolerance(fitted: FittedLaplace) -> float:
     """Largest change of a log precision at convergence."""
-    return 1e-6 if fitted.theta.dtype == torch.float64 else 1e-3
+    return 1e-6 if fitted.theta.dtype == torch.float64 else 3e-2
 
 
 def default_mode_tolerance(fitted: FittedLaplace) -> float:
-    """Gradient norm of the weights at convergence, in posterior standard deviations."""
-    return 1e-6 if fitted.theta.dtype == torch.float64 else 1e-2
+    """Gradient norm of the weights at convergence, in posterior standard deviations: half its square is worth nats."""
+    return 1e-6 if fitted.theta.dtype == torch.float64 else 0.2
 
 
 def at_mode(
@@ -79,28 +84,82 @@ def at_joint_mode(
     loader: Iterable[Any],
     hyperprior: Hyperprior,
     *,
-    max_iterations: int = 100,
+    solver: Solver = "auto",
+    max_iterations: int | None = None,
     tolerance: float | None = None,
     mode_tolerance: float | None = None,
+    memory: int = BUDGET,
     progress: Progress | None = None,
 ) -> tuple[FittedLaplace, EvidenceResult]:
-    """Alternate between weights and hyperparameters ``(log precisions, log noise variance)``.
+    """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
 
     Args:
         fitted: where to start.
         loader: the training data.
         hyperprior: on the log precisions.
-        max_iterations: largest number of alternations.
+        solver: see :meth:`tu_symmetry.LinearizedLaplace.optimize_evidence`.
+        max_iterations: largest number of directions (None for 1,000), or of alternations (100).
         tolerance: largest change of a log precision at convergence; None for that of the floating-point type.
         mode_tolerance: gradient norm of the weights, likewise.
+        memory: bytes for the data and their linearizations.
         progress: called after every pass over the data.
 
     Returns:
         The best point that was seen, and what was reached.
+
+    Raises:
+        ValueError: data that do not fit with ``solver="subspace"``, other data than those of the fit.
     """
+    if solver not in ("auto", "subspace", "alternation"):
+        raise ValueError(f"solver={solver!r} is not known; choose 'auto', 'subspace' or 'alternation'")
     tolerance = tolerance or default_tolerance(fitted)
     accuracy = mode_tolerance or default_mode_tolerance(fitted)
     fitted = replace(fitted, hyperprior=hyperprior)
+    coupled = any(isinstance(block, CoupledBlock) for block in fitted.curvature.blocks)
+    if solver == "subspace" or (solver == "auto" and not coupled):
+        with evaluating(fitted.model):
+            # all processes go the same way
+            data, fits = None, torch.ones(1, device=fitted.theta.device)
+            try:
+                data = KeptData(fitted.tangent, fitted.likelihood, loader, budget=memory)
+            except TooLargeError:
+                fits.zero_()
+            all_reduce(fits)
+            if data is not None and int(fits) == processes():
+                found = joint_optimum(
+                    fitted,
+                    data,
+                    tolerance=tolerance,
+                    mode_tolerance=accuracy,
+                    max_iterations=1000 if max_iterations is None else max_iterations,
+                    progress=progress,
+                )
+                return found.fitted, EvidenceResult(
+                    found.fitted.log_evidence(),
+                    found.iterations,
+                    found.change,
+                    found.fitted.solution.gradient_norm,
+                    found.converged,
+                    found.iterations,
+                    found.fitted.solution.gap,
+                )
+        if solver == "subspace":
+            raise ValueError(
+                f"the training data do not fit memory={memory} bytes, which solver='subspace' needs; raise it, or use "
+                "solver='alternation', which reads the loader in every pass"
+            )
+    return _alternated(fitted, loader, 100 if max_iterations is None else max_iterations, tolerance, accuracy, progress)
+
+
+def _alternated(
+    fitted: FittedLaplace,
+    loader: Iterable[Any],
+    max_iterations: int,
+    tolerance: float,
+    accuracy: float,
+    progress: Progress | None,
+) -> tuple[FittedLaplace, EvidenceResult]:
+    hyperprior = fitted.hyperprior
     tau = torch.tensor([fitted.log_noise], dtype=torch.float64)
     bound = math.log(hyperprior.cap)
     free = torch.tensor([0.0 if fitted.noise_fixed else math.inf], dtype=torch.float64)
@@ -145,6 +204,7 @@ def at_joint_mode(
         found.solution.gradient_norm,
         best.converged and found.solution.converged,
         best.best,
+        found.solution.gap,
     )
     return found, result
 

@@ -26,7 +26,8 @@ from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
-from tu_symmetry.laplace.joint import at_joint_mode, at_map, at_mode
+from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
+from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import FisherType, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox
@@ -367,18 +368,22 @@ class LinearizedLaplace:
         train_loader: Iterable[Any] | None = None,
         *,
         hyperprior: Hyperprior | Literal["default"] | None = "default",
-        max_iterations: int = 100,
+        solver: Solver = "auto",
+        max_iterations: int | None = None,
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
+        memory: int = BUDGET,
         progress: Progress | None = None,
     ) -> EvidenceResult:
         """Choose precisions (and a regression's noise variance) by the evidence.
 
         At ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. At
-        ``tangent_mode`` it alternates between the mode of the tangent model, given the precisions, and the precisions,
-        given the mode, until neither moves: their joint stationary point. Both lower one objective, the negative log
-        evidence less the log hyperprior; steps are extrapolated as long as it falls. The best point
-        that was seen is kept.
+        ``tangent_mode`` it finds the joint stationary point of the tangent model's weights and the precisions. Both
+        lower one objective, the negative log evidence less the log hyperprior, and the best point that was seen is
+        kept. ``subspace`` keeps the data in memory, linearizes the network once for each chunk of them, and minimizes
+        over weights and precisions together (:mod:`tu_symmetry.laplace.subspace`); ``alternation`` reads the loader in
+        every pass, and alternates between the mode of the tangent model, given the precisions, and the precisions,
+        given the mode.
 
         Args:
             train_loader: the training data; None for the loader of :meth:`fit`.
@@ -386,9 +391,14 @@ class LinearizedLaplace:
                 Without one the evidence often sends the precisions of normalized groups to infinity (a fitted
                 network's ``J theta`` of these is 0, so that ``theta* = 0`` costs nothing), which takes the uncertainty
                 out of the prediction.
-            max_iterations: largest number of alternations.
-            tolerance: largest change of a log precision at convergence; 1e-6 in double precision, else 1e-3.
-            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6 in double, else 1e-2.
+            solver: ``auto`` takes ``subspace`` where the data fit ``memory`` and the curvature is no single matrix
+                over several prior groups, else ``alternation``.
+            max_iterations: largest number of directions (None for 1,000), of which each costs a product with the
+                Jacobian and one with its transpose; or of alternations (None for 100).
+            tolerance: largest change of a log precision in the last iteration; 1e-6 in double precision, else 0.03.
+            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6 in double, else 0.2.
+                Half its square is about what is missing of the objective (nats); the result's ``gap`` bounds it.
+            memory: bytes for the data and what is kept of the network's passes over them (2 GiB).
             progress: called after every pass over the data.
 
         Returns:
@@ -406,9 +416,11 @@ class LinearizedLaplace:
                 self.fitted,
                 self._training_data(train_loader),
                 chosen,
+                solver=solver,
                 max_iterations=max_iterations,
                 tolerance=tolerance,
                 mode_tolerance=mode_tolerance,
+                memory=memory,
                 progress=progress,
             )
         warn_about(result, self.report(), stacklevel=4)
@@ -428,7 +440,7 @@ class LinearizedLaplace:
 
         Args:
             train_loader: the training data; None for the loader of :meth:`fit`.
-            tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 1e-2.
+            tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 0.2.
             max_iterations: largest number of Newton steps.
             progress: called after every pass over the data.
         """

@@ -50,11 +50,14 @@ class EvidenceResult:
 
     Attributes:
         log_marginal_likelihood: at the best point that was seen (nats), without the hyperprior.
-        iterations: number of alternations between weights and precisions.
-        change: largest change of a log precision in the alternation from that point.
-        gradient_norm: certificate of the weights, see :class:`tu_symmetry.laplace.mode.Mode`; 0 at ``map``.
+        iterations: number of iterations: directions of the ``subspace`` solver, or alternations.
+        change: largest change of a log precision in the last iteration, or in the alternation from that point.
+        gradient_norm: distance of the weights from their mode in posterior standard deviations, as far as the
+            curvature knows; 0 at ``map``.
         converged: whether both tolerances were met there, and no earlier point had a better objective.
-        best_iteration: number of the alternation whose point this is; ``iterations`` where it converged.
+        best_iteration: number of the iteration whose point this is; ``iterations`` where it converged.
+        gap: certificate: ``log_marginal_likelihood`` at these precisions is at most so much higher (nats), whatever the
+            curvature is approximated by; 0 at ``map``. See :func:`tu_symmetry.laplace.mode.duality_gap`.
     """
 
     log_marginal_likelihood: float
@@ -63,6 +66,7 @@ class EvidenceResult:
     gradient_norm: float
     converged: bool
     best_iteration: int
+    gap: float = 0.0
 
 
 def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stacklevel: int) -> None:
@@ -81,7 +85,8 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
         warnings.warn(
             f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
             f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g} at the best point, that of "
-            f"iteration {result.best_iteration}; call optimize_evidence again "
+            f"iteration {result.best_iteration} (at these precisions the evidence is at most {result.gap:.2g} nats "
+            "higher); call optimize_evidence again "
             "to resume from here, or raise max_iterations or the tolerances",
             NotConvergedWarning,
             stacklevel=stacklevel + 1,

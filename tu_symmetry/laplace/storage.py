@@ -27,7 +27,7 @@ from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, last_linear
 
 _FORMAT = "tu_symmetry.laplace"
-_VERSION = 2
+_VERSION = 3
 _KINDS: dict[str, type[Block]] = {
     "kronecker": KroneckerBlock,
     "dense": DenseBlock,
@@ -154,10 +154,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise
     except (FileError, json.JSONDecodeError) as error:
         raise LaplaceFileError(f"{path} cannot be read: {error}") from error
-    if content.get("format") != _FORMAT or content.get("version") not in (1, _VERSION):
+    if content.get("format") != _FORMAT or content.get("version") not in (1, 2, _VERSION):
         raise LaplaceFileError(
             f"{path} has format {content.get('format')} {content.get('version')}; this version of the library reads "
-            f"{_FORMAT} 1 and {_VERSION}"
+            f"{_FORMAT} 1 to {_VERSION}"
         )
     if content["version"] == 1:
         content = _from_version_1(content)
@@ -168,7 +168,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _from_version_1(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of version 2 for those of version 1, whose tensors are the same."""
+    """The words of later versions for those of version 1, whose tensors are the same."""
     names = {"mode": "evaluate_at", "fisher": "fisher_type", "weight_sharing": "kfac_approx", "draws": "mc_samples"}
     names["newton_steps"] = "iterations"
     values = {("evaluate_at", "linear"): "tangent_mode", ("fisher_type", "type2"): "type-2"}

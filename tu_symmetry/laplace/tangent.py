@@ -7,13 +7,14 @@ and is put back into the mode it was in. Jacobians are never materialized over a
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp, vjp, vmap
+from torch.func import functional_call, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tu_symmetry.laplace.likelihood import as_outputs, check_outputs
@@ -147,6 +148,20 @@ def _alone(row: Any) -> Any:
     return tuple(_alone(i) for i in row) if isinstance(row, tuple) else row.unsqueeze(0)
 
 
+class Linearization(NamedTuple):
+    """The network on one batch, with all that products with its Jacobian need.
+
+    Attributes:
+        outputs: at the linearization point.
+        push: a flat vector to the Jacobian times it, in the outputs' shape.
+        pull: a cotangent in the outputs' shape to the transposed Jacobian times it, a flat vector.
+    """
+
+    outputs: Tensor
+    push: Callable[[Tensor], Tensor]
+    pull: Callable[[Tensor], Tensor]
+
+
 class TangentModel:
     """``f(x; theta)`` and its Jacobian products at the linearization point, for a subset of the parameters.
 
@@ -155,7 +170,10 @@ class TangentModel:
         names: the parameters that vary.
         slots: their places in the flat vector.
         size: length of the flat vector.
+        joins: whether batches may be joined to larger ones.
     """
+
+    joins = True
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.model = model
@@ -169,6 +187,7 @@ class TangentModel:
             self.size += count
         self._forward_mode = True
         self._vectorized = True
+        self._linearizes = True
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, without gradient history; shared with the module."""
@@ -259,6 +278,50 @@ class TangentModel:
             (gradient,) = pullback(cotangent)
         return self.flatten({name: g.detach() for name, g in gradient.items()})
 
+    def linearize(self, inputs: Any) -> Linearization:
+        """The network on a batch, run once for all products that follow.
+
+        Where an operator cannot be linearized ahead, products run the network again, as :meth:`jvp` does. That is tried
+        on a few products, for torch's ``linearize`` gives wrong ones for some operators (``nn.LSTM``, where they even
+        change from call to call), and no error.
+        """
+        function, point = self.function(inputs), self.parameters()
+        with torch.enable_grad():
+            outputs, pullback = vjp(function, point)[:2]
+        outputs = check_outputs(outputs.detach(), batch_size(inputs))
+
+        def pull(cotangent: Tensor) -> Tensor:
+            (gradient,) = pullback(cotangent)
+            return self.flatten({name: g.detach() for name, g in gradient.items()})
+
+        def again(vector: Tensor) -> Tensor:
+            return self.jvp(inputs, vector)[1]
+
+        if not (self._forward_mode and self._linearizes):
+            return Linearization(outputs, again, pull)
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch's own about how it folds constants
+                pushforward = linearize(function, point)[1]
+        except (NotImplementedError, RuntimeError):
+            self._linearizes = False
+            return Linearization(outputs, again, pull)
+
+        def push(vector: Tensor) -> Tensor:
+            with torch.no_grad():
+                found: Tensor = pushforward(self.unflatten(vector))
+            return found
+
+        trial = self.point()
+        trial = torch.randn(trial.shape, generator=torch.Generator().manual_seed(0)).to(trial)
+        expected, limit = again(trial), 1e-9 if trial.dtype == torch.float64 else 1e-3
+        for factor in (1.0, -3.0, 0.0, 1.0):
+            difference = (push(factor * trial) - factor * expected).norm()
+            if not float(difference) <= limit * float(expected.norm()):
+                self._linearizes = False
+                return Linearization(outputs, again, pull)
+        return Linearization(outputs, push, pull)
+
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """The transposed Jacobian of every sample times its own cotangent, ``[batch, size]``.
 
@@ -333,13 +396,24 @@ class LastLayerModel(TangentModel):
         features, _ = self.features(inputs)
         return torch.stack([self._apply(features, vector) for vector in vectors])
 
+    def linearize(self, inputs: Any) -> Linearization:
+        """The layer's inputs, which are its Jacobian."""
+        features, outputs = self.features(inputs)
+
+        def pull(cotangent: Tensor) -> Tensor:
+            return self._pulled(features, cotangent)
+
+        return Linearization(outputs, lambda vector: self._apply(features, vector), pull)
+
     def _apply(self, features: Tensor, vector: Tensor) -> Tensor:
         own = self.unflatten(vector)
         return nn.functional.linear(features, own[self._weight], own.get(self._bias))
 
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Sum of the outer products of cotangents and features."""
-        features, _ = self.features(inputs)
+        return self._pulled(self.features(inputs)[0], cotangent)
+
+    def _pulled(self, features: Tensor, cotangent: Tensor) -> Tensor:
         rows = cotangent.flatten(0, -2)
         return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
 

@@ -1,0 +1,283 @@
+"""The joint optimum in the span of all directions, the network linearized once, and the certificate."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, randomize
+from torch import Tensor, nn
+
+from tu_symmetry.laplace import kept, subspace
+from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.jacobians import StoredJacobian
+from tu_symmetry.laplace.joint import at_mode
+from tu_symmetry.laplace.kept import KeptData
+from tu_symmetry.laplace.mode import duality_gap
+from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.tangent import LastLayerModel, Linearization, TangentModel, evaluating
+
+
+class Attention(nn.Module):
+    """Tokens ``[batch, 5, 4]`` to outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.mix(x, x, x, need_weights=False)[0].mean(1))
+        return found
+
+
+class Recurrent(nn.Module):
+    """An operator without forward-mode derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.cell(x)[0][:, -1])
+        return found
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 4, 2, groups=2),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(4, 3),
+    )
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "convolutional": (convolutional, (2, 6, 6)),
+    "attention": (Attention, (5, 4)),
+    "recurrent": (Recurrent, (5, 4)),
+    "positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.SiLU(), nn.Linear(5, 3)), (6, 4)),
+}
+
+
+def targets_of(name: str, x: Tensor) -> Tensor:
+    shape = (len(x), x.shape[1]) if name == "positions" else (len(x),)
+    return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(2))
+
+
+# ---------------------------------------------------------------------- the network linearized once
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 30])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_products_with_a_kept_linearization_equal_those_without(name: str, budget: int) -> None:
+    make, shape = NETWORKS[name]
+    model = randomize(make())
+    x, _ = data(*shape, outputs=3, samples=11)
+    y = targets_of(name, x)
+    la = LinearizedLaplace(model)
+    loader = [(x[:4], y[:4]), (x[4:8], y[4:8]), (x[8:], y[8:])]
+    tangent = TangentModel(model, la.tangent.names)
+    with evaluating(model):
+        found = KeptData(tangent, la.likelihood, loader, budget=budget)
+        assert (len(found.outputs), found.kept) == ((1, 1) if budget else (3, 0))
+        vector = torch.randn(tangent.size, dtype=torch.float64)
+        outputs, expected = tangent.jvp(x, vector)
+        cotangent = torch.randn_like(outputs)
+        torch.testing.assert_close(torch.cat(found.outputs), outputs, rtol=1e-12, atol=1e-12)
+        for _ in range(2):  # what is kept serves again
+            torch.testing.assert_close(torch.cat(found.push(vector)), expected, rtol=1e-12, atol=1e-12)
+            pieces = cotangent.split([len(o) for o in found.outputs])
+            torch.testing.assert_close(found.pull(pieces), tangent.vjp(x, cotangent), rtol=1e-12, atol=1e-12)
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_other_ways_to_the_products_are_linearized_too() -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x, y = data(4, outputs=3, samples=7)
+    plain = TangentModel(model, ["2.weight", "2.bias"])
+    for tangent in (LastLayerModel(model, "2"), StoredJacobian(plain, [(x, y)])):
+        vector = torch.randn(plain.size, dtype=torch.float64)
+        with evaluating(model):
+            own = tangent.linearize(x)
+            outputs, expected = plain.jvp(x, vector)
+            torch.testing.assert_close(own.outputs, outputs, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(own.push(vector), expected, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(own.pull(outputs), plain.vjp(x, outputs), rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------- the joint optimum
+
+
+def fit(kind: str = "classification", samples: int = 30, **options: Any) -> LinearizedLaplace:
+    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+    loader = [data(4, outputs=3, kind=kind, samples=samples)]
+    return LinearizedLaplace(model, kind, **{"prior": "per_layer", **options}).fit(loader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("classification", {}),
+        ("classification", {"prior": "single", "curvature": "diag"}),
+        ("classification", {"curvature": "full"}),
+        ("classification", {"curvature": "last_layer", "prior": "single"}),
+        ("regression", {}),
+        ("regression", {"noise_variance": 0.3, "curvature": "ekfac"}),
+    ],
+)
+@pytest.mark.parametrize("hyperprior", [Hyperprior(), Hyperprior(std=0.5)])
+def test_both_solvers_end_at_one_stationary_point(kind: str, options: dict[str, Any], hyperprior: Hyperprior) -> None:
+    objectives, precisions = [], []
+    for solver in ("subspace", "alternation"):
+        la = fit(kind, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = la.optimize_evidence(hyperprior=hyperprior, solver=solver)  # type: ignore[arg-type]
+        assert result.converged and result.gradient_norm <= 1e-6
+        assert result.gap <= 1e-6
+        norms = la.prior_groups.total(la.theta.square())
+        slopes = la.log_precision.exp() * norms - la.fitted.gamma()
+        slopes += 2 * (la.log_precision - la.center.log()) / hyperprior.std**2
+        assert float(slopes.abs().max()) < 1e-4
+        objectives.append(la.fitted.objective())
+        precisions.append(la.log_precision)
+    assert objectives[0] == pytest.approx(objectives[1], abs=1e-7)
+    torch.testing.assert_close(*precisions, rtol=0, atol=1e-4)
+
+
+def test_a_flat_hyperprior_prunes_what_the_alternation_prunes() -> None:
+    found = []
+    for solver in ("subspace", "alternation"):
+        la = fit(samples=12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            la.optimize_evidence(hyperprior=None, solver=solver)  # type: ignore[arg-type]
+        found.append(([row.pruned for row in la.report()], la.fitted.objective()))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], abs=0.02)
+
+
+def note(values: list[float], info: dict[str, Any]) -> None:
+    if info["stage"] == "evidence":
+        values.append(info["objective"])
+
+
+@pytest.mark.parametrize("limit", [4, 48])
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_the_objective_falls_from_direction_to_direction(
+    kind: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where few directions are kept, and the oldest are forgotten."""
+    monkeypatch.setattr(subspace, "_DIRECTIONS", limit)
+    la, values = fit(kind), []
+    result = la.optimize_evidence(progress=partial(note, values))
+    assert all(b <= a + 1e-9 for a, b in pairwise(values))
+    assert values[0] > values[-1] + 1
+    assert la.fitted.objective() == pytest.approx(values[-1], abs=1e-9)
+    assert result.converged
+    assert la.log_marginal_likelihood() == result.log_marginal_likelihood
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 30])
+def test_it_ends_at_the_same_point_whatever_is_kept_and_however_it_is_batched(budget: int) -> None:
+    la = fit()
+    ((x, y),) = la.train_loader or []
+    first = la.optimize_evidence()
+    other = fit()
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(5))
+    result = other.optimize_evidence([(x[i], y[i]) for i in order.split(7)], memory=budget)
+    assert result.log_marginal_likelihood == pytest.approx(first.log_marginal_likelihood, abs=1e-8)
+    torch.testing.assert_close(la.log_precision, other.log_precision, rtol=0, atol=1e-5)
+
+
+def test_linearizations_that_turn_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that pass the trial, and are wrong from the fifth on."""
+    right = fit()
+    expected = right.optimize_evidence()
+    linearize, calls = TangentModel.linearize, []
+
+    def turning(self: TangentModel, inputs: Any) -> Linearization:
+        own = linearize(self, inputs)
+
+        def push(vector: Tensor) -> Tensor:
+            calls.append(0)
+            return own.push(vector) * (1.0 if len(calls) < 5 else 1.1)
+
+        return own._replace(push=push)
+
+    monkeypatch.setattr(TangentModel, "linearize", turning)
+    la = fit()
+    result = la.optimize_evidence()
+    assert len(calls) > 5
+    assert result.log_marginal_likelihood == pytest.approx(expected.log_marginal_likelihood, abs=1e-8)
+    assert result.converged
+
+
+def test_data_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "BUDGET", 100)
+    la, stages = fit(), []
+    with pytest.raises(ValueError, match="do not fit"):
+        la.optimize_evidence(solver="subspace", memory=100)
+    result = la.optimize_evidence(memory=100, progress=lambda info: stages.append(info["stage"]))
+    assert result.converged and "mode" in stages  # the alternation's
+    with pytest.raises(ValueError, match="solver='newton' is not known"):
+        la.optimize_evidence(solver="newton")  # type: ignore[arg-type]
+
+
+def test_other_data_than_those_of_the_fit_are_refused() -> None:
+    la = fit()
+    ((x, y),) = la.train_loader or []
+    with pytest.raises(ValueError, match="30 samples, and the loader now gives 20"):
+        la.optimize_evidence([(x[:20], y[:20])])
+
+
+# ---------------------------------------------------------------------- the certificate
+
+
+@pytest.mark.parametrize("precision", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_the_certificate_bounds_the_distance_to_the_optimum(kind: str, precision: float) -> None:
+    la = fit(kind, evaluate_at="tangent_mode", **({"noise_variance": 0.4} if kind == "regression" else {}))
+    la.set_precision(precision)
+    best = at_mode(la.fitted, la.train_loader or [], tolerance=1e-10)
+    assert best.solution.gap < 1e-12
+    lowest = best.objective()
+    noise, generator = la.noise_variance, torch.Generator().manual_seed(0)
+    weights = la.fitted.groups.spread(la.log_precision.exp())
+    ((x, y),) = la.train_loader or []
+    for size in (1e-3, 0.1, 1.0, 10.0):
+        theta = best.theta + size * torch.randn(len(best.theta), generator=generator, dtype=torch.float64)
+        outputs, change = la.tangent.jvp(x, theta - la.tangent.point())
+        targets = la.likelihood.targets(outputs, y)
+        loss = float(la.likelihood.loss(outputs + change, targets).sum()) / noise
+        gradient = la.tangent.vjp(x, la.likelihood.residual(outputs + change, targets)) / noise + weights * theta
+        lowest_loss = best.solution.loss / noise
+        distance = (loss + 0.5 * weights @ theta.square()) - (lowest_loss + 0.5 * weights @ best.theta.square())
+        assert 0 < float(distance) <= duality_gap(gradient, weights) * (1 + 1e-9)
+    assert math.isfinite(lowest)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 4, 8])
+def test_the_result_of_a_search_that_stopped_early_is_certified(iterations: int) -> None:
+    la = fit()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = la.optimize_evidence(max_iterations=iterations)
+    assert result.iterations == iterations and not result.converged
+    best = at_mode(la.fitted, la.train_loader or [], tolerance=1e-10)
+    missing = best.log_evidence() - result.log_marginal_likelihood
+    assert 0 <= missing <= result.gap
+    assert result.gap == la.solution.gap

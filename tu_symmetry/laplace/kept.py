@@ -1,0 +1,166 @@
+"""The training data in memory, with the network linearized once for each chunk of them.
+
+The Jacobian does not change while weights and precisions are chosen. What a product with it needs of the network is
+therefore computed once (``torch.func.linearize`` and one ``vjp``), and kept where it fits a memory budget: a product
+then costs less than half of one that runs the network again. Batches of the loader are joined to larger chunks for it,
+since each linearization is traced, which takes about as long for a small batch as for a large one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.data import all_reduce, batches
+from tu_symmetry.laplace.likelihood import Likelihood
+from tu_symmetry.laplace.tangent import Linearization, TangentModel, batch_size, rows_of
+
+BUDGET = 2 << 30  # bytes, of data and linearizations
+_CHUNK = 256 << 20  # bytes that the network keeps for the backward pass of one chunk
+_COPIES = 2  # what is kept for J and for J^T is about as much each
+
+
+class TooLargeError(Exception):
+    """The data do not fit the budget."""
+
+
+class KeptData:
+    """Chunks of the training data, and products with the Jacobian at all of them.
+
+    Attributes:
+        targets: of every chunk, as the likelihood takes them.
+        outputs: of the network at the linearization point, chunk by chunk.
+        entries: numbers in the outputs of this process.
+        samples: of all processes.
+        kept: how many of the chunks are linearized once for all.
+    """
+
+    def __init__(
+        self,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        loader: Iterable[Any],
+        *,
+        budget: int = BUDGET,
+    ) -> None:
+        """Read the loader once, and linearize as many chunks as fit.
+
+        Args:
+            tangent: the network, in evaluation mode.
+            likelihood: the observation model.
+            loader: the training data.
+            budget: bytes for data and linearizations; 0 keeps no linearization, and no more data than fit 2 GiB.
+
+        Raises:
+            TooLargeError: the data alone do not fit.
+            ValueError: no samples, or targets that the likelihood refuses.
+        """
+        self.tangent, self.likelihood = tangent, likelihood
+        device = tangent.point().device
+        read, size = [], 0
+        for inputs, targets in batches(loader, device):
+            size += _bytes(inputs) + _bytes(targets)
+            if size > max(budget, BUDGET):
+                raise TooLargeError
+            read.append((inputs, targets))
+        first = rows_of(read[0][0], slice(0, 8))
+        each = _saved(tangent, first) / batch_size(first)
+        rows = max(1, int(_CHUNK / max(1.0, each)))
+        affordable = int((budget - size) / max(1.0, _COPIES * each))
+        self._chunks: list[Any] = []
+        self._linear: list[Linearization | None] = []
+        self.targets: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+        self.kept = 0
+        for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
+            own = None
+            if affordable >= batch_size(inputs):
+                affordable -= batch_size(inputs)
+                own = tangent.linearize(inputs)
+                self.kept += 1
+            outputs = tangent.outputs(inputs) if own is None else own.outputs
+            self._chunks.append(inputs)
+            self._linear.append(own)
+            self.outputs.append(outputs)
+            self.targets.append(likelihood.targets(outputs, targets))
+        self.entries = sum(o.numel() for o in self.outputs)
+        count = torch.tensor(float(sum(len(o) for o in self.outputs)), dtype=torch.float64, device=device)
+        all_reduce(count)
+        self.samples = round(float(count))
+
+    def push(self, vector: Tensor) -> list[Tensor]:
+        """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
+        return [
+            self.tangent.jvp(inputs, vector)[1] if own is None else own.push(vector)
+            for inputs, own in zip(self._chunks, self._linear, strict=True)
+        ]
+
+    def without_linearizations(self) -> KeptData:
+        """The same data, where every product runs the network again."""
+        found = copy.copy(self)
+        found._linear, found.kept = [None] * len(self._linear), 0
+        return found
+
+    def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
+        """The transposed Jacobian times cotangents in the outputs' shapes, summed over all data: a flat vector."""
+        found: Tensor | None = None
+        for inputs, own, cotangent in zip(self._chunks, self._linear, cotangents, strict=True):
+            part = self.tangent.vjp(inputs, cotangent) if own is None else own.pull(cotangent)
+            found = part if found is None else found + part
+        assert found is not None
+        all_reduce(found)
+        return found
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_bytes(v) for v in value)
+
+
+def _saved(tangent: TangentModel, inputs: Any) -> int:
+    """Bytes that the network keeps for a backward pass, without its weights."""
+    seen: dict[int, int] = {}
+    weights = {t.untyped_storage().data_ptr() for t in tangent.state().values()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    own = {name: p.detach().requires_grad_() for name, p in tangent.parameters().items()}
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = tangent.function(inputs)(own)
+    del outputs
+    return sum(seen.values())
+
+
+def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any, Tensor]]:
+    """Batches joined to chunks of up to ``rows`` samples, where they have one shape; larger ones stay as they are."""
+    bounds, count = [0], 0
+    for number, (inputs, _) in enumerate(read):
+        alike = number == 0 or _shapes(inputs) == _shapes(read[number - 1][0])
+        alike = alike and (number == 0 or read[number][1].shape[1:] == read[number - 1][1].shape[1:])
+        if number and (count + batch_size(inputs) > rows or not alike):
+            bounds.append(number)
+            count = 0
+        count += batch_size(inputs)
+    for start, stop in pairwise([*bounds, len(read)]):
+        some = read[start:stop]
+        yield _cat([inputs for inputs, _ in some]), torch.cat([targets for _, targets in some])
+
+
+def _shapes(inputs: Any) -> Any:
+    return tuple(_shapes(i) for i in inputs) if isinstance(inputs, tuple) else (inputs.shape[1:], inputs.dtype)
+
+
+def _cat(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(_cat(own) for own in zip(*parts, strict=True))
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

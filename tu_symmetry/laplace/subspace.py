@@ -1,0 +1,426 @@
+"""The joint optimum of weights and precisions, by Newton's method in the span of all directions that were tried.
+
+For given weights the best precisions are known in closed form (:meth:`Determinants.step`), so that only the *profile*
+is left to be minimized, a function of the weights alone::
+
+    P(theta) = min over rho: loss(h_theta) / v + 1/2 sum_g e^rho_g ||theta_g||^2 + 1/2 log det ratio(rho) + hyperprior
+
+The tangent model is linear, ``h = f + J (theta - theta~)``, which makes one thing cheap: once ``J d`` is known for a
+direction ``d``, the objective is known exactly for every step along it, without the network. So every direction is kept
+with its ``J d``, and each iteration
+
+1. takes the gradient at the present weights (one product with ``J^T``), and the direction ``d = Sigma g`` from it, with
+   the covariance of the Laplace approximation as preconditioner;
+2. takes ``J d`` (one product with ``J``);
+3. minimizes ``P`` over the weights plus *any combination* of the kept directions: Newton's method in as many unknowns
+   as there are directions, the precisions moving along at every point.
+
+With all directions kept and a quadratic loss that is the method of conjugate gradients. The alternation between weights
+and precisions solves its first problem anew for every change of the second; here both end together, in about as many
+products as one solution of the first takes. For example, with two directions and the loss quadratic, step 3 solves
+
+    [d1 A d1, d1 A d2; d2 A d1, d2 A d2] c = -[d1 g, d2 g],   A = J^T H J / v + Lambda - X F^-1 X^T
+
+where the last term is what the precisions' moving along saves: ``X`` holds the mixed derivatives
+``e^rho_g theta_g . d`` and ``F`` the second derivatives in ``rho``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.laplace.blocks import Posterior
+from tu_symmetry.laplace.data import all_reduce
+from tu_symmetry.laplace.evidence import Noise
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.kept import KeptData
+from tu_symmetry.laplace.mode import Mode, duality_gap
+
+_DIRECTIONS = 48  # kept at most
+_BYTES = 1 << 30  # of the directions and their products
+_INNER = 10  # Newton steps in the span, for each direction
+_HALVINGS = 25
+_DRIFT = 1e-3  # relative error of the outputs at which kept linearizations are not believed
+_PATIENCE = 6  # iterations without progress
+_SHRINK = (1, 6)  # iterations that try the weights of each group as a direction
+_ENOUGH = 0.01  # share of the first decrement at which the problem in the span counts as solved
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """The point that was reached.
+
+    Attributes:
+        fitted: with its precisions, noise variance and weights.
+        change: largest change of a log precision in the last iteration.
+        iterations: directions that were tried.
+        converged: whether both tolerances were met.
+    """
+
+    fitted: FittedLaplace
+    change: float
+    iterations: int
+    converged: bool
+
+
+class _Span:
+    """Directions ``d``, their products ``J d``, and the inner products that the prior needs of them."""
+
+    def __init__(self, data: KeptData, groups: PriorGroups, theta: Tensor) -> None:
+        self.data, self.groups = data, groups
+        entry = theta.element_size() * (theta.numel() + data.entries)
+        self.limit = max(4, min(_DIRECTIONS, _BYTES // max(1, entry)))
+        self.directions = theta.new_empty(self.limit, theta.numel())
+        self.products = [o.new_empty(self.limit, *o.shape) for o in data.outputs]
+        self.count = 0
+        self.grams = torch.zeros(len(groups), self.limit, self.limit, dtype=torch.float64)
+
+    def clear(self) -> None:
+        """Forget all directions."""
+        self.count = 0
+
+    def add(self, direction: Tensor, product: list[Tensor]) -> None:
+        """Keep another direction; the older half goes where there is no room."""
+        if self.count == self.limit:
+            first = self.limit // 2
+            self.count -= first
+            for kept in (self.directions, *self.products):
+                kept[: self.count] = kept[first:].clone()
+            self.grams[:, : self.count, : self.count] = self.grams[:, first:, first:].clone()
+        k = self.count
+        self.directions[k] = direction
+        for kept, own in zip(self.products, product, strict=True):
+            kept[k] = own
+        self.count = k + 1
+        own = self.with_all(direction)
+        self.grams[:, k, : k + 1] = own
+        self.grams[:, : k + 1, k] = own
+
+    def with_all(self, vector: Tensor) -> Tensor:
+        """Inner products of a flat vector with every direction, group by group: float64 ``[groups, directions]``."""
+        found = torch.zeros(len(self.groups), self.count, dtype=torch.float64)
+        for name, slot in self.groups.slots.items():
+            own, number = self.directions[: self.count, slot.start : slot.stop], self.groups.of[name]
+            if number.ndim == 0:
+                found[int(number)] += (own @ vector[slot.start : slot.stop]).double().cpu()
+            else:
+                rows = (own * vector[slot.start : slot.stop]).view(self.count, len(number), -1).sum(2)
+                found.index_add_(0, number, rows.T.double().cpu())
+        return found
+
+    def gram(self) -> Tensor:
+        """Inner products of all directions, group by group: float64 ``[groups, directions, directions]``."""
+        return self.grams[:, : self.count, : self.count]
+
+    def combined(self, c: Tensor) -> Tensor:
+        """``sum c_i d_i``."""
+        return c.to(self.directions) @ self.directions[: self.count]
+
+    def pushed(self, c: Tensor) -> list[Tensor]:
+        """``sum c_i J d_i``, chunk by chunk."""
+        return [
+            (c.to(own) @ own[: self.count].flatten(1)).view(own.shape[1:]) if own.numel() else own[0]
+            for own in self.products
+        ]
+
+
+@dataclass
+class _Point:
+    """Where the search is: weights, ``h_theta`` on all data, and the precisions that belong to them."""
+
+    theta: Tensor
+    linear: list[Tensor]
+    loss: float
+    norms: Tensor
+    rho: Tensor
+    tau: float
+    value: float
+
+
+class _Search:
+    def __init__(self, fitted: FittedLaplace, data: KeptData) -> None:
+        self.fitted, self.data, self.likelihood = fitted, data, fitted.likelihood
+        self.determinants = fitted.curvature.determinants
+        self.center, self.hyperprior = fitted.center.log(), fitted.hyperprior
+        bound = math.log(self.hyperprior.cap)
+        self.low, self.high = self.center - bound, self.center + bound
+        self.held = torch.zeros(len(self.center), dtype=torch.bool)
+        self.span = _Span(data, fitted.groups, fitted.theta)
+        self.rounding = 1e-12 if fitted.theta.dtype == torch.float64 else 1e-7
+
+    # ------------------------------------------------------------------ values
+
+    def start(self) -> _Point:
+        """The weights of the fit so far, with the precisions that belong to them."""
+        fitted, theta = self.fitted, self.fitted.theta
+        move = theta - fitted.tangent.point()
+        linear = self.data.outputs
+        if bool(move.any()):
+            linear = [f + change for f, change in zip(linear, self.data.push(move), strict=True)]
+        return self.at(theta, linear, fitted.log_precision, fitted.log_noise)
+
+    def at(self, theta: Tensor, linear: list[Tensor], rho: Tensor, tau: float) -> _Point:
+        """Weights, and the precisions that belong to them; ``rho`` and ``tau`` are where their search starts."""
+        norms = self.fitted.groups.total(theta.double().square())
+        loss = self.loss(linear)
+        rho, tau, value = self.profile(norms, loss, rho, tau)
+        return _Point(theta, linear, loss, norms, rho, tau, value)
+
+    def loss(self, linear: list[Tensor]) -> float:
+        """Sum of the losses for unit noise, over all processes."""
+        total = torch.zeros((), dtype=torch.float64, device=linear[0].device)
+        for own, targets in zip(linear, self.data.targets, strict=True):
+            total += self.likelihood.loss(own, targets).double().sum()
+        all_reduce(total)
+        return float(total)
+
+    def noise(self, loss: float) -> Noise | None:
+        """A regression's noise, where it is to be found."""
+        if self.fitted.classification or self.fitted.noise_fixed:
+            return None
+        return Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss)
+
+    def profile(self, norms: Tensor, loss: float, rho: Tensor, tau: float) -> tuple[Tensor, float, float]:
+        """The best precisions and noise variance for weights of these norms and this loss, and the objective there."""
+        norms = norms.clamp(min=0)
+        rho, tau = self.determinants.step(norms, rho, tau, self.center, self.hyperprior, self.noise(loss))
+        rho = torch.where(self.held, self.high, rho)
+        data = loss
+        if not self.fitted.classification:
+            data = Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss).energy(tau)
+        prior = 0.5 * (float((rho.exp() * norms).sum()) + self.determinants.log_det_ratio(rho, tau))
+        return rho, tau, data + prior + self.hyperprior.energy(rho, self.center)
+
+    # ------------------------------------------------------------------ steps
+
+    def gradient(self, point: _Point) -> Tensor:
+        """Of the profile, which is that of the objective at the precisions that belong to the weights."""
+        pairs = zip(point.linear, self.data.targets, strict=True)
+        gradient = self.data.pull([self.likelihood.residual(own, targets) for own, targets in pairs])
+        return gradient * math.exp(-point.tau) + self.precision(point) * point.theta
+
+    def precision(self, point: _Point) -> Tensor:
+        """Of every weight."""
+        return self.fitted.groups.spread(point.rho.exp()).to(point.theta)
+
+    def preconditioned(self, point: _Point, gradient: Tensor) -> Tensor:
+        """The gradient times the covariance of the Laplace approximation."""
+        return Posterior(self.fitted.curvature.blocks, point.rho, math.exp(point.tau)).covariance_product(gradient)
+
+    def add_groups(self, point: _Point) -> None:
+        """The weights of each group as directions, so that the span can shrink or stretch every group by itself.
+
+        The precision of a group and the norm of its weights move together and over decades; gradients alone follow
+        that slowly. (On a LeNet 35 iterations take the place of 60.) With very many groups it would cost too much.
+        """
+        count = len(self.fitted.groups)
+        if count > self.span.limit // 2:
+            return
+        for one in torch.eye(count):
+            direction = self.fitted.groups.spread(one).to(point.theta) * point.theta
+            if bool(direction.any()):
+                self.span.add(direction, self.data.push(direction))
+
+    def improve(self, point: _Point) -> _Point:
+        """The minimum of the profile over the weights plus all combinations of the kept directions, nearly."""
+        span = self.span
+        k = span.count
+        mixed, gram = span.with_all(point.theta), span.gram()
+        c = torch.zeros(k, dtype=torch.float64)
+        rho, tau, value, norms, linear, loss = (
+            point.rho, point.tau, point.value, point.norms, point.linear, point.loss,
+        )  # fmt: skip
+        first = 0.0
+        for _ in range(_INNER):
+            slope, curvature = self._derivatives(linear)
+            variance, precision = math.exp(tau), rho.exp()
+            cross = precision.unsqueeze(-1) * (mixed + gram @ c)
+            gradient = slope / variance + cross.sum(0)
+            hessian = curvature / variance + (precision.view(-1, 1, 1) * gram).sum(0)
+            step = self._newton(gradient, hessian, self._saved(norms, rho, tau, loss, cross, slope / variance))
+            decrement = -float(gradient @ step)
+            first = first or decrement
+            if decrement <= _ENOUGH * first and bool(c.any()):
+                break
+            along = span.pushed(step)
+            length = 1.0
+            unsure = decrement <= self.rounding * (1 + abs(value))  # values no longer tell whether a step is good
+            for _halving in range(_HALVINGS):
+                trial = c + length * step
+                moved = [own + length * change for own, change in zip(linear, along, strict=True)]
+                new_norms = point.norms + 2 * mixed @ trial + ((gram @ trial) @ trial)
+                new_loss = self.loss(moved)
+                found = self.profile(new_norms, new_loss, rho, tau)
+                if unsure or found[2] <= value - 1e-4 * length * decrement + self.rounding * (1 + abs(value)):
+                    break
+                length /= 2
+            else:
+                break
+            c, linear, norms, loss, (rho, tau, value) = trial, moved, new_norms, new_loss, found
+            if unsure:
+                break
+        if not bool(c.any()):
+            return point
+        return self.at(point.theta + span.combined(c), linear, rho, tau)
+
+    def _derivatives(self, linear: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Gradient and Hessian of the loss in the span, float64 ``[k]`` and ``[k, k]``, over all processes."""
+        k = self.span.count
+        slope = torch.zeros(k, dtype=torch.float64, device=linear[0].device)
+        curvature = torch.zeros(k, k, dtype=torch.float64, device=linear[0].device)
+        for own, targets, products in zip(linear, self.data.targets, self.span.products, strict=True):
+            rows = products[:k]
+            flat = rows.flatten(1)
+            slope += (flat @ self.likelihood.residual(own, targets).flatten()).double()
+            curvature += (self.likelihood.hessian_product(own, rows).reshape(k, -1) @ flat.T).double()
+        all_reduce(slope, curvature)
+        return slope.cpu(), (curvature + curvature.T).cpu() / 2
+
+    def _saved(self, norms: Tensor, rho: Tensor, tau: float, loss: float, cross: Tensor, slope: Tensor) -> Tensor:
+        """``X F^-1 X^T``: how much less the profile is curved than the objective with the precisions held."""
+        noise = self.noise(loss)
+        _, second = self.determinants.derivatives(norms.clamp(min=0), rho, tau, noise)
+        if not math.isinf(self.hyperprior.std):
+            second.diagonal()[:-1].add_(1 / self.hyperprior.std**2)
+        edge = 1e-9 * (self.high - self.low)
+        free = torch.cat(
+            [(rho > self.low + edge) & (rho < self.high - edge) & ~self.held, torch.tensor([noise is not None])]
+        )
+        x = torch.cat([cross, -slope.unsqueeze(0)])[free]
+        if not len(x):
+            return torch.zeros(len(slope), len(slope), dtype=torch.float64)
+        return x.T @ torch.linalg.pinv(second[free][:, free], hermitian=True) @ x
+
+    def _newton(self, gradient: Tensor, hessian: Tensor, saved: Tensor) -> Tensor:
+        """Newton's step on the profile; where that is not convex, on the objective with the precisions held."""
+        scale = hessian.diagonal().clamp(min=1e-300).rsqrt()
+        ridge = 10 * self.rounding * torch.eye(len(gradient), dtype=torch.float64)
+        for matrix in (hessian - saved, hessian):
+            scaled = matrix * scale * scale.unsqueeze(-1)
+            factor, failed = torch.linalg.cholesky_ex(scaled + ridge)
+            if int(failed) == 0:
+                return -scale * torch.cholesky_solve((gradient * scale).unsqueeze(-1), factor).squeeze(-1)
+        return -gradient * scale.square()
+
+    def drift(self, point: _Point) -> float:
+        """Relative difference of ``h_theta - f`` as it was added up and as the network itself has it now."""
+        fresh = self.data.without_linearizations().push(point.theta - self.fitted.tangent.point())
+        total = torch.zeros(2, dtype=torch.float64, device=point.theta.device)
+        for own, f, change in zip(point.linear, self.data.outputs, fresh, strict=True):
+            total[0] += (own - f - change).double().square().sum()
+            total[1] += change.double().square().sum() + self.rounding * f.double().square().sum()
+        all_reduce(total)
+        return float((total[0] / total[1].clamp(min=1e-300)).sqrt())
+
+    def prune(self, point: _Point, before: Tensor) -> _Point:
+        """Under a flat hyperprior: groups that the evidence sends to infinity go there at once, with zero weights.
+
+        The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
+        by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
+        """
+        if not math.isinf(self.hyperprior.std):
+            return point
+        gamma = self.determinants.gamma(point.rho, point.tau)
+        lost = (((gamma < 1e-2) & (point.rho > before)) | (gamma < 1e-8)) & ~self.held
+        if not bool(lost.any()):
+            return point
+        self.held |= lost
+        self.span.clear()
+        gone = self.fitted.groups.spread(lost).to(point.theta.device)
+        move = torch.where(gone, -point.theta, 0)
+        linear = [own + change for own, change in zip(point.linear, self.data.push(move), strict=True)]
+        return self.at(point.theta + move, linear, point.rho, point.tau)
+
+
+def joint_optimum(
+    fitted: FittedLaplace,
+    data: KeptData,
+    *,
+    tolerance: float,
+    mode_tolerance: float,
+    max_iterations: int,
+    progress: Progress | None = None,
+) -> Joint:
+    """Minimize the profile objective from where an approximation is.
+
+    Args:
+        fitted: the approximation, with its hyperprior; the network in evaluation mode.
+        data: the training data.
+        tolerance: largest change of a log precision in the last iteration.
+        mode_tolerance: gradient norm in posterior standard deviations.
+        max_iterations: largest number of directions.
+        progress: called after each.
+
+    Raises:
+        ValueError: other data than those of the fit, or values that are not finite.
+    """
+    if max_iterations < 1:
+        raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
+    if data.samples != fitted.summary.samples:
+        raise ValueError(
+            f"the curvature has seen {fitted.summary.samples} samples, and the loader now gives {data.samples}; the "
+            "evidence needs the same data (in any order): no dropped last batch, no sampling with replacement"
+        )
+    search, flat = _Search(fitted, data), math.isinf(fitted.hyperprior.std)
+    point = search.start()
+    change, best_norm, iteration, stuck, converged = math.inf, math.inf, 0, 0, False
+    while True:
+        gradient = search.gradient(point)
+        direction = search.preconditioned(point, gradient)
+        norm = math.sqrt(max(0.0, float(torch.dot(gradient.double(), direction.double()))))
+        if not math.isfinite(norm) or not math.isfinite(point.value):
+            raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
+        gap = duality_gap(gradient, search.precision(point))
+        if progress is not None:
+            progress(
+                {
+                    "stage": "evidence",
+                    "iteration": iteration,
+                    "change": change,
+                    "objective": point.value,
+                    "gradient_norm": norm,
+                    "gap": gap,
+                }
+            )
+        converged = norm <= mode_tolerance and (change <= tolerance or norm == 0)
+        if converged or iteration == max_iterations:
+            break
+        iteration += 1
+        if iteration in _SHRINK and not flat:
+            search.add_groups(point)
+        if norm > 0:
+            direction = direction / norm
+            search.span.add(direction, data.push(direction))
+        moved = search.improve(point) if search.span.count else point
+        moved = search.prune(moved, point.rho)
+        change = float((moved.rho - point.rho).abs().max())
+        lower = moved.value < point.value - search.rounding * (1 + abs(point.value))
+        best_norm, stuck = (norm, 0) if lower or norm < 0.9 * best_norm else (best_norm, stuck + 1)
+        point = moved
+        if stuck == _PATIENCE:  # at the resolution of the floating-point type, with or without the older directions
+            converged = norm <= mode_tolerance and change <= tolerance
+            break
+        if stuck == _PATIENCE // 2:
+            search.span.clear()
+    if data.kept and search.drift(point) > _DRIFT:
+        return joint_optimum(
+            fitted,
+            data.without_linearizations(),
+            tolerance=tolerance,
+            mode_tolerance=mode_tolerance,
+            max_iterations=max_iterations,
+            progress=progress,
+        )
+    mode = Mode(point.theta, point.loss, norm, iteration, iteration, norm <= mode_tolerance, gap)
+    noise = None if fitted.noise_fixed else math.exp(point.tau)
+    found = fitted.with_hyperparameters(point.rho, noise).with_solution(mode)
+    return Joint(found, 0.0 if math.isinf(change) else change, iteration, converged)
