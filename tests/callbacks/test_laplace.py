@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +462,28 @@ def test_evidence_and_hyperprior() -> None:
     la = LinearizedLaplace(routine.model, evaluate_at="map").fit([samples()])
     la.optimize_evidence(hyperprior=None)
     torch.testing.assert_close(flat.laplace.log_precision, la.log_precision, rtol=1e-3, atol=2e-3)
+
+
+def test_every_option_of_the_evidence_is_one_of_the_callback() -> None:
+    own = inspect.signature(FitLaplace.__init__).parameters
+    for name, option in inspect.signature(LinearizedLaplace.optimize_evidence).parameters.items():
+        if name not in ("self", "train_loader", "progress"):
+            assert own[name].default == option.default, name
+
+
+def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    optimize = LinearizedLaplace.optimize_evidence
+
+    def noted(self: LinearizedLaplace, **options: Any) -> Any:
+        seen.append(options)
+        return optimize(self, **options)
+
+    monkeypatch.setattr(LinearizedLaplace, "optimize_evidence", noted)
+    given = {"tolerance": 0.2, "mode_tolerance": 0.4, "solver": "subspace", "max_iterations": 30, "memory": 1 << 20}
+    callback = FitLaplace(**given)  # type: ignore[arg-type]
+    trainer(callback).fit(Routine(), Data())
+    assert {name: seen[0][name] for name in given} == given
 
 
 def test_wrong_options_are_refused_at_once() -> None:

@@ -20,6 +20,8 @@ from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whol
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
+from tu_symmetry.laplace.joint import Solver
+from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.model import EvidenceResult, GroupReport, LinearizedLaplace
 
 _SHOWN = 12  # groups that the printed summary names
@@ -70,7 +72,7 @@ class FitLaplace(Callback):
         evidence: whether to choose the precisions by the evidence; False leaves them as they start, see
             ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
-        max_iterations: largest number of alternations between weights and precisions.
+        solver, max_iterations, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
             checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints.
         load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
@@ -95,7 +97,11 @@ class FitLaplace(Callback):
         at_fit_end: bool = True,
         evidence: bool = True,
         hyperprior: Hyperprior | Literal["default"] | None = "default",
-        max_iterations: int = 100,
+        solver: Solver = "auto",
+        max_iterations: int | None = None,
+        tolerance: float | None = None,
+        mode_tolerance: float | None = None,
+        memory: int = BUDGET,
         path: str | Path | None = None,
         load_from: str | Path | None = None,
         prefix: str = "laplace",
@@ -110,7 +116,8 @@ class FitLaplace(Callback):
         self.at_fit_end = at_fit_end
         self.evidence = evidence
         self.hyperprior = hyperprior
-        self.max_iterations = max_iterations
+        self.solver, self.max_iterations, self.memory = solver, max_iterations, memory
+        self.tolerance, self.mode_tolerance = tolerance, mode_tolerance
         self.path = None if path is None else Path(path)
         self.load_from = None if load_from is None else Path(load_from)
         self.prefix = prefix
@@ -215,7 +222,13 @@ class FitLaplace(Callback):
             self.evidence_result = None
             if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
                 self.evidence_result = laplace.optimize_evidence(
-                    hyperprior=self.hyperprior, max_iterations=self.max_iterations, progress=progress
+                    hyperprior=self.hyperprior,
+                    solver=self.solver,
+                    max_iterations=self.max_iterations,
+                    tolerance=self.tolerance,
+                    mode_tolerance=self.mode_tolerance,
+                    memory=self.memory,
+                    progress=progress,
                 )
         self._adopt(pl_module, laplace)
         self._log(trainer, laplace)

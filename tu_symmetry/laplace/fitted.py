@@ -100,6 +100,7 @@ class FittedLaplace:
         hyperprior: on the precisions.
         solution: the weights ``theta`` and how well they solve their problem.
         snapshot: the network's weights at the fit.
+        temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
     """
 
     tangent: TangentModel
@@ -115,6 +116,7 @@ class FittedLaplace:
     hyperprior: Hyperprior
     solution: Mode
     snapshot: Snapshot
+    temperature: float = 1.0
 
     @classmethod
     def begin(
@@ -131,6 +133,7 @@ class FittedLaplace:
         noise_fixed: bool = False,
         hyperprior: Hyperprior = FLAT,
         solution: Mode | None = None,
+        temperature: float = 1.0,
     ) -> FittedLaplace:
         """An approximation of a network with its present weights.
 
@@ -146,6 +149,7 @@ class FittedLaplace:
             noise_fixed: whether it stays.
             hyperprior: on the precisions.
             solution: the weights that the evidence is evaluated at; None for the linearization point.
+            temperature: of the predictions.
 
         Raises:
             ValueError: weights that are all zero, or not finite.
@@ -167,6 +171,7 @@ class FittedLaplace:
             hyperprior=hyperprior,
             solution=Mode.at(point, curvature.summary.loss, evaluate_at) if solution is None else solution,
             snapshot=Snapshot(tangent),
+            temperature=temperature,
         )
         _ = found.layers
         return found
@@ -232,14 +237,18 @@ class FittedLaplace:
     def with_hyperparameters(self, log_precision: Tensor, noise_variance: float | None = None) -> FittedLaplace:
         """Other log precisions ``[groups]``, and noise variance where it is given.
 
-        At ``tangent_mode`` the weights are those found last, which are no solution any more.
+        At ``tangent_mode`` the weights are those found last, which are no solution any more. The temperature is 1
+        again.
         """
         noise = self.noise_variance if noise_variance is None else noise_variance
         moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
         solution = self.solution
         if self.evaluate_at == "tangent_mode" and moved:
             solution = replace(solution, gradient_norm=math.nan, converged=False)
-        return replace(self, log_precision=log_precision, noise_variance=noise, solution=solution)
+        temperature = 1.0 if moved else self.temperature  # it was chosen for the others
+        return replace(
+            self, log_precision=log_precision, noise_variance=noise, solution=solution, temperature=temperature
+        )
 
     def with_precision(self, precision: float | Mapping[str, float]) -> FittedLaplace:
         """Other precisions: one for all groups, or by group name (the others keep theirs).
@@ -269,7 +278,8 @@ class FittedLaplace:
 
     def with_curvature(self, blocks: Sequence[Block], summary: Summary) -> FittedLaplace:
         """Another curvature of the same network over the same prior groups; precisions and weights stay."""
-        return replace(self, curvature=replace(self.curvature, blocks=tuple(blocks), summary=summary))
+        curvature = replace(self.curvature, blocks=tuple(blocks), summary=summary)
+        return replace(self, curvature=curvature, temperature=1.0)
 
     def with_tangent(self, tangent: TangentModel) -> FittedLaplace:
         """Another way to the same network's Jacobian products, stored ones for example.
@@ -290,6 +300,7 @@ class FittedLaplace:
             log_precision=self.center.log(),
             noise_variance=self.noise_variance if self.noise_fixed else 1.0,
             hyperprior=FLAT,
+            temperature=1.0,
             solution=Mode.at(self.tangent.point(), self.summary.loss, where),
         )
 

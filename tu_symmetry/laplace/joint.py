@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import CoupledBlock
-from tu_symmetry.laplace.data import all_reduce, processes
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.kept import BUDGET, KeptData, TooLargeError
@@ -73,7 +72,7 @@ def at_mode(
 
 def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace, EvidenceResult]:
     """Precisions (and noise variance) of the largest evidence at the present weights: no data are read."""
-    fitted = replace(fitted, hyperprior=hyperprior)
+    fitted = replace(fitted, hyperprior=hyperprior, temperature=1.0)
     rho, tau = _hyperparameter_step(fitted)
     found = fitted.with_hyperparameters(rho, math.exp(tau))
     return found, EvidenceResult(found.log_evidence(), 1, 0.0, 0.0, True, 1)
@@ -114,18 +113,15 @@ def at_joint_mode(
         raise ValueError(f"solver={solver!r} is not known; choose 'auto', 'subspace' or 'alternation'")
     tolerance = tolerance or default_tolerance(fitted)
     accuracy = mode_tolerance or default_mode_tolerance(fitted)
-    fitted = replace(fitted, hyperprior=hyperprior)
+    fitted = replace(fitted, hyperprior=hyperprior, temperature=1.0)
     coupled = any(isinstance(block, CoupledBlock) for block in fitted.curvature.blocks)
     if solver == "subspace" or (solver == "auto" and not coupled):
         with evaluating(fitted.model):
-            # all processes go the same way
-            data, fits = None, torch.ones(1, device=fitted.theta.device)
             try:
                 data = KeptData(fitted.tangent, fitted.likelihood, loader, budget=memory)
             except TooLargeError:
-                fits.zero_()
-            all_reduce(fits)
-            if data is not None and int(fits) == processes():
+                data = None
+            if data is not None:
                 found = joint_optimum(
                     fitted,
                     data,

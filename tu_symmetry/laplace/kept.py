@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce, batches
+from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import Linearization, TangentModel, batch_size, rows_of
 
@@ -37,7 +37,7 @@ class KeptData:
         outputs: of the network at the linearization point, chunk by chunk.
         entries: numbers in the outputs of this process.
         samples: of all processes.
-        kept: how many of the chunks are linearized once for all.
+        kept: how many chunks of all processes are linearized once for all.
     """
 
     def __init__(
@@ -63,11 +63,16 @@ class KeptData:
         self.tangent, self.likelihood = tangent, likelihood
         device = tangent.point().device
         read, size = [], 0
-        for inputs, targets in batches(loader, device):
-            size += _bytes(inputs) + _bytes(targets)
-            if size > max(budget, BUDGET):
-                raise TooLargeError
-            read.append((inputs, targets))
+        with together(device):
+            for inputs, targets in batches(loader, device):
+                size += _bytes(inputs) + _bytes(targets)
+                if size > max(budget, BUDGET):
+                    break
+                read.append((inputs, targets))
+        large = torch.tensor(float(size > max(budget, BUDGET)), device=device)
+        all_reduce(large)  # all processes go the same way
+        if float(large) > 0:
+            raise TooLargeError
         first = rows_of(read[0][0], slice(0, 8))
         each = _saved(tangent, first) / batch_size(first)
         rows = max(1, int(_CHUNK / max(1.0, each)))
@@ -89,9 +94,10 @@ class KeptData:
             self.outputs.append(outputs)
             self.targets.append(likelihood.targets(outputs, targets))
         self.entries = sum(o.numel() for o in self.outputs)
-        count = torch.tensor(float(sum(len(o) for o in self.outputs)), dtype=torch.float64, device=device)
-        all_reduce(count)
-        self.samples = round(float(count))
+        own_samples = float(sum(len(o) for o in self.outputs))
+        counts = torch.tensor([own_samples, float(self.kept)], dtype=torch.float64, device=device)
+        all_reduce(counts)
+        self.samples, self.kept = round(float(counts[0])), round(float(counts[1]))
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace import interop, prediction, storage
+from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.blocks import Posterior
+from tu_symmetry.laplace.calibration import TEMPERATURES, Metric, calibrate
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
@@ -32,12 +34,16 @@ from tu_symmetry.laplace.likelihood import FisherType, LikelihoodName, make_like
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox
 from tu_symmetry.laplace.report import (
+    Calibration,
     EvidenceResult,
     GroupReport,
+    LaplaceHurtsWarning,
     NotConvergedWarning,
     PrunedGroupWarning,
     ReadElsewhereWarning,
+    UnevenEvidenceWarning,
     warn_about,
+    warn_if_it_hurts,
 )
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
@@ -51,14 +57,17 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 __all__ = [
+    "Calibration",
     "EvidenceResult",
     "GaussianPredictive",
     "GroupReport",
     "Hyperprior",
+    "LaplaceHurtsWarning",
     "LinearizedLaplace",
     "NotConvergedWarning",
     "PrunedGroupWarning",
     "ReadElsewhereWarning",
+    "UnevenEvidenceWarning",
 ]
 
 Progress = Callable[[dict[str, Any]], None]
@@ -463,6 +472,76 @@ class LinearizedLaplace:
         if math.isnan(self.fitted.solution.gradient_norm):
             self.solve_mode(train_loader)
         return self.fitted.log_evidence()
+
+    # ------------------------------------------------------------------ held-out data
+
+    @leaves_randomness
+    @_apart
+    def calibrate(
+        self,
+        validation_loader: Iterable[Any],
+        *,
+        metric: Metric | None = None,
+        maximize: bool = False,
+        temperatures: Sequence[float] = TEMPERATURES,
+        link_approx: LinkApprox = "mc",
+        num_samples: int = 100,
+        covariance: Literal["auto", "exact", "samples"] = "auto",
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> Calibration:
+        """Choose the posterior's temperature on held-out data; all predictions from then on have it.
+
+        The temperature multiplies the posterior covariance. 0 is the network itself and always among the candidates,
+        as is 1, the posterior of the evidence: by the metric that chooses, predictions on these data are never worse
+        than the network's. Precisions and evidence stay as they are. :meth:`fit`, :meth:`optimize_evidence` and
+        :meth:`set_precision` put the temperature back to 1.
+
+        Args:
+            validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
+            metric: ``metric(predictions, targets)`` to a number, such as torchmetrics' functional ones; predictions
+                are as :meth:`predictive` gives them. None for the NLL. With several processes its mean, weighted by
+                samples, counts.
+            maximize: whether a larger value of the metric is better.
+            temperatures: candidates; by default 1e-6 to 100 in quarters of a decade.
+            link_approx: with which predictions will be made, ``mc`` or ``probit``.
+            num_samples: likewise.
+            covariance: likewise.
+            seed: likewise.
+            progress: called after each batch.
+
+        Returns:
+            The temperature, and NLL, calibration error and accuracy of the network, of the posterior of the evidence,
+            and of the calibrated one.
+
+        Raises:
+            ValueError: temperatures that are negative or not finite, a metric that is not finite for the network.
+
+        Warns:
+            LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
+        """
+        self.fitted.require_weights()
+        outputs_posterior.check_link_approx(link_approx)
+        self._fitted, found = calibrate(
+            self.fitted,
+            self._drawer,
+            validation_loader,
+            metric=metric,
+            maximize=maximize,
+            temperatures=temperatures,
+            link_approx=link_approx,
+            num_samples=num_samples,
+            covariance=covariance,
+            seed=seed,
+            progress=progress,
+        )
+        warn_if_it_hurts(found, stacklevel=4)
+        return found
+
+    @property
+    def temperature(self) -> float:
+        """Factor of the posterior covariance in predictions: 1, or what :meth:`calibrate` has chosen."""
+        return self.fitted.temperature
 
     def report(self) -> list[GroupReport]:
         """Precision, determined directions and squared norm of every prior group."""

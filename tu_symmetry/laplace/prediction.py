@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -52,16 +54,19 @@ def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
 
 def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
     """Outputs and their exact covariances, joint over positions: :func:`.predictive.function_covariance`."""
-    return outputs_posterior.function_covariance(
+    outputs, matrix = outputs_posterior.function_covariance(
         fitted.tangent, fitted.posterior, fitted.layers, inputs, whole=fitted.curvature.whole
     )
+    return outputs, matrix if fitted.temperature == 1 else fitted.temperature * matrix
 
 
 def function_samples(
     fitted: FittedLaplace, drawer: Drawer, inputs: Any, num_samples: int, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Outputs, and samples of their deviations ``[samples, *outputs.shape]``, joint over all inputs."""
-    return outputs_posterior.function_samples(fitted.tangent, drawer.samples(fitted, num_samples, seed), inputs)
+    samples = drawer.samples(fitted, num_samples, seed)
+    outputs, changes = outputs_posterior.function_samples(fitted.tangent, samples, inputs)
+    return outputs, changes if fitted.temperature == 1 else fitted.temperature**0.5 * changes
 
 
 def exact_is_cheap(fitted: FittedLaplace) -> bool:
@@ -97,17 +102,68 @@ def predictive(
     if classify and link_approx == "mean":
         with evaluating(fitted.model):
             return fitted.tangent.outputs(inputs).softmax(-1)
-    if covariance == "exact" or (covariance == "auto" and exact_is_cheap(fitted)):
+    (found,) = tempered_predictives(
+        fitted,
+        drawer,
+        inputs,
+        [fitted.temperature],
+        num_samples=num_samples,
+        link_approx=link_approx,
+        covariance=covariance,
+        seed=seed,
+    )
+    return found
+
+
+def tempered_predictives(
+    fitted: FittedLaplace,
+    drawer: Drawer,
+    inputs: Any,
+    temperatures: Sequence[float],
+    *,
+    num_samples: int,
+    link_approx: LinkApprox,
+    covariance: Covariance,
+    seed: int,
+) -> list[Any]:
+    """The predictive of one batch at several temperatures, from the same covariances or samples.
+
+    Args:
+        fitted: the approximation; its own temperature is left out of account.
+        drawer: of weight samples.
+        inputs: on the network's device.
+        temperatures: factors of the posterior covariance; at 0 the prediction is exactly the network's own.
+        num_samples: of the Monte-Carlo link.
+        link_approx: ``mc`` or ``probit``.
+        covariance: as in :func:`predictive`.
+        seed: of the samples.
+    """
+    fitted, classify = replace(fitted, temperature=1.0), fitted.classification
+    deviations: Tensor | None = None
+    if not any(temperatures):
+        with evaluating(fitted.model):
+            mean = fitted.tangent.outputs(inputs)
+        variance = torch.zeros_like(mean)
+    elif covariance == "exact" or (covariance == "auto" and exact_is_cheap(fitted)):
         mean, matrix = function_covariance(fitted, inputs)
         matrix = outputs_posterior.within_positions(mean, matrix)
         variance = matrix.diagonal(dim1=-2, dim2=-1)
         if classify and link_approx == "mc":
-            return (mean + outputs_posterior.gaussian_samples(matrix, num_samples, seed)).softmax(-1).mean(0)
+            deviations = outputs_posterior.gaussian_samples(matrix, num_samples, seed)
     else:
         mean, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
-        if classify and link_approx == "mc":
-            return (mean + changes).softmax(-1).mean(0)
         variance = changes.square().mean(0)
-    if classify:
-        return outputs_posterior.probit_probabilities(mean, variance)
-    return GaussianPredictive(mean, variance + fitted.noise_variance, variance)
+        if classify and link_approx == "mc":
+            deviations = changes
+    found: list[Any] = []
+    for temperature in temperatures:
+        if not classify:
+            epistemic = temperature * variance
+            found.append(GaussianPredictive(mean, epistemic + fitted.noise_variance, epistemic))
+        elif temperature == 0:
+            found.append(mean.softmax(-1))
+        elif deviations is not None:
+            found.append((mean + temperature**0.5 * deviations).softmax(-1).mean(0))
+        else:
+            found.append(outputs_posterior.probit_probabilities(mean, temperature * variance))
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,66 @@ class NotConvergedWarning(UserWarning):
 
 class ReadElsewhereWarning(UserWarning):
     """A parameter is read outside of its own module, and has no Kronecker factors therefore."""
+
+
+class LaplaceHurtsWarning(UserWarning):
+    """On held-out data the Laplace predictive is worse than the network itself."""
+
+
+class UnevenEvidenceWarning(UserWarning):
+    """The evidence leaves next to no uncertainty in the bulk of the weights, and much in a few."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of predictions on held-out data.
+
+    Attributes:
+        nll: negative log-likelihood of an observation (nats): of a label, or of a real value.
+        accuracy: share of right classes; NaN for a regression.
+        ece: expected calibration error, 15 equal bins of the confidence, L1; NaN for a regression.
+    """
+
+    nll: float
+    accuracy: float = math.nan
+    ece: float = math.nan
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What :meth:`LinearizedLaplace.calibrate` found; as text, a small table.
+
+    Attributes:
+        temperature: that was chosen.
+        samples: of the held-out data, over all processes.
+        network: quality of the network itself (temperature 0).
+        evidence: of the posterior whose precisions the evidence chose (temperature 1).
+        calibrated: at the temperature that was chosen.
+    """
+
+    temperature: float
+    samples: int
+    network: Quality
+    evidence: Quality
+    calibrated: Quality
+
+    @property
+    def hurts(self) -> bool:
+        """Whether the posterior of the evidence predicts worse than the network itself, by the NLL."""
+        return self.evidence.nll > self.network.nll
+
+    def __str__(self) -> str:
+        rows = {
+            "network": self.network,
+            "Laplace, by the evidence": self.evidence,
+            f"Laplace, temperature {self.temperature:.3g}": self.calibrated,
+        }
+        width = max(map(len, rows))
+        lines = [f"{f'on {self.samples} held-out samples':{width}}   NLL      ECE      accuracy"]
+        for name, q in rows.items():
+            numbers = "  ".join("-      " if math.isnan(v) else f"{v:<7.4f}" for v in (q.nll, q.ece, q.accuracy))
+            lines.append(f"{name:{width}}   {numbers}".rstrip())
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -81,6 +142,9 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
             PrunedGroupWarning,
             stacklevel=stacklevel + 1,
         )
+    uneven = _uneven(rows)
+    if uneven is not None:
+        warnings.warn(uneven, UnevenEvidenceWarning, stacklevel=stacklevel + 1)
     if not result.converged:
         warnings.warn(
             f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
@@ -89,5 +153,51 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
             "higher); call optimize_evidence again "
             "to resume from here, or raise max_iterations or the tolerances",
             NotConvergedWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+_FEW, _MOST = 0.1, 0.9  # share of the weights that holds that share of the determined directions
+_BULK = 1e-3  # determined directions for each weight, below which the bulk has next to none
+
+
+def _uneven(rows: Sequence[GroupReport]) -> str | None:
+    """What to say where nearly all directions that the data determine are in few of the weights.
+
+    Seen on a LeNet with BatchNorm: 78 of 83 directions in the 150 weights of the first convolution, at precision 1, and
+    37,000 weights at precisions of thousands, which leave them no uncertainty.
+    """
+    total, weights = sum(r.gamma for r in rows), sum(r.size for r in rows)
+    few: list[GroupReport] = []
+    for row in sorted(rows, key=lambda r: r.gamma / r.size, reverse=True):
+        if sum(r.gamma for r in few) >= _MOST * total or sum(r.size for r in few) + row.size > _FEW * weights:
+            break
+        few.append(row)
+    bulk = [row for row in rows if row not in few]
+    left = sum(r.gamma for r in bulk)
+    if not few or not bulk or total - left < _MOST * total or left > _BULK * sum(r.size for r in bulk):
+        return None
+    shown = ", ".join(f"{r.name} (lambda {r.precision:.3g}, {r.size} weights)" for r in few[:3])
+    return (
+        f"the evidence puts {total - left:.3g} of {total:.3g} determined directions into {sum(r.size for r in few)} of "
+        f"{weights} weights: {shown}. The other weights have precisions up to {max(r.precision for r in bulk):.3g}, "
+        "which leave them next to no uncertainty, so that the predictive is that of these few alone. Check it on "
+        "held-out data (calibrate(validation_loader)); prior='single', a narrower hyperprior, or freezing the group "
+        "(parameters=[...] without it) spread it"
+    )
+
+
+def warn_if_it_hurts(found: Calibration, *, stacklevel: int) -> None:
+    """Warn where the posterior of the evidence predicts worse than the network itself."""
+    if found.hurts:
+        warnings.warn(
+            f"on {found.samples} held-out samples the Laplace predictive has an NLL of {found.evidence.nll:.4g} nats, "
+            f"the network itself {found.network.nll:.4g}: on these data the posterior that the evidence chose makes "
+            f"predictions worse. From now on they use the temperature {found.temperature:.3g}, with an NLL of "
+            f"{found.calibrated.nll:.4g}"
+            + (" (0: the network's own predictions)" if found.temperature == 0 else "")
+            + ". A network that is calibrated already has little to gain; otherwise try curvature='last_layer', "
+            "prior='single', or more training data",
+            LaplaceHurtsWarning,
             stacklevel=stacklevel + 1,
         )

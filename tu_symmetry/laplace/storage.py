@@ -67,6 +67,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "groups": list(fitted.groups.names),
         "noise_variance": fitted.noise_variance,
         "noise_fixed": fitted.noise_fixed,
+        "temperature": fitted.temperature,
         "hyperprior": {key: _finite(value) for key, value in asdict(fitted.hyperprior).items()},
         "summary": asdict(fitted.summary),
         "solution": {
@@ -126,6 +127,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         noise_fixed=content["noise_fixed"],
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=_solution(content["solution"], tensors["theta"].to(device)),
+        temperature=content.get("temperature", 1.0),  # of version 3
     )
 
 

@@ -220,6 +220,7 @@ def _measure(subject: _Subject, settings: Settings, choice: Choice) -> dict[str,
             hyperprior=None if choice.flat else Hyperprior(),
             tolerance=settings.tolerance,
             mode_tolerance=settings.mode_tolerance,
+            solver="alternation",
             max_iterations=settings.max_iterations,
         )
     p = torch.cat([la.predictive(x, num_samples=settings.num_samples) for x, _ in subject.test])

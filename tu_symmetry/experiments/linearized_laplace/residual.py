@@ -256,6 +256,7 @@ class Work:
             hyperprior=None if choice.flat else Hyperprior(),
             tolerance=self.settings.tolerance,
             mode_tolerance=self.settings.mode_tolerance,
+            solver="alternation",
             max_iterations=self.settings.max_iterations,
             progress=self._progress,
         )

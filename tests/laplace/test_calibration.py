@@ -1,0 +1,207 @@
+"""The posterior's temperature by held-out data: never worse than the network, and the evidence stays as it is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, randomize
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_calibration_error
+
+from tu_symmetry.laplace import prediction
+from tu_symmetry.laplace.model import LaplaceHurtsWarning, LinearizedLaplace, UnevenEvidenceWarning
+from tu_symmetry.laplace.report import Calibration, EvidenceResult, GroupReport, Quality, warn_about
+
+pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.LaplaceHurtsWarning")
+
+
+def fit(kind: str = "classification", scale: float = 0.6, **options: Any) -> LinearizedLaplace:
+    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), scale=scale)
+    loader = [data(4, outputs=3, kind=kind, samples=15)]
+    options = {"evaluate_at": "map", "prior": "single", **options}
+    return LinearizedLaplace(model, kind, **options).fit(loader)  # type: ignore[arg-type]
+
+
+def held_out(kind: str = "classification", samples: int = 40, seed: int = 7) -> list[tuple[Tensor, Tensor]]:
+    x, y = data(4, outputs=3, kind=kind, samples=samples, seed=seed)
+    return [(x[:17], y[:17]), (x[17:], y[17:])]
+
+
+def nll(la: LinearizedLaplace, batches: list[tuple[Tensor, Tensor]], **options: Any) -> float:
+    """By hand, of whatever :meth:`predictive` gives."""
+    values = []
+    for x, y in batches:
+        p = la.predictive(x, **options)
+        if isinstance(p, Tensor):
+            values.append(-p.gather(-1, y.unsqueeze(-1)).log().flatten())
+        else:
+            values.append(-torch.distributions.Normal(p.mean, p.variance.sqrt()).log_prob(y).flatten())
+    return float(torch.cat(values).mean())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("scale", [0.3, 2.0])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("classification", {}),
+        ("classification", {"link_approx": "probit"}),
+        ("classification", {"covariance": "samples", "num_samples": 20}),
+        ("regression", {}),
+    ],
+)
+def test_held_out_nll_is_never_worse_than_the_networks(
+    kind: str, options: dict[str, Any], scale: float, seed: int
+) -> None:
+    """Exactly, and of the predictions that are made afterwards."""
+    la, batches = fit(kind, scale), held_out(kind, seed=seed)
+    found = la.calibrate(batches, **options)
+    assert found.calibrated.nll <= found.network.nll
+    assert found.calibrated.nll <= found.evidence.nll
+    assert nll(la, batches, **options) == pytest.approx(found.calibrated.nll, abs=1e-12)
+    assert la.temperature == found.temperature
+    assert found.samples == 40
+    for temperature, quality in ((0.0, found.network), (1.0, found.evidence)):
+        other = LinearizedLaplace.from_fitted(replaced(la, temperature))
+        assert nll(other, batches, **options) == pytest.approx(quality.nll, abs=1e-12)
+    if kind == "classification":
+        network = torch.cat([la.model(x).softmax(-1) for x, _ in batches]).detach()
+        labels = torch.cat([y for _, y in batches])
+        assert found.network.accuracy == pytest.approx(float((network.argmax(-1) == labels).double().mean()))
+        assert found.network.ece == pytest.approx(
+            float(multiclass_calibration_error(network, labels, num_classes=3, n_bins=15, norm="l1")), abs=1e-6
+        )
+    else:
+        assert math.isnan(found.network.accuracy)
+
+
+def replaced(la: LinearizedLaplace, temperature: float) -> Any:
+    return replace(la.fitted, temperature=temperature)
+
+
+def test_temperature_zero_is_the_network_and_one_the_evidence() -> None:
+    la = fit()
+    x = held_out()[0][0]
+    before = la.predictive(x)
+    cold = LinearizedLaplace.from_fitted(replaced(la, 0.0))
+    assert torch.equal(cold.predictive(x), la.model(x).softmax(-1))
+    assert torch.equal(cold.predictive(x, link_approx="probit"), la.model(x).softmax(-1))
+    assert torch.equal(LinearizedLaplace.from_fitted(replaced(la, 1.0)).predictive(x), before)
+    half = LinearizedLaplace.from_fitted(replaced(la, 0.5))
+    torch.testing.assert_close(half.function_covariance(x)[1], 0.5 * la.function_covariance(x)[1])
+    mean = la.model(x)
+    torch.testing.assert_close(half.function_samples(x, 5) - mean, 0.5**0.5 * (la.function_samples(x, 5) - mean))
+
+
+def test_a_planted_temperature_is_found() -> None:
+    """Labels drawn from the predictive at temperature 10 (the network's logits are far too sure)."""
+    la = fit(scale=2.0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 4, generator=generator, dtype=torch.float64)
+    p = LinearizedLaplace.from_fitted(replaced(la, 10.0)).predictive(x)
+    y = torch.multinomial(p, 1, generator=generator).squeeze(-1)
+    found = la.calibrate([(x, y)])
+    assert 10**0.5 <= found.temperature <= 10**1.5
+    assert found.calibrated.nll < found.network.nll - 0.01
+
+
+def test_any_metric_chooses() -> None:
+    la, batches = fit(), held_out()
+    found = la.calibrate(batches, metric=lambda p, y: p.max(-1).values.mean())  # the least confident
+    assert found.temperature == 100
+    found = la.calibrate(batches, metric=lambda p, y: p.max(-1).values.mean(), maximize=True)
+    assert found.temperature == 0
+    assert la.calibrate(batches, metric=lambda p, y: 1.0).temperature == 0  # of equals the lowest
+    with pytest.raises(ValueError, match="not finite on these data"):
+        la.calibrate(batches, metric=lambda p, y: math.nan)
+
+
+def test_the_evidence_does_not_know_of_it_and_new_precisions_take_it_back(tmp_path: Path) -> None:
+    la, batches = fit(), held_out()
+    la.optimize_evidence()
+    before = (la.log_marginal_likelihood(), la.log_precision.clone(), la.report())
+    la.calibrate(batches, metric=lambda p, y: p.max(-1).values.mean())
+    assert la.temperature == 100
+    assert (la.log_marginal_likelihood(), la.report()) == (before[0], before[2])
+    assert torch.equal(la.log_precision, before[1])
+    la.save(tmp_path / "a.safetensors")
+    again = LinearizedLaplace.load(tmp_path / "a.safetensors", la.model)
+    assert again.temperature == 100
+    assert torch.equal(again.predictive(batches[0][0]), la.predictive(batches[0][0]))
+    la.set_precision(2.0)
+    assert la.temperature == 1
+    again.optimize_evidence()
+    assert again.temperature == 1
+
+
+@pytest.mark.parametrize("temperatures", [[-1.0], [math.inf], [math.nan]])
+def test_wrong_temperatures(temperatures: list[float]) -> None:
+    with pytest.raises(ValueError, match="temperatures"):
+        fit().calibrate(held_out(), temperatures=temperatures)
+
+
+def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
+    la = fit(scale=2.0, prior_precision=1e-4)
+    x = held_out()[0][0]
+    batches = [(x, la.model(x).argmax(-1))]  # the network is always right
+    with pytest.warns(LaplaceHurtsWarning, match=r"temperature 0, .*last_layer") as caught:
+        found = la.calibrate(batches)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert found.temperature == 0 and found.hurts
+    assert "network" in str(found) and "temperature 0" in str(found) and f"{found.network.nll:.4f}" in str(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planted = Calibration(1.0, 5, Quality(0.3), Quality(0.2), Quality(0.2))
+        assert not planted.hurts
+
+
+def test_positions_count_as_observations() -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x, _ = data(6, 4, outputs=3, samples=8)
+    y = torch.randint(0, 3, (8, 6), generator=torch.Generator().manual_seed(0))
+    la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
+    found = la.calibrate([(x, y)])
+    p = la.model(x).softmax(-1)
+    assert found.network.nll == pytest.approx(float(-p.gather(-1, y.unsqueeze(-1)).log().mean()))
+
+
+def test_one_pass_gives_all_temperatures() -> None:
+    la, (x, _) = fit(), held_out()[0]
+    options: dict[str, Any] = {"num_samples": 50, "link_approx": "mc", "covariance": "exact", "seed": 3}
+    rows = prediction.tempered_predictives(la.fitted, prediction.Drawer(), x, [0.0, 0.3, 4.0], **options)
+    for temperature, row in zip([0.0, 0.3, 4.0], rows, strict=True):
+        assert torch.equal(LinearizedLaplace.from_fitted(replaced(la, temperature)).predictive(x, **options), row)
+
+
+# ---------------------------------------------------------------------- evidence in few of the weights
+
+
+def rows(*groups: tuple[int, float]) -> list[GroupReport]:
+    return [
+        GroupReport(f"g{i}", size, 10.0**i, 1.0, gamma, 1.0, False, False) for i, (size, gamma) in enumerate(groups)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "uneven"),
+    [
+        (((150, 78.4), (34578, 1.5), (2400, 2.4)), True),  # the LeNet
+        (((150, 78.4), (34578, 220.0), (2400, 103.0)), False),
+        (((100, 60.0), (100, 3.0)), False),  # half of the weights is not few
+        (((34578, 1.5),), False),
+        (((10, 9.0), (990, 40.0)), False),
+    ],
+)
+def test_evidence_in_few_of_the_weights_is_said(groups: tuple[tuple[int, float], ...], uneven: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_about(EvidenceResult(0.0, 1, 0.0, 0.0, True, 1), rows(*groups), stacklevel=1)
+    assert [w.category for w in caught] == [UnevenEvidenceWarning] * uneven
+    if uneven:
+        assert "78.4 of 82.3" in str(caught[0].message) and "150 of 37128 weights" in str(caught[0].message)
