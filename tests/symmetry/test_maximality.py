@@ -167,6 +167,76 @@ def unused_sum() -> Net:
     return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Linear(3, 2))
 
 
+@network(rows(3, "a"), rows(3, "b"), Layer(3, (("c.weight", 1, 0, 1),)))
+def diagonal_of_products() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x))).diagonal(dim1=1, dim2=2))
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a"), rows(3, "a", start=1), rows(3, "b"), rows(3, "b", start=1), Layer(3, (("c.weight", 1, 0, 1),)))
+def diagonal_beside_the_main_one() -> Net:
+    """Entries ``g_i h_(i+1)``: the last unit of ``g`` and the first one of ``h`` are not read."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x))).diagonal(1, 1, 2))
+
+    return Net(forward, a=nn.Linear(5, 4), b=nn.Linear(5, 4), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a"), Layer(3, (("w", 0, 0, 1),)), Layer(3, (("w", 1, 0, 1),)), Layer(3, (("c.weight", 1, 0, 1),)))
+def diagonal_of_a_parameter() -> Net:
+    """Rows of a matrix are read by hidden units, and its diagonal beside its columns: both move together."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(m.a(x)) @ m.w * torch.einsum("ii->i", m.w))
+
+    return Net(forward, a=nn.Linear(5, 3), w=nn.Parameter(torch.randn(3, 3)), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b"))
+def traces() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        g, h = relu(m.a(x)), torch.tanh(m.b(x))
+        return m.c(g) + torch.trace(g.T @ g) + torch.trace(h.T @ m.d @ m.d.T @ h)
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Parameter(torch.randn(40, 2)))
+
+
+@network(rows(3, "a"), rows(3, "a", start=3), Layer(3, (("c.weight", 1, 0, 1),)), inputs=(6, 4, 5))
+def convolution_over_tokens() -> Net:
+    """gMLP: the channels of the convolution are tokens, its positions hidden units."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        u, v = F.gelu(m.a(x)).chunk(2, -1)
+        return m.c(u * m.b(v))
+
+    return Net(forward, a=nn.Linear(5, 6), b=nn.Conv1d(4, 4, 1), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a", "c"))
+def put_at_points() -> Net:
+    """Units of ``a`` are written at points of the two axes around theirs."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        z = torch.zeros(40, 3, 4, dtype=x.dtype)
+        z[torch.arange(40), :, torch.arange(40) % 4] = relu(m.a(x))
+        return m.c(z.amax(-1))
+
+    return Net(forward, a=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), Layer(3, (("c.weight", 1, 0, 1),)))
+def put_into_other_units() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x)).view(8, 5, 3)
+        h = h.index_put((torch.tensor([0, 1, 1]), torch.tensor([4, 2, 3])), m.b(x)[:3])
+        return m.c(h.view(40, 3))
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+
 def candidates(layers: list[Layer], state: State) -> Iterator[State]:
     """The state after one transposition in one to four of the layers."""
     pairs = [[(layer, i, j) for i, j in itertools.combinations(range(layer.width), 2)] for layer in layers]
@@ -218,3 +288,11 @@ def test_all_symmetries_are_claimed_and_nothing_else(name: str) -> None:
         claimed = key(moved) in found
         assert holds == claimed
     assert symmetries > 0 and len(found) > 1
+
+
+def test_units_that_a_wider_kernel_mixes_are_not_claimed() -> None:
+    """gMLP with a kernel of three over the hidden units: neighbors are told apart, and none may move."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(5, 3), "b": nn.Conv1d(4, 4, 3, padding=1), "c": nn.Linear(3, 2)}
+    model = Net(lambda m, x: m.c(m.b(relu(m.a(x)))), **layers).double()
+    assert tus.discover_symmetries(model, torch.randn(6, 4, 5, dtype=torch.float64)).permutations == ()

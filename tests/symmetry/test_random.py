@@ -27,8 +27,8 @@ from torch import nn
 
 import tu_symmetry as tus
 
-# Right, but less is found than there is: a convolution of kernel one over positions, bags by offsets.
-OVER_PINNED = frozenset({"GatedMLP", "Bags"})
+# Not missed: a bag's units lie along the second axis of its table, and its rows are looked up.
+OVER_PINNED = frozenset({"Bags"})
 WRONG, REFUSED, CRASHED, FINE = "wrong and passing", "refused", "crashed", "fine"
 
 

@@ -288,6 +288,46 @@ def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
     return (along(code(np.arange(value.shape[axis], dtype=np.int64)), axis, value.ndim),)
 
 
+def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int = 0) -> Value:
+    """The entries at ``(i, i + offset)`` of two axes, as a last axis that is indexed by the units of both.
+
+    In the diagonal of ``g h^T`` (``[0 1 2]`` along the rows, ``[5 6 7]`` along the columns) entry i is named by unit i
+    of ``g`` and by unit i of ``h``: they are tied, ``0 ~ 5`` and so on. With an offset of one the ties are ``0 ~ 6``
+    and ``1 ~ 7``. Of a Gram matrix both labels are the same, and nothing is demanded.
+    """
+    size = max(0, min(value.shape[first] + min(offset, 0), value.shape[second] - max(offset, 0)))
+    if size == 0:
+        kept = [n for k, n in enumerate(value.shape) if k not in (first, second)]
+        return pinned_value((*kept, 0), "empty tensor")
+    for axis, start in ((first, max(-offset, 0)), (second, max(offset, 0))):
+        if value.shape[axis] != size:
+            value = take(ledger, value, axis, np.arange(start, start + size))
+
+    def along_diagonal(array: Array) -> Array:
+        if array.shape[first] == array.shape[second] == 1:
+            return np.expand_dims(array.squeeze((first, second)), -1)
+        shape = list(array.shape)
+        shape[first] = shape[second] = size
+        return np.diagonal(np.broadcast_to(array, shape), 0, first, second)
+
+    def own(axis: int, other: int) -> Label:
+        return tuple(along_diagonal(independent(ledger, c, other)) for c in value.labels[axis])
+
+    rest = [k for k in range(value.ndim) if k not in (first, second)]
+    labels = [tuple(tighten(along_diagonal(c)) for c in value.labels[k]) for k in rest]
+    reason = value.reasons[first] or value.reasons[second]
+    label: Label = ()
+    if size > 1:
+        sides = own(first, second), own(second, first)
+        label = ledger.unify(*sides, value.reasons[first], value.reasons[second], len(rest), [*labels, ()])
+    return Value(
+        (*(value.shape[k] for k in rest), size),
+        (*labels, label),
+        (*(value.reasons[k] for k in rest), reason),
+        tuple((c, tighten(along_diagonal(v))) for c, v in value.scale),
+    )
+
+
 def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
     """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them.
 

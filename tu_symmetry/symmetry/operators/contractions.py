@@ -166,11 +166,25 @@ def _einsum(call: Call) -> Value:
         s.replace("...", dots[width - (v.ndim - len(s.replace("...", ""))) :] if "..." in s else "")
         for v, s in zip(operands, specs, strict=True)
     ]
-    if any(len(set(s)) != len(s) for s in specs):
-        return unknown(call)
+    operands, specs = _without_repeats(call, operands, specs)
     joined = "".join(specs)
     output = output.replace("...", dots) if arrow else dots + "".join(sorted(c for c in joined if joined.count(c) == 1))
     return contract(call, operands, specs, output)
+
+
+def _without_repeats(call: Call, operands: list[Value], specs: list[str]) -> tuple[list[Value], list[str]]:
+    """Operands whose letters are all different: a letter that comes twice stands for the diagonal of its axes."""
+    values, letters = [], []
+    for value, own in zip(operands, specs, strict=True):
+        for letter in dict.fromkeys(own):
+            while own.count(letter) > 1:
+                first = own.index(letter)
+                second = own.index(letter, first + 1)
+                value = moving.diagonal(call.ledger, value, first, second)
+                own = own[:first] + own[first + 1 : second] + own[second + 1 :] + letter
+        values.append(value)
+        letters.append(own)
+    return values, letters
 
 
 @register_rule("scaled_dot_product_attention")

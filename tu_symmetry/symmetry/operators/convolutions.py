@@ -24,6 +24,8 @@ def _conv(call: Call) -> Value:
     space = weight.ndim - 2
     batched = value.ndim == space + 2
     axis = 1 if batched else 0
+    if groups == 1 and _reads_single_positions(call, value, weight, axis):
+        return _pointwise(call, value, weight, axis, transposed=transposed)
     for k in range(axis + 1, value.ndim):
         value = moving.mix(ledger, value, k, "spatial position")
     if batched and value.shape[0] > 1:
@@ -80,6 +82,32 @@ def _conv(call: Call) -> Value:
             c[(slice(None),) + (slice(0, 1),) * (c.ndim - 1)].reshape(-1, *[1] * (len(frame) - 1)) for c in lead
         )
     return Value(call.shape, tuple(labels), reasons, laid.scale)
+
+
+def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) -> bool:
+    """Whether each position of the output reads one of the input, the same one, and positions are told apart at all."""
+    if any(n != 1 for n in weight.shape[2:]) or call.shape[axis + 1 :] != value.shape[axis + 1 :]:
+        return False
+
+    def all_are(name: str, number: int) -> bool:
+        given = call.get(name, number)
+        return given == number if isinstance(given, (int, str)) else all(n == number for n in given)
+
+    plain = all_are("stride", 1) and (all_are("padding", 0) or call.get("padding") in ("valid", "same"))
+    return plain and all_are("output_padding", 0) and any(value.labels[axis + 1 :])
+
+
+def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
+    """A convolution with a kernel of one: a linear map of the channels at each position, which may move.
+
+    In gMLP ``Conv1d(T, T, 1)`` maps the tokens of each feature: its "positions" are the features, hidden units.
+    """
+    lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
+    kernel = moving.reshape(call.ledger, weight, weight.shape[:2])
+    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) else call.sole
+    spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
+    product = contract(replace(call, sole=sole), [value, kernel], spec, f"{lead}z{space}")
+    return add_bias(call, product, call.get("bias"), axis)
 
 
 def _grouped(call: Call, kernel: Value, groups: int) -> Value:

@@ -107,6 +107,18 @@ def repeat(call: Call) -> Value:
     return value
 
 
+@register_rule("diagonal", "diagonal_copy", "linalg_diagonal", "trace")
+def _diagonal(call: Call) -> Value:
+    """Entries whose positions along two axes go together; ``trace`` sums them up."""
+    value: Value = call.get("self", call.get("A"))
+    last = value.ndim - 1
+    first, second = (call.get(name, default) for name, default in (("dim1", 0), ("dim2", 1)))
+    if call.operator == "aten.linalg_diagonal":
+        first, second = call.get("dim1", -2), call.get("dim2", -1)
+    found = moving.diagonal(call.ledger, value, first % value.ndim, second % value.ndim, int(call.get("offset", 0)))
+    return moving.drop(call.ledger, found, last - 1) if call.operator == "aten.trace" else found
+
+
 @register_rule("broadcast_tensors")
 def _broadcast(call: Call) -> list[Value]:
     return [moving.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]

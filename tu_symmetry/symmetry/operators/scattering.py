@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, pinned_value
@@ -160,20 +161,7 @@ def _index_put(call: Call) -> Value:
     used = [k for k, i in enumerate(indices) if i is not None]
     accumulate = bool(call.get("accumulate", False))
     if len(used) != 1 or indices[used[0]].ndim != 1:
-        kinds = call.dtypes.get("indices", [])
-        spread = [k + j for k in used for j in range(indices[k].ndim if "bool" in str(kinds[k]) else 1)]
-        for k in used:
-            pin_tensor(call, indices[k], "an index")
-        ledger.pin(values, "written by an index")
-        for axis in sorted(set(spread)):
-            value = moving.mix(ledger, value, axis, "written to by an index")
-        if id(values) not in call.zeros:
-            ledger.pin_scale(value.scale)
-            value = replace(value, scale=())
-        for axis in set(range(value.ndim)) - set(spread):  # what is written is fixed along the other axes
-            if values.ndim and values.shape[-1] > 1:
-                value = moving.pin_axis(ledger, value, axis, "written by an index")
-        return replace(value, parameter=None)
+        return _put_at_points(call, value, values, indices, used)
     (axis,) = used
     index = indices[axis]
     source = moving.pad_left(values, value.ndim)
@@ -198,6 +186,44 @@ def _index_put(call: Call) -> Value:
     held = replace(call["self"], scale=parts[0].scale)
     written: Value | float = values if id(values) not in call.zeros else 0.0
     return replace(found, scale=_combined(call, held, written, arriving.scale, linear=True))
+
+
+def _put_at_points(call: Call, value: Value, values: Value, indices: list[Value | None], used: list[int]) -> Value:
+    """Writes at points of several axes (or where a mask is true): these axes are pinned, the others stay as they are.
+
+    ``z[i, :, j] = h`` of a ``z`` with the axes (rows, units, columns) and a list of points ``(i, j)``: what is written
+    has the axes (points, units), those of the points first, since the indices are not side by side. Its units are tied
+    to those of ``z``, whatever the points are.
+    """
+    ledger, kinds = call.ledger, call.dtypes.get("indices", [None] * len(indices))
+    covered: list[int] = []  # axes of the value that are indexed: a mask covers as many as it has
+    axis = before = 0
+    for k, index in enumerate(indices):
+        width = 1 if index is None or kinds[k] not in (torch.bool, torch.uint8) else index.ndim
+        if index is not None:
+            pin_tensor(call, index, "an index")
+            covered += range(axis, axis + width)
+        elif not covered:
+            before += 1
+        axis += width
+    points = max(1 if kinds[k] in (torch.bool, torch.uint8) else indices[k].ndim for k in used)  # type: ignore[union-attr]
+    kept = [k for k in range(value.ndim) if k not in covered]
+    at = before if used == list(range(used[0], used[-1] + 1)) else 0
+    arriving = moving.pad_left(replace(values, parameter=None), len(kept) + points)
+    for _ in range(points):
+        arriving = moving.drop(ledger, moving.mix(ledger, arriving, at, "written by an index"), at)
+    sizes = iter(arriving.shape)
+    arriving = moving.reshape(ledger, arriving, [1 if k in covered else next(sizes) for k in range(value.ndim)])
+    target = replace(value, parameter=None)
+    for k in covered:
+        target = moving.mix(ledger, target, k, "written to by an index")
+    labels, reasons = list(target.labels), list(target.reasons)
+    for k in kept:
+        if arriving.shape[k] > 1:
+            labels[k] = ledger.unify(labels[k], arriving.labels[k], reasons[k], arriving.reasons[k], k)
+            reasons[k] = reasons[k] or arriving.reasons[k]
+    scale = _combined(call, target, values, arriving.scale, linear=True)
+    return replace(target, labels=tuple(labels), reasons=tuple(reasons), scale=scale)
 
 
 @register_rule("block_diag")
@@ -256,9 +282,11 @@ def _unpool(call: Call) -> Value:
 
 @register_rule("diag_embed", "diag")
 def _diagonal(call: Call) -> Value:
-    """A vector along a diagonal: rows and columns are indexed by its units."""
+    """A vector along a diagonal: rows and columns are indexed by its units; or the diagonal of a matrix."""
     value: Value = call["self"]
-    if call.get("offset", call.get("diagonal", 0)) != 0 or (call.operator == "aten.diag" and value.ndim != 1):
+    if call.operator == "aten.diag" and value.ndim == 2:
+        return moving.diagonal(call.ledger, value, 0, 1, int(call.get("diagonal", 0)))
+    if call.get("offset", call.get("diagonal", 0)) != 0:
         return unknown(call)
     if len(call.shape) != value.ndim + 1 or call.get("dim1", -2) != -2 or call.get("dim2", -1) != -1:
         return unknown(call)
