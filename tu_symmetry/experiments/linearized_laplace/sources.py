@@ -29,7 +29,7 @@ class SmallIDXDataModule(IDXDataModule):
         self.pool = pool
         self.input_shape = (1, 28 // pool, 28 // pool)
 
-    def read(self, part: str) -> LabeledImages:  # type: ignore[override]
+    def read(self, part: str) -> LabeledImages:
         """Read a whole part."""
         found = super().read(part)  # type: ignore[arg-type]
         small = interpolate(found.x.float(), scale_factor=1 / self.pool, mode="area")
