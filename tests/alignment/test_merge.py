@@ -96,6 +96,45 @@ def test_the_merged_network_is_the_weighted_mean_of_the_aligned(reference: Any) 
     close(equal.state, tus.mean_state(aligned))
 
 
+def test_weights_by_name_are_those_of_the_last_pattern_that_matches() -> None:
+    model, graph, states = trained(2, norm=True)
+    one, two = tus.align(graph, states).states
+    weights = {"*": [0.7, 0.3], "0.*": [1, 1], "0.bias": [0, 1], "5.*": [1, 0]}
+    found = tus.merge(graph, states, model, weights=weights).state
+    share = {"0.weight": 0.5, "0.bias": 1.0, "5.weight": 0.0, "5.bias": 0.0}
+    assert list(found) == list(states[0])
+    close(found, {n: torch.lerp(t, two[n], share.get(n, 0.3)) if t.is_floating_point() else t for n, t in one.items()})
+    close(
+        tus.merge(graph, states, model, weights={"*": [3, 1]}).state,
+        tus.merge(graph, states, model, weights=[3, 1]).state,
+    )
+    partly = tus.merge(graph, states, model, weights={"5.weight": [1, 0]}).state  # equal weights for all the others
+    close(partly, {**tus.mean_state([one, two]), "5.weight": one["5.weight"]})
+    with pytest.raises(ValueError, match=r"'6\.\*' matches no tensor"):
+        tus.merge(graph, states, model, weights={"6.*": [1, 0]})
+    with pytest.raises(ValueError, match="one ratio for the whole network"):
+        tus.merge(graph, states, model, data(), weights=weights, correction="repair")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.c.weight = self.b.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+
+
+def test_tied_weights_stay_tied_whichever_name_a_pattern_hits() -> None:
+    model = Tied().double()
+    graph = tus.discover_symmetries(model, torch.randn(2, 3, dtype=torch.float64))
+    states = [random_state(model, torch.Generator().manual_seed(k)) for k in range(2)]
+    for pattern in ("b.*", "c.*"):
+        found = tus.merge(graph, states, model, weights={"*": [1, 1], pattern: [1, 0]}).state
+        assert torch.equal(found["b.weight"], found["c.weight"])
+
+
 def test_a_given_reference_is_what_all_are_aligned_to() -> None:
     model, graph, states = trained(3)
     found = tus.merge(graph, states[:2], model, reference=states[2])

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from tu_symmetry.alignment.align import MatchOn, Reference, align
 from tu_symmetry.alignment.barrier import Loss, interpolate, mean_scores
 from tu_symmetry.alignment.consensus import AlignSolver
 from tu_symmetry.alignment.matching import Progress
-from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
+from tu_symmetry.alignment.repair import Correction, corrected
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, load_state, require_state, unstack
@@ -40,8 +41,7 @@ from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Network = Mapping[str, Tensor] | str | os.PathLike[str]
 Networks = Mapping[str, Tensor] | Sequence[Network]
-Correction = Literal["none", "batchnorm", "repair"]
-Weights = Literal["equal", "greedy"] | Sequence[float]
+Weights = Literal["equal", "greedy"] | Sequence[float] | Mapping[str, Sequence[float]]
 Scores = dict[str, float]
 
 
@@ -51,7 +51,8 @@ class Merged(Brief):
 
     Attributes:
         state: the merged network, on the device and in the dtypes of the first network that is part of it.
-        weights: the weight of each network in it; they sum to one.
+        weights: the weight of each network in it; they sum to one. Where tensors have weights of their own, those of
+            all the others.
         permutations: one for each network; identities where they were merged as they are.
         transpositions: number of transpositions (NoT) of each.
         correction: what was done about the statistics.
@@ -129,7 +130,9 @@ def merge(
             is merged of a single one stays as it is.
         weights: the share of each network. ``equal``; numbers that are at least 0, which are divided by their sum; or
             ``greedy``, the soup of Wortsman et al. 2022: the networks are added in the order of their losses, each if
-            it does not make the (corrected) mean of those in the soup worse.
+            it does not make the (corrected) mean of those in the soup worse. Or numbers for patterns of tensors' names,
+            ``{"*": [0.7, 0.3], "down_blocks.*": [0.8, 0.2]}``: the last pattern that a name matches counts, equal
+            weights where none does; not for ``repair``, which is of one ratio.
         reference: what the networks are aligned to, see :func:`~tu_symmetry.align`; or a network, also as a file; or
             None to average them as they are (they are aligned already). ``medoid``, ``mean`` and ``universe`` hold all
             networks in memory.
@@ -154,7 +157,7 @@ def merge(
     """
     members = _Members(states)
     _check(len(members), correction, weights, dataloader, loss, metrics, validation)
-    fixed = None if weights == "greedy" else _normalized(weights, len(members))
+    plan = None if weights == "greedy" else _plan(graph, weights, len(members))
     data = None if dataloader is None else reusable(dataloader)
     held = data if validation is None else reusable(validation)
     functions = {} if loss is None else {"loss": loss, **(metrics or {})}
@@ -176,29 +179,27 @@ def merge(
             tell("measure", k + 1)
     aligned = _Aligned(graph, members, permutations)
 
-    def corrected(state: State, chosen: Sequence[int], ratios: Sequence[float]) -> State:
+    def correct(state: State, chosen: Sequence[int], ratios: Sequence[float]) -> State:
         if correction == "none" or len(chosen) == 1:
             return state
         assert data is not None
-        if correction == "batchnorm":
-            return reestimate_batchnorm(model, state, data)
-        return repair(model, _Aligned(graph, members, permutations, chosen), ratios, state, data)
+        return corrected(model, _Aligned(graph, members, permutations, chosen), ratios, state, data, correction)
 
-    if fixed is None:
-        assert held is not None
+    if plan is None:
         order = sorted(range(len(members)), key=lambda i: own[i]["loss"])
-        fixed = _greedy(aligned, order, own, lambda state, chosen, ratios: measure(corrected(state, chosen, ratios)))
-    chosen = [i for i, weight in enumerate(fixed) if weight > 0]
-    ratios = [fixed[i] for i in chosen]
+        soup = _greedy(aligned, order, own, lambda state, chosen, ratios: measure(correct(state, chosen, ratios)))
+        plan = _plan(graph, soup, len(members))
+    chosen = [i for i in range(len(members)) if any(part.weights[i] > 0 for part in plan)]
+    fixed = plan[0].weights
     scores: dict[str, Scores] = {}
     moved = any(transposition_count(permutations[i]) for i in chosen)
     if functions and moved and len(chosen) > 1:
-        scores["naive"] = measure(_average(members, fixed, lambda done: None))
-    state = _average(aligned, fixed, lambda done: tell("average", done))
+        scores["naive"] = measure(_average(members, plan, lambda done: None))
+    state = _average(aligned, plan, lambda done: tell("average", done))
     if functions:
         scores["aligned"] = measure(state)
     if correction != "none" and len(chosen) > 1:
-        state = corrected(state, chosen, ratios)
+        state = correct(state, chosen, [fixed[i] for i in chosen])
         if functions:
             scores["corrected"] = measure(state)
     counts = [transposition_count(p) for p in permutations]
@@ -270,6 +271,8 @@ def _check(
         raise ValueError(f"correction must be one of {', '.join(get_args(Correction))}; got {correction!r}")
     if isinstance(weights, str) and weights not in ("equal", "greedy"):
         raise ValueError(f"weights must be 'equal', 'greedy' or numbers, got {weights!r}")
+    if isinstance(weights, Mapping) and correction == "repair":
+        raise ValueError("repair is of one ratio for the whole network; weights by name go with 'none' or 'batchnorm'")
     if correction != "none" and dataloader is None:
         raise ValueError(f"correction={correction!r} measures activations: pass a dataloader of training inputs")
     measures = loss is not None or metrics or weights == "greedy"
@@ -277,7 +280,37 @@ def _check(
         raise ValueError("scores and greedy weights need a loss, and validation= (or dataloader) to measure it on")
 
 
-def _normalized(weights: Weights, count: int) -> list[float]:
+class _Part(NamedTuple):
+    """Tensors that are averaged with the same weights; None stands for all that no other part names."""
+
+    names: frozenset[str] | None
+    weights: list[float]
+
+
+def _plan(graph: SymmetryGraph, weights: Weights, count: int) -> list[_Part]:
+    """Which tensors are averaged how: first the weights of the network at large, then those of single tensors.
+
+    A tensor that has several names (tied weights) is matched by any of them.
+    """
+    if not isinstance(weights, Mapping):
+        return [_Part(None, _normalized(weights, count))]
+    by_pattern = {pattern: _normalized(numbers, count) for pattern, numbers in weights.items()}
+    found: dict[str, list[str]] = {}
+    matched = set()
+    for names in graph.aliases.values():
+        hits = [p for p in by_pattern if any(fnmatchcase(name, p) for name in names)]
+        matched |= set(hits)
+        if hits and hits[-1] != "*":
+            found.setdefault(hits[-1], []).extend(names)
+    idle = [pattern for pattern in by_pattern if pattern != "*" and pattern not in matched]
+    if idle:
+        known = ", ".join(list(graph.aliases)[:3])
+        raise ValueError(f"the pattern {idle[0]!r} matches no tensor of the network; its names are like {known}")
+    largest = by_pattern.get("*", _normalized("equal", count))
+    return [_Part(None, largest), *(_Part(frozenset(names), by_pattern[p]) for p, names in found.items())]
+
+
+def _normalized(weights: Any, count: int) -> list[float]:
     if isinstance(weights, str):
         return [1 / count] * count
     numbers = [float(w) for w in weights]
@@ -326,29 +359,32 @@ def _align(
     return permutations, certificates, uncertified
 
 
-def _average(networks: Sequence[State], weights: Sequence[float], tell: Callable[[int], None]) -> State:
+def _average(networks: Sequence[State], plan: Sequence[_Part], tell: Callable[[int], None]) -> State:
     """The weighted mean, one network after the other: the sum so far moves towards each by its share in both.
 
-    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the way, then by a quarter.
+    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter.
     """
-    total, mean, like = 0.0, None, None
-    for k, weight in enumerate(weights):
-        if weight > 0:
-            total += weight
-            mean, like = _towards(mean, networks[k], weight / total, like)
+    special = {name for part in plan for name in part.names or ()}
+    means: list[State | None] = [None] * len(plan)
+    like: dict[str, torch.dtype] = {}
+    for k in range(len(networks)):
+        network = networks[k] if any(part.weights[k] > 0 for part in plan) else {}
+        like = {n: t.dtype for n, t in network.items()} | like
+        for at, part in enumerate(plan):
+            if part.weights[k] > 0:
+                names = part.names if part.names is not None else network.keys() - special
+                means[at] = _towards(means[at], network, names, part.weights[k] / sum(part.weights[: k + 1]))
+        del network  # before the next one is read
         tell(k + 1)
-    assert mean is not None and like is not None
-    return _narrow(mean, like)
+    mean = {n: t for found in means if found is not None for n, t in found.items()}
+    return _narrow({n: mean[n] for n in like}, like)
 
 
-def _towards(
-    mean: State | None, network: State, ratio: float, like: dict[str, torch.dtype] | None
-) -> tuple[State, dict[str, torch.dtype]]:
-    """One step of a running mean, in single precision at least; and the dtypes of its first network."""
-    wide = {n: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for n, t in network.items()}
-    if mean is None or like is None:
-        return wide, {n: t.dtype for n, t in network.items()}
-    return interpolate(mean, wide, ratio), like
+def _towards(mean: State | None, network: State, names: Collection[str], ratio: float) -> State:
+    """One step of a running mean of some tensors, in single precision at least."""
+    half = (torch.float16, torch.bfloat16)
+    wide = {n: network[n].float() if network[n].dtype in half else network[n] for n in names}
+    return wide if mean is None else interpolate(mean, wide, ratio)
 
 
 def _narrow(state: State, like: Mapping[str, torch.dtype]) -> State:
@@ -363,11 +399,12 @@ def _greedy(
 ) -> list[float]:
     """Equal weights for the networks of a greedy soup, zero for the others."""
     best = own[order[0]]["loss"]
-    soup, like = _towards(None, aligned[order[0]], 1.0, None)
-    chosen = [order[0]]
+    first = aligned[order[0]]
+    like = {n: t.dtype for n, t in first.items()}
+    soup, chosen = _towards(None, first, first, 1.0), [order[0]]
     for k in order[1:]:
         trial = [*chosen, k]
-        candidate, _ = _towards(soup, aligned[k], 1 / len(trial), like)
+        candidate = _towards(soup, aligned[k], like, 1 / len(trial))
         found = measure(_narrow(candidate, like), trial, [1 / len(trial)] * len(trial))["loss"]
         if found <= best:
             best, soup, chosen = found, candidate, trial
