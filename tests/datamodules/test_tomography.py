@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 
-from tu_symmetry.datamodules import TomographyDataModule
+from tu_symmetry.datamodules import ScannedTomographyDataModule, TomographyDataModule
 from tu_symmetry.datamodules.readers import DataFileError
 from tu_symmetry.datamodules.tomography import back_projected, deepinv_projector, measured, strip_projector
 
@@ -109,3 +110,25 @@ def test_deepinv_is_asked_for_by_its_extra():
         image = torch.zeros(28, 28, dtype=torch.float64)
         image[8:20, 10:18] = 1
         assert float(((a - ours) @ image.reshape(-1)).norm() / (ours @ image.reshape(-1)).norm()) < 0.1
+
+
+def test_a_scan_is_read_from_three_files_or_says_which_are_missing(tmp_path):
+    folder = tmp_path / "walnut"
+    folder.mkdir()
+    operator = strip_projector(8, 3, 11, 1.1).numpy()
+    truth = np.random.default_rng(0).random((8, 8))
+    scipy.sparse.save_npz(folder / "operator.npz", scipy.sparse.csr_matrix(operator))
+    np.save(folder / "truth.npy", truth)
+    module = ScannedTomographyDataModule(tmp_path, num_angles=3, steps_per_epoch=2)
+    with pytest.raises(DataFileError, match=r"measurements\.npy.*line integrals") as error:
+        module.setup()
+    assert "truth.npy" not in str(error.value) and "2686726" in str(error.value)
+    np.save(folder / "measurements.npy", operator @ truth.reshape(-1))
+    module.setup()
+    found = module.problem
+    assert found.operator.shape == (1, 33, 64) and found.counts.tolist() == [33]
+    fit = found.operator[0] @ found.back_projection.reshape(-1) - found.measurements[0]
+    assert float(fit.norm()) < float(found.measurements.norm())
+    np.save(folder / "measurements.npy", np.zeros(32))
+    with pytest.raises(DataFileError, match="do not belong together"):
+        ScannedTomographyDataModule(tmp_path).setup()

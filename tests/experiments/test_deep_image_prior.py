@@ -11,9 +11,16 @@ import torch
 from lightning.pytorch import Trainer
 from torch.distributions import MultivariateNormal
 
+import tu_symmetry as tus
 from tu_symmetry.cli import main
 from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
-from tu_symmetry.experiments.deep_image_prior import UNet, dropout_posterior, linearized_posterior, report
+from tu_symmetry.experiments.deep_image_prior import (
+    UNet,
+    dropout_posterior,
+    linearized_posterior,
+    report,
+    sampled_posterior,
+)
 from tu_symmetry.experiments.deep_image_prior.posteriors import (
     DIP,
     DIP_FITTED,
@@ -21,6 +28,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     ROWS,
     TV_CODE,
     TV_SEED,
+    one_problem,
     unet_priors,
 )
 from tu_symmetry.experiments.deep_image_prior.report import mean_and_error, orderings
@@ -164,3 +172,19 @@ def test_recipes_parse(name, capsys):
             main([command.command, "--config", str(path), "--print_config"])
         assert end.value.code in (0, None)
     assert "DeepImagePriorRoutine" in capsys.readouterr().out
+
+
+def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
+    root, _, _ = run
+    found = sampled_posterior(
+        tmp_path, root / "dip.safetensors", UNet((4, 4), (2,)), num_steps=2, num_probes=4, num_samples=400, rank=10,
+        max_iterations=200, patches=[1, 2], noise_variance=0.3,
+    ).results  # fmt: skip
+    assert {entry["patch"] for entry in found["rows"]} == {1, 2} and len(found["rows"]) == 8
+    saved = Reconstructions.load(root / "dip.safetensors")
+    network, x, a, y = one_problem(saved, 1, UNet((4, 4), (2,)))
+    la = tus.DualLaplace(network, structured=unet_priors(network), prior=None, observation=tus.LinearObservation(a))
+    la.fit([(x, y.unsqueeze(0))]).set_hyperparameters(found["hyperparameters"]["1"])
+    exact = la.predictive().variance.sqrt()[0].float()
+    drawn = read_tensors(tmp_path / "arrays.safetensors")["1.deviation"]
+    assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)

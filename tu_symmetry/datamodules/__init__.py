@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
+    "ScannedTomographyDataModule": "tomography",
     "TomographyDataModule": "tomography",
     "TomographyProblem": "tomography",
     "CIFARDataModule": "images",
@@ -22,6 +23,7 @@ __all__ = [
     "DigitsDataModule",
     "IDXDataModule",
     "ImageDataModule",
+    "ScannedTomographyDataModule",
     "TomographyDataModule",
     "TomographyProblem",
 ]
@@ -29,6 +31,6 @@ __all__ = [
 if TYPE_CHECKING:
     from tu_symmetry.datamodules.images import CIFARDataModule, DigitsDataModule, IDXDataModule, ImageDataModule
     from tu_symmetry.datamodules.readers import DataFileError
-    from tu_symmetry.datamodules.tomography import TomographyDataModule, TomographyProblem
+    from tu_symmetry.datamodules.tomography import ScannedTomographyDataModule, TomographyDataModule, TomographyProblem
 else:
     __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import scipy.sparse
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
@@ -237,6 +238,85 @@ class TomographyDataModule(LightningDataModule):
     def _loader(self, steps: int) -> DataLoader[Any]:
         assert self.problem is not None
         return DataLoader(_Repeated(self.problem, steps), batch_size=1, collate_fn=as_it_is)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy the problem to the device once."""
+        if self._moved is None or self._moved.truth.device != device:
+            self._moved = batch.to(device)
+        return self._moved
+
+
+_WALNUT = {
+    "operator.npz": "the projection matrix [values, height * width] of one slice, as scipy.sparse.save_npz writes it",
+    "measurements.npy": "the measured line integrals [values]",
+    "truth.npy": "the reconstruction from all projections [height, width], in the same units",
+}
+_WALNUT_SOURCE = "Zenodo records 2686726 (the scans) and 7282279"
+
+
+class ScannedTomographyDataModule(LightningDataModule):
+    """One measured slice (the walnut) from three files that the user has made of downloaded data.
+
+    In ``root/walnut``: ``operator.npz``, ``measurements.npy`` and ``truth.npy``. There is no filtered back-projection
+    for an arbitrary geometry: the network's input is ``A^T y``, scaled to fit the measurements. The operator is kept
+    as a dense matrix (7.7 GB in float32 for 7,680 measurements of 501 x 501 pixels).
+
+    Args:
+        root: folder of data sets.
+        num_angles: angles of the scan.
+        steps_per_epoch: optimizer steps that make an epoch.
+
+    Attributes:
+        problem: after ``setup``.
+    """
+
+    def __init__(self, root: str | Path = "data", *, num_angles: int = 60, steps_per_epoch: int = 100) -> None:
+        super().__init__()
+        self.root, self.num_angles, self.steps_per_epoch = Path(root), num_angles, steps_per_epoch
+        self.problem: TomographyProblem | None = None
+        self._moved: TomographyProblem | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the files.
+
+        Raises:
+            DataFileError: files that are missing, each with what it has to hold, or that do not belong together.
+        """
+        if self.problem is not None:
+            return
+        folder = self.root / "walnut"
+        lacking = [f"{folder / name}: {what}" for name, what in _WALNUT.items() if not (folder / name).is_file()]
+        if lacking:
+            raise DataFileError(
+                f"these files are missing; make them from {_WALNUT_SOURCE}, which this library does not download: "
+                + "; ".join(lacking)
+            )
+        operator = scipy.sparse.load_npz(folder / "operator.npz")
+        measurements, truth = (np.load(folder / name) for name in ("measurements.npy", "truth.npy"))
+        if truth.ndim != 2 or operator.shape != (measurements.size, truth.size):
+            raise DataFileError(
+                f"{folder}: an operator {operator.shape}, {measurements.size} measurements and an image {truth.shape} "
+                "do not belong together; the operator is [values, height * width]"
+            )
+        y = measurements.reshape(-1).astype(np.float64)
+        back = operator.T @ y
+        seen = operator @ back
+        back = back * float(seen @ y) / max(float(seen @ seen), 1e-300)
+        self.problem = TomographyProblem(
+            truth=torch.from_numpy(truth.astype(np.float32))[None, None],
+            operator=torch.from_numpy(operator.toarray().astype(np.float32))[None],
+            measurements=torch.from_numpy(y.astype(np.float32))[None],
+            counts=torch.tensor([y.size]),
+            back_projection=torch.from_numpy(back.astype(np.float32)).view(1, 1, *truth.shape),
+            image=torch.zeros(1, dtype=torch.int64),
+            num_angles=torch.tensor([self.num_angles]),
+            noise=torch.full((1,), torch.nan, dtype=torch.float64),
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The whole problem, ``steps_per_epoch`` times."""
+        assert self.problem is not None
+        return DataLoader(_Repeated(self.problem, self.steps_per_epoch), batch_size=1, collate_fn=as_it_is)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Copy the problem to the device once."""

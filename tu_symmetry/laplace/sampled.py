@@ -267,6 +267,7 @@ class SampledEvidence:
         noise: float,
         *,
         count: int | None = None,
+        seed: int | None = None,
         preconditioner: Product | None = None,
     ) -> tuple[Tensor, Tensor, ConjugateGradients]:
         """Posterior samples of the weights' deviation from ``theta*``, and ``theta*`` itself, by one batched solve.
@@ -275,7 +276,7 @@ class SampledEvidence:
             ``zeta`` ``[count, size]``, ``theta*`` ``[size]``, and the solve.
         """
         count = self.count if count is None else count
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         drawn = torch.randn(count, self.operator.size, generator=generator, dtype=self.like.dtype).to(self.like)
         error = torch.randn(count, self.operator.values, generator=generator, dtype=self.like.dtype).to(self.like)
         prior = self._by_block(phi, drawn, "root_product")

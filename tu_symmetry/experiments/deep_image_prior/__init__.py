@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tu_symmetry.experiments.deep_image_prior.posteriors import dropout_posterior, linearized_posterior
 from tu_symmetry.experiments.deep_image_prior.report import report
+from tu_symmetry.experiments.deep_image_prior.sampled import sampled_posterior
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 
-__all__ = ["UNet", "dropout_posterior", "linearized_posterior", "report"]
+__all__ = ["UNet", "dropout_posterior", "linearized_posterior", "report", "sampled_posterior"]
