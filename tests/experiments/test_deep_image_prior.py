@@ -174,6 +174,7 @@ def test_recipes_parse(name, capsys):
     assert "DeepImagePriorRoutine" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
     root, _, _ = run
     found = sampled_posterior(
