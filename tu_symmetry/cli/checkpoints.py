@@ -1,4 +1,4 @@
-"""``tu-symmetry inspect`` and ``align``: an architecture by its dotted name, and checkpoint files of it."""
+"""``tu-symmetry inspect``, ``align`` and ``merge``: an architecture by its dotted name, checkpoint files of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tu_symmetry.cli.ends import Handler, fail, named, whole_number
 
 if TYPE_CHECKING:
+    from tu_symmetry.alignment.merging import Weights
     from tu_symmetry.checkpoints.align import FileAlignment
     from tu_symmetry.checkpoints.barriers import BarrierReport
     from tu_symmetry.reporting.progress import Display
@@ -176,10 +177,140 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     return run
 
 
-def _add_barriers(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "report on data", "loss barriers between pairs of networks and the loss of the mean network, before and after"
+def merge(parser: argparse.ArgumentParser) -> Handler:
+    """``tu-symmetry merge CHECKPOINTS... --model NAME --input SHAPE --out FILE``."""
+    parser.description = (
+        "Merges networks into one: permutes their hidden units so that they lie in one basin, averages the weights, "
+        "and corrects the statistics. With data it says what each step is worth. Two networks are in memory at a time."
     )
+    parser.epilog = (
+        "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
+        "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 "
+        "--alpha 'layer4.*=0.5' --out merged.safetensors"
+    )
+    parser.add_argument(
+        "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
+    )
+    _add_architecture(parser)
+    parser.add_argument(
+        "--out", type=named("a file"), required=True, metavar="FILE.safetensors", help="the merged network"
+    )
+    shares = parser.add_mutually_exclusive_group()
+    shares.add_argument(
+        "--weights",
+        nargs="+",
+        default=["equal"],
+        metavar="equal|greedy|W",
+        help="share of each network: equal, a number for each file, or greedy (networks are added in the order of "
+        "their losses on --data if the merged one gets no worse; default: equal)",
+    )
+    shares.add_argument(
+        "--alpha",
+        action="append",
+        default=[],
+        metavar="A|PATTERN=A",
+        help="of two networks, the share of the second, from 0 to 1; for tensors whose names match a pattern with "
+        "PATTERN=A, where the last that matches counts; may be repeated",
+    )
+    parser.add_argument(
+        "--reference",
+        type=named("a file, or first, medoid, mean, universe or none"),
+        default="first",
+        metavar="FILE|first|medoid|mean|universe|none",
+        help="what all are aligned to, as for `align`; none leaves them as they are (default: first)",
+    )
+    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
+    parser.add_argument(
+        "--solver",
+        choices=["frank_wolfe", "descent", "synchronized"],
+        default="frank_wolfe",
+        help="of matching, as for `align` (default: frank_wolfe)",
+    )
+    group = parser.add_argument_group("data", "for the statistics, and for the scores of each step")
+    _add_data(group)
+    group.add_argument(
+        "--correction",
+        choices=["none", "batchnorm", "repair"],
+        default="none",
+        help="statistics of the merged network: as averaged, BatchNorm re-estimated, or REPAIR (default: none)",
+    )
+
+    def run(arguments: argparse.Namespace) -> int | None:
+        import torch
+
+        from tu_symmetry.checkpoints.architecture import build_module, parse_precision
+        from tu_symmetry.checkpoints.barriers import load_data
+        from tu_symmetry.checkpoints.files import find_checkpoints
+        from tu_symmetry.checkpoints.merge import merge_files, merge_grid
+        from tu_symmetry.reporting.progress import Display
+
+        display = Display()
+        checkpoints = find_checkpoints(arguments.checkpoints)
+        weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))
+        reference = None if arguments.reference == "none" else arguments.reference
+        if reference not in (None, "first", "medoid", "mean", "universe"):
+            reference = find_checkpoints([reference])[0]
+        dtype = parse_precision(arguments.dtype)
+        data = None
+        if arguments.data:
+            data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
+        graph = _discover(arguments)
+        with torch.random.fork_rng(devices=[]):
+            module = build_module(arguments.model, arguments.init).to(dtype)
+        merged = merge_files(
+            graph,
+            checkpoints,
+            Path(arguments.out),
+            module,
+            data=data,
+            loss=arguments.loss,
+            weights=weights,
+            correction=arguments.correction,
+            reference=reference,
+            solver=arguments.solver,
+            prefix=arguments.prefix,
+            track=display.track,
+        )
+        merge_grid(merged, checkpoints).print(display.console)
+        print(f"{len(checkpoints)} networks merged into {arguments.out}")
+        return 0
+
+    return run
+
+
+def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
+    """What ``--weights`` and ``--alpha`` say.
+
+    Raises:
+        AlignFilesError: no numbers, or not between 0 and 1; alpha for more than two networks.
+    """
+    from tu_symmetry.checkpoints.files import AlignFilesError
+
+    def number(text: str, option: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise AlignFilesError(f"{option} {text!r} is no number") from None
+
+    if not alpha:
+        if weights in (["equal"], ["greedy"]):
+            return "equal" if weights == ["equal"] else "greedy"
+        return [number(text, "--weights") for text in weights]
+    if count != 2:
+        raise AlignFilesError(
+            f"--alpha is the share of the second of two networks, and there are {count}: use --weights"
+        )
+    shares: dict[str, list[float]] = {"*": [0.5, 0.5]}
+    for text in alpha:
+        pattern, _, value = text.rpartition("=")
+        share = number(value, "--alpha")
+        if not 0 <= share <= 1:
+            raise AlignFilesError(f"--alpha {text}: a share is between 0 and 1")
+        shares[pattern or "*"] = [1 - share, share]
+    return shares if len(shares) > 1 else shares["*"]
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data",
         type=named("a LightningDataModule or a function that returns a loader"),
@@ -199,16 +330,23 @@ def _add_barriers(parser: argparse.ArgumentParser) -> None:
         "--num-samples", type=whole_number(1), default=2000, help="of each loader, the first (default: 2000)"
     )
     group.add_argument(
-        "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
-    )
-    group.add_argument(
-        "--points", type=whole_number(3), default=11, help="on the path between two networks (default: 11)"
-    )
-    group.add_argument(
         "--loss",
         default="torch.nn.functional.cross_entropy",
         metavar="NAME",
         help="dotted name of a function of outputs and targets, a mean over the batch (default: cross_entropy)",
+    )
+
+
+def _add_barriers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "report on data", "loss barriers between pairs of networks and the loss of the mean network, before and after"
+    )
+    _add_data(group)
+    group.add_argument(
+        "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
+    )
+    group.add_argument(
+        "--points", type=whole_number(3), default=11, help="on the path between two networks (default: 11)"
     )
     group.add_argument(
         "--correction",

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from tu_symmetry.cli.checkpoints import align, inspect
+from tu_symmetry.cli.checkpoints import align, inspect, merge
 from tu_symmetry.cli.ends import Handler, Parser, Signals, ended
 from tu_symmetry.cli.recipes import recipes, table
 
@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = 
     "recipes": ("list the recipes that come with the package", recipes),
     "inspect": ("print the symmetries of an architecture, and draw them", inspect),
     "align": ("align checkpoint files of one architecture", align),
+    "merge": ("merge checkpoint files of one architecture into one network", merge),
 }
 """The subcommands whose arguments are parsed here: a line for ``tu-symmetry --help``, and what declares them."""
 

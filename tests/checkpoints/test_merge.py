@@ -1,0 +1,127 @@
+"""``tu-symmetry merge``: what it writes is what ``tu_symmetry.merge`` returns, and nothing of others is overwritten."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import tu_symmetry as tus
+from tu_symmetry import cli
+from tu_symmetry.symmetry.verification import random_state
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def loader(count: int = 40) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 4, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(3, (count,), generator=generator)), batch_size=16)
+
+
+def states(count: int) -> list[dict[str, Tensor]]:
+    found = [random_state(Net(), torch.Generator().manual_seed(k)) for k in range(count)]
+    return [{n: t.float() if t.is_floating_point() else t for n, t in state.items()} for state in found]
+
+
+def write(folder: Path, count: int) -> list[Path]:
+    """Plain files and a Lightning checkpoint with a prefix."""
+    paths = [folder / f"{k}.{'ckpt' if k == 1 else 'pt'}" for k in range(count)]
+    for k, (path, state) in enumerate(zip(paths, states(count), strict=True)):
+        torch.save({"state_dict": {f"model.{n}": t for n, t in state.items()}} if k == 1 else state, path)
+    return paths
+
+
+def merge(paths: list[Path], out: Path, *more: str) -> int:
+    words = ["--model", f"{__name__}.Net", "--input", "2,4", "--prefix", "model.", "--out", str(out)]
+    return cli.main(["merge", *map(str, paths), *words, *more])
+
+
+def expected(count: int, **options: Any) -> tus.Merged:
+    model = Net()
+    return tus.merge(tus.discover_symmetries(model, torch.randn(2, 4)), states(count), model, **options)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, out = write(tmp_path, 3), tmp_path / "out" / "merged.safetensors"
+    data = ["--data", f"{__name__}.loader", "--correction", "repair"]
+    assert merge(paths, out, *data, "--weights", "1", "2", "1") == 0
+    printed = capsys.readouterr()
+    assert "statistics corrected" in printed.out + printed.err
+    batches = list(loader())
+    found = expected(
+        3,
+        dataloader=[x for x, _ in batches],
+        correction="repair",
+        weights=[1, 2, 1],
+        loss=F.cross_entropy,
+        validation=[(x, y) for x, y in batches],
+    )
+    state = tus.load_state(out)
+    assert state.keys() == found.state.keys()
+    for name, tensor in found.state.items():
+        torch.testing.assert_close(state[name], tensor)
+    report = json.loads(out.with_name("merged.report.json").read_text())
+    assert report["weights"] == [0.25, 0.5, 0.25] and report["transpositions"] == found.transpositions
+    assert [f["sha256"] for f in report["files"]] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in paths]
+    for step in ("naive", "aligned", "corrected"):
+        assert report["scores"][step]["loss"] == pytest.approx(found.scores[step]["loss"], rel=1e-5)
+        assert 0 <= report["scores"][step]["accuracy"] <= 1
+        assert report["barriers"][step] == pytest.approx(found.barriers[step], abs=1e-5)
+    text = out.with_name("merged.report.md").read_text()
+    assert "averaged as they are" in text and all(str(p) in text for p in paths)
+    assert merge(paths, out) == 0  # its own results are replaced
+    plain = expected(3).state
+    assert all(torch.equal(t, plain[n]) for n, t in tus.load_state(out).items())
+
+
+def test_shares_of_two_networks_by_name(tmp_path: Path) -> None:
+    paths, out = write(tmp_path, 2), tmp_path / "merged.safetensors"
+    assert merge(paths, out, "--alpha", "5.*=1", "--alpha", "0.3", "--alpha", "3.weight=0") == 0
+    found = expected(2, weights={"*": [0.7, 0.3], "5.*": [0, 1], "3.weight": [1, 0]}).state
+    for name, tensor in tus.load_state(out).items():
+        torch.testing.assert_close(tensor, found[name])
+    assert merge(paths, out, "--alpha", "0.25", "--reference", "none") == 0
+    one, two = states(2)
+    torch.testing.assert_close(tus.load_state(out)["0.weight"], torch.lerp(one["0.weight"], two["0.weight"], 0.25))
+
+
+def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
+    (tmp_path / "mine.safetensors").write_bytes(b"of another program")
+    (tmp_path / "other.report.md").write_text("notes")
+    torch.save({n: t * torch.nan for n, t in states(1)[0].items()}, tmp_path / "nan.pt")
+    torch.save({n: t.double() for n, t in states(1)[0].items()}, tmp_path / "wide.pt")
+    before = tree(tmp_path)
+    for given, target, more, message in (
+        (paths, out, ["--alpha", "0.3"], "there are 3: use --weights"),
+        (paths[:2], out, ["--alpha", "2"], "between 0 and 1"),
+        (paths[:2], out, ["--alpha", "x"], "no number"),
+        (paths[:2], out, ["--alpha", "6.*=0.5"], "matches no tensor"),
+        (paths, out, ["--weights", "1", "2"], "3 finite numbers"),
+        (paths, out, ["--weights", "greedy"], "pass --data"),
+        (paths, out, ["--correction", "batchnorm"], "pass --data"),
+        (paths[:1], out, [], "at least two"),
+        ([tmp_path / "wide.pt", *paths], out, ["--data", f"{__name__}.loader"], "pass --dtype float64"),
+        ([*paths, tmp_path / "nan.pt"], out, [], "nan.pt"),
+        (paths, tmp_path / "merged.pt", [], "NAME.safetensors"),
+        (paths, tmp_path / "mine.safetensors", [], "was not written by this command"),
+        (paths, tmp_path / "other.safetensors", [], "was not written by this command"),
+    ):
+        assert merge(given, target, *more) == 2
+        assert message in capsys.readouterr().err
+        assert tree(tmp_path) == before

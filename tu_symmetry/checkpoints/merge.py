@@ -1,0 +1,192 @@
+"""One network from checkpoint files: aligned, averaged, its statistics corrected, written with a report.
+
+Two networks are in memory at a time. The merged file holds the tensors under the architecture's own names, and in its
+head what was merged: file names and digests, weights, options. Beside it, ``NAME.report.md`` and ``NAME.report.json``
+say how many transpositions each network took and, with data, what each step is worth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tu_symmetry.alignment.align import Reference
+from tu_symmetry.alignment.barrier import Loss
+from tu_symmetry.alignment.consensus import AlignSolver
+from tu_symmetry.alignment.merging import Merged, Weights, merge
+from tu_symmetry.alignment.repair import Correction
+from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
+from tu_symmetry.checkpoints.files import (
+    AlignFilesError,
+    Track,
+    check_checkpoints,
+    load_checkpoint,
+    output_names,
+    refuse_foreign,
+    silent,
+    write_owned,
+)
+from tu_symmetry.files import write_json, write_text
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.states import State
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+MARK = "Networks merged by tu-symmetry"
+STEPS = {"naive": "averaged as they are", "aligned": "aligned and averaged", "corrected": "statistics corrected"}
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Networks that are read from their files when their turn comes, without their prefix."""
+
+    graph: SymmetryGraph
+    paths: Sequence[Path]
+    prefix: str
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> State:
+        return load_checkpoint(self.graph, self.paths[index], self.prefix)
+
+
+def merge_files(
+    graph: SymmetryGraph,
+    checkpoints: Sequence[Path],
+    out: Path,
+    model: nn.Module,
+    *,
+    data: BarrierData | None = None,
+    loss: str = "torch.nn.functional.cross_entropy",
+    weights: Weights = "equal",
+    correction: Correction = "none",
+    reference: Reference | Path | None = "first",
+    solver: AlignSolver = "frank_wolfe",
+    prefix: str = "",
+    track: Track = silent,
+) -> Merged:
+    """Merge checkpoint files into one, see :func:`tu_symmetry.merge`.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        checkpoints: at least two files that :func:`tu_symmetry.load_state` reads.
+        out: the ``.safetensors`` file to write; one that an earlier run wrote is replaced.
+        model: a module of the architecture, for the statistics and the scores.
+        data: batches for both; needed for a correction, and for greedy weights.
+        loss: dotted name of the loss that is measured.
+        weights: as for :func:`tu_symmetry.merge`.
+        correction: as for :func:`tu_symmetry.merge`.
+        reference: as for :func:`tu_symmetry.merge`; a path is that file.
+        solver: as for :func:`tu_symmetry.merge`.
+        prefix: prefix of the names in the checkpoints, for example ``model.``.
+        track: shows progress.
+
+    Returns:
+        The merged network and its scores.
+
+    Raises:
+        SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
+        AlignFilesError: fewer than two files, files that cannot be used, arguments that do not fit together, or
+            something in the place of a result that this function has not written.
+    """
+    if out.suffix != ".safetensors" or out.is_dir():
+        raise AlignFilesError(f"{out} is no name for the merged network: give a file NAME.safetensors")
+    if len(checkpoints) < 2:
+        raise AlignFilesError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
+    if data is None and (correction != "none" or weights == "greedy"):
+        raise AlignFilesError("corrections and greedy weights measure networks on data: pass --data")
+    reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
+    refuse_foreign([out], dict.fromkeys(reports, MARK), checkpoints)
+    function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
+    graph.require_verified()
+    files = check_checkpoints(graph, checkpoints, output_names(checkpoints), prefix, track)
+    networks: Any = _Files(graph, [file.path for file in files], prefix)
+    if data is not None:
+        _check_precision(model, networks[0], files[0].path)
+    anchor = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
+    with track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker:
+        done = 0
+
+        def show(at: dict[str, Any]) -> None:
+            nonlocal done
+            done += 1
+            tracker.update(done)
+
+        try:
+            merged = merge(
+                graph,
+                networks,
+                model,
+                None if data is None else data.statistics,
+                correction=correction,
+                weights=weights,
+                reference=anchor,
+                solver=solver,
+                loss=function,
+                metrics=_metrics(data, loss),
+                validation=None if data is None else data.evaluation,
+                progress=show,
+            )
+        except ValueError as error:
+            raise AlignFilesError(str(error)) from error
+    report = {
+        "files": [{"path": str(f.path), "sha256": f.sha256} for f in files],
+        "weights": merged.weights,
+        "weights_by_name": {k: list(w) for k, w in weights.items()} if isinstance(weights, Mapping) else {},
+        "reference": str(reference),
+        "correction": correction,
+        "transpositions": merged.transpositions,
+        "data": None if data is None else {"name": data.name, "num_samples": data.num_samples, "loss": loss},
+        "members": merged.members,
+        "scores": merged.scores,
+        "barriers": merged.barriers,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_owned(out, merged.state, {"merged": report})
+    write_json(reports[1], {"what": MARK, **report})
+    grid = merge_grid(merged, [f.path for f in files])
+    write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
+    return merged
+
+
+def _check_precision(model: nn.Module, state: State, path: Path) -> None:
+    """Networks are measured with their own weights on data in the precision of the module."""
+    wanted, found = (
+        {str(t.dtype).removeprefix("torch.") for t in one.values() if t.is_floating_point()}
+        for one in (model.state_dict(), state)
+    )
+    if wanted != found:
+        raise AlignFilesError(
+            f"{path} holds {', '.join(sorted(found))}, and the network and its data are {', '.join(sorted(wanted))}: "
+            f"pass --dtype {min(found, default='float32')}"
+        )
+
+
+def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
+    """A row for each network and for each step: weight, NoT, scores."""
+    keys = list(merged.members[0]) if merged.members else []
+    header = ["", "weight", "NoT", *keys, *(["barrier"] if keys else [])]
+    rows = []
+    for k, name in enumerate(names):
+        scores = [f"{merged.members[k][key]:.4f}" for key in keys] + [""] * bool(keys)
+        rows.append([str(name), f"{merged.weights[k]:.3g}", str(merged.transpositions[k]), *scores])
+    for step, found in merged.scores.items():
+        scores = [f"{found[key]:.4f}" for key in keys]
+        rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
+    caption = "barrier: by how much the loss exceeds the weighted mean of the networks' own" if keys else ""
+    return Grid("Merged network", header, rows, caption)
+
+
+def _metrics(data: BarrierData | None, loss: str) -> dict[str, Loss]:
+    """Accuracy, where the targets are classes."""
+    classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
+    return {"accuracy": _accuracy} if classes else {}
+
+
+def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).to(torch.float64).mean()
