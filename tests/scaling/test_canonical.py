@@ -380,7 +380,7 @@ def test_tied_parameters_count_once_under_any_name() -> None:
 def test_wrong_arguments() -> None:
     graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     with pytest.raises(ValueError, match="unknown method 'least'"):
-        tus.canonicalize(graph, state, "least")  # type: ignore[arg-type]
+        tus.canonicalize(graph, state, method="least")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="normalizations must be 'leave' or 'unit_norm'"):
         tus.canonicalize(graph, state, normalizations="fold")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one state"):

@@ -142,7 +142,9 @@ def removal_element(
     def scaled(given: Mapping[str, Tensor]) -> tuple[LogScale, dict[str, Tensor]]:
         if scale is None:
             return {}, dict(given)
-        form = canonicalize(graph, given, scale, normalizations=normalizations, degenerate=degenerate, certify=False)
+        form = canonicalize(
+            graph, given, method=scale, normalizations=normalizations, degenerate=degenerate, certify=False
+        )
         return form.log_scale, form.state
 
     log_scale, current = scaled(state)
