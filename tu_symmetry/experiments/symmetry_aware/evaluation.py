@@ -80,6 +80,9 @@ def evaluate(
     """
     if not ood:
         raise ValueError("there is no out-of-distribution set: name at least one under ood")
+    empty = [method for method, folders in (one_mode | multi_mode).items() if not folders]
+    if empty:
+        raise ValueError(f"{empty[0]} is a row without a run: name at least one folder")
     like = model.state_dict()
     rows: dict[str, list[dict[str, Tensor]]] = {}
     runs: dict[str, Tensor] = {}
