@@ -121,6 +121,8 @@ def small(value: Any, key: str = "") -> Any:
         made = {k: small(v, str(k)) for k, v in value.items()}
         if str(made.get("class_path", "")).endswith(("DigitsDataModule", "IDXDataModule", "CIFARDataModule")):
             made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
+        if str(made.get("class_path", "")).startswith("torch_uncertainty.datamodules."):
+            made["init_args"] |= {"num_workers": 0, "persistent_workers": False}
         if str(made.get("class_path", "")).endswith("CIFARDataModule"):  # what torchvision stores cannot be made small
             made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
         if made.get("class_path") == "torch_uncertainty.models.classification.resnet":
