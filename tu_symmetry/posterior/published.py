@@ -80,8 +80,8 @@ def collect_checkpoints(
 ) -> SampleStore:
     """Stream a folder of checkpoints into a sample store, in memory no more than one shard at a time.
 
-    The networks are chains ``0, 1, ...`` in the order of their names. A call that was interrupted goes on where it
-    stopped. Files of a data set are fetched one by one, and stay in the cache of ``huggingface_hub``.
+    The networks are chains ``0, 1, ...`` in the order of their names. A call that was interrupted resumes.
+    Files of a data set are fetched one by one, and stay in the cache of ``huggingface_hub``.
 
     Args:
         out: folder of the store; new, or of an interrupted call.
