@@ -245,7 +245,7 @@ def _packed(root: Array, sign: Floats) -> Array:
 
 def _unpacked(packed: Array) -> tuple[Array, Floats]:
     """Roots and signs."""
-    return packed // 4, packed % 4 - 1.0
+    return packed // 4, (packed % 4 - 1).astype(np.float64)
 
 
 def _distinct(arrays: list[Array]) -> list[Array]:

@@ -70,7 +70,7 @@ def scale_groups(
     families = [*scales, *normalizations]
     terms_of = _numbered(expanded, families, system.count)
     groups = list(_groups(families, terms_of, len(scales), buffers))
-    return tuple(groups[: len(scales)]), tuple(groups[len(scales) :]), terms_of  # type: ignore[return-value]
+    return tuple(groups[: len(scales)]), tuple(groups[len(scales) :]), terms_of  # type: ignore[arg-type]
 
 
 class _Family(NamedTuple):

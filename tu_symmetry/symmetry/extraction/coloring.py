@@ -180,8 +180,9 @@ def _standing(classes: Classes, number: int, seen: Seen, tag_of_unit: Hash | Non
             if k == seen.axis or size == 1:
                 continue
             met, of_blocks, found = _related(component, others.get(k, ()), Relation(number, k))
-            for outer in seen.others[k] if tag_of_unit is not None else ():  # blocks that became one are told apart
-                met = combined(met, np.where(outer >= 0, tag_of_unit[np.where(outer >= 0, outer, 0)], 0))
+            if tag_of_unit is not None:  # blocks that became one are told apart
+                for outer in seen.others[k]:
+                    met = combined(met, np.where(outer >= 0, tag_of_unit[np.where(outer >= 0, outer, 0)], 0))
             context = combined(context, met)
             places += of_blocks
             edges += found

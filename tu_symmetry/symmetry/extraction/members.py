@@ -19,16 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tu_symmetry.symmetry.algebra import Array, Label, distinct
 from tu_symmetry.symmetry.extraction.coloring import Hash, combined, roles
 from tu_symmetry.symmetry.extraction.forest import Forest, Labels, Node
 from tu_symmetry.symmetry.graph import PermutationMember
 from tu_symmetry.symmetry.ledger import Ledger
+
+Number = TypeVar("Number", np.int64, np.uint64)
 
 
 class Contradiction(Exception):
@@ -202,7 +205,7 @@ class Reader:
         if len(nested) > 1:
             raise Contradiction(node, "nested along two axes of a parameter")
         if not nested:
-            flat = Lying(*(a.reshape(-1) for a in lying))
+            flat = Lying(lying.owner.reshape(-1), lying.slot.reshape(-1), lying.rest.reshape(-1))
             grid = _grid(node, flat, lambda: self._roles_along(name, axis, shape).reshape(-1), node.units.size)
             return PermutationMember(name, axis, torch.from_numpy(grid.reshape(*node.units.shape, -1)))
         return self._member_in_rows(node, name, axis, nested[0], lying)
@@ -219,10 +222,10 @@ class Reader:
         shape = lying.owner.shape
         size, count = shape[axis], shape[rows_axis]
 
-        def by_rows(array: Array) -> Array:
+        def by_rows(array: NDArray[Number]) -> NDArray[Number]:
             return np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(count, size)
 
-        lines = Lying(*(by_rows(a) for a in lying))
+        lines = Lying(by_rows(lying.owner), by_rows(lying.slot), by_rows(lying.rest))
         _, first, kind = np.unique(
             np.concatenate([lines.owner, lines.slot], axis=1), axis=0, return_index=True, return_inverse=True
         )

@@ -94,7 +94,9 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
         return given == number if isinstance(given, (int, str)) else all(n == number for n in given)
 
     plain = all_are("stride", 1) and (all_are("padding", 0) or call.get("padding") in ("valid", "same"))
-    return plain and all_are("output_padding", 0) and any(value.labels[axis + 1 :])
+    told = value.labels[axis:]  # of channels and positions, neither nested in the other (by a pixel shuffle, say)
+    apart = all(n == 1 for k, label in enumerate(told, axis) for c in label for j, n in enumerate(c.shape) if j != k)
+    return plain and all_are("output_padding", 0) and any(told[1:]) and apart
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
