@@ -344,7 +344,7 @@ def _align(
         )
         return found.permutations, found.certificates, found.uncertified
     first = isinstance(reference, str) and reference == "first"
-    anchor = members[0] if first else _read(cast(Network, reference), "reference")
+    anchor = members[0] if first else _read(reference, "reference")
     graph.check_state(anchor, name="states[0]" if first else "reference")
     permutations, certificates, uncertified = [identity] if first else [], [], ""
     for k in range(len(permutations), len(members)):
