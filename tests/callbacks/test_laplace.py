@@ -486,6 +486,41 @@ def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert {name: seen[0][name] for name in given} == given
 
 
+class HeldOut(Data):
+    """With validation data that the network cannot predict: labels at random."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        x, y = samples()
+        return DataLoader(TensorDataset(x + 1, (y + torch.arange(SAMPLES)) % CLASSES), 10)
+
+
+@pytest.mark.parametrize("fitting", [True, False])
+def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
+    routine, callback, logger = Routine(), FitLaplace(evaluate_at="map"), Numbers()
+    run = trainer(callback, logger=logger, limit_val_batches=0)
+    (run.fit if fitting else run.test)(routine, HeldOut())
+    found, la = callback.calibration, callback.laplace
+    assert found is not None and la is not None and la.temperature == found.temperature
+    assert found.samples == SAMPLES
+    assert found.calibrated.nll <= found.network.nll
+    x, y = HeldOut().val_dataloader().dataset.tensors  # type: ignore[attr-defined]
+    p = la.predictive(x).double().gather(-1, y.unsqueeze(-1))
+    assert -p.log().mean().item() == pytest.approx(found.calibrated.nll, rel=1e-4)
+    assert logger.metrics["laplace/temperature"] == found.temperature
+    for name in ("network", "evidence", "calibrated"):
+        assert logger.metrics[f"laplace/held_out/{name}/nll"] == getattr(found, name).nll
+    callback = FitLaplace(evaluate_at="map", calibrate=False)
+    trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
+    assert callback.calibration is None and callback.laplace is not None and callback.laplace.temperature == 1
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2, 16), (0.5, 21), (1.0, SAMPLES), (100, SAMPLES)])
+def test_limited_training_batches_are_those_of_the_fit(limit: float, expected: int) -> None:
+    callback = FitLaplace(evaluate_at="map")
+    trainer(callback, limit_train_batches=limit).fit(Routine(), Data())
+    assert callback.laplace is not None and callback.laplace.summary.samples == expected
+
+
 def test_wrong_options_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="prior='per_unit' is not known"):
         FitLaplace(prior="per_unit")

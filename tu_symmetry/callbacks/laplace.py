@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from rich.console import Console
@@ -22,7 +24,7 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
-from tu_symmetry.laplace.model import EvidenceResult, GroupReport, LinearizedLaplace
+from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
 
 _SHOWN = 12  # groups that the printed summary names
 
@@ -73,6 +75,10 @@ class FitLaplace(Callback):
             ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
         solver, max_iterations, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
+        calibrate: whether to choose the posterior's temperature on the validation data, where the trainer or its data
+            module has any, see :meth:`LinearizedLaplace.calibrate`: predictions on these are then never worse than the
+            network's. Where the validation data are the test data, as in some of TorchUncertainty's data modules, set
+            aside a part of the training data (``val_split``), or pass False.
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
             checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints.
         load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
@@ -84,6 +90,7 @@ class FitLaplace(Callback):
     Attributes:
         laplace: the approximation, once fitted.
         evidence_result: what :meth:`LinearizedLaplace.optimize_evidence` returned.
+        calibration: what :meth:`LinearizedLaplace.calibrate` returned; None without validation data.
         saved_to: the file, once written.
     """
 
@@ -102,6 +109,7 @@ class FitLaplace(Callback):
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
         memory: int = BUDGET,
+        calibrate: bool = True,
         path: str | Path | None = None,
         load_from: str | Path | None = None,
         prefix: str = "laplace",
@@ -117,7 +125,7 @@ class FitLaplace(Callback):
         self.evidence = evidence
         self.hyperprior = hyperprior
         self.solver, self.max_iterations, self.memory = solver, max_iterations, memory
-        self.tolerance, self.mode_tolerance = tolerance, mode_tolerance
+        self.tolerance, self.mode_tolerance, self.calibrate = tolerance, mode_tolerance, calibrate
         self.path = None if path is None else Path(path)
         self.load_from = None if load_from is None else Path(load_from)
         self.prefix = prefix
@@ -128,6 +136,7 @@ class FitLaplace(Callback):
         """Drop what earlier runs left."""
         self.laplace: LinearizedLaplace | None = None
         self.evidence_result: EvidenceResult | None = None
+        self.calibration: Calibration | None = None
         self.saved_to: Path | None = None
         self._fingerprint = ""
 
@@ -230,6 +239,8 @@ class FitLaplace(Callback):
                     memory=self.memory,
                     progress=progress,
                 )
+            held_out = _validation_loader(trainer) if self.calibrate else None
+            self.calibration = None if held_out is None else laplace.calibrate(held_out, progress=progress)
         self._adopt(pl_module, laplace)
         self._log(trainer, laplace)
         self._save(trainer, laplace)
@@ -269,10 +280,17 @@ class FitLaplace(Callback):
             }
         if laplace.likelihood.name == "regression":
             scalars["noise_variance"] = laplace.noise_variance
+        if self.calibration is not None:
+            scalars["temperature"] = self.calibration.temperature
+            for name in ("network", "evidence", "calibrated"):
+                found = vars(getattr(self.calibration, name))
+                scalars |= {f"held_out/{name}/{k}": v for k, v in found.items() if not math.isnan(v)}
         for logger in trainer.loggers:
             logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
             logger.save()
         rank_zero_info(_summary(laplace, rows))
+        if self.calibration is not None:
+            rank_zero_info(str(self.calibration))
 
     def _save(self, trainer: Trainer, laplace: LinearizedLaplace) -> None:
         path = self.path or _beside_checkpoint(trainer)
@@ -283,6 +301,22 @@ class FitLaplace(Callback):
             laplace.save(path)
         trainer.strategy.barrier("FitLaplace saved")
         self.saved_to = path
+
+
+def _validation_loader(trainer: Trainer) -> Any:
+    """The first validation loader of the run or its data module, if its batches are pairs; None without any."""
+    found: Any = trainer.val_dataloaders
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if found is None and datamodule is not None and is_overridden("val_dataloader", datamodule, LightningDataModule):
+        found = datamodule.val_dataloader()
+    while isinstance(found, (list, tuple, dict)) and found:
+        found = next(iter(found.values())) if isinstance(found, dict) else found[0]
+    if not isinstance(found, DataLoader):
+        return None
+    with isolate_rng():
+        batch = next(iter(found), None)
+    pairs = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(isinstance(b, torch.Tensor) for b in batch)
+    return found if pairs else None
 
 
 def _attach(pl_module: LightningModule, laplace: LinearizedLaplace | None) -> None:

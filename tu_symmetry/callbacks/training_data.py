@@ -70,6 +70,10 @@ def plain_training_loader(
         dataset = with_transform(dataset, evaluation)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         dataset = Subset(dataset, range(min(len(dataset), 128)))
+    elif given is None and loader is not None and trainer.limit_train_batches != 1.0:
+        limit = trainer.limit_train_batches  # a number of batches, or a share of them
+        count = round(limit * len(dataset)) if isinstance(limit, float) else limit * (loader.batch_size or 1)
+        dataset = Subset(dataset, range(max(1, min(len(dataset), count))))
     collate = None if loader is None else loader.collate_fn
     _require_repeatable(dataset, collate)
     rank, world = trainer.global_rank, trainer.world_size
