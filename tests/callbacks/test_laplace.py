@@ -254,8 +254,10 @@ def test_which_network() -> None:
     other = Routine()
     other.backbone = other.model
     del other.model
-    with pytest.raises(ValueError, match="network='backbone'"):
-        trainer(FitLaplace()).fit(other, Data())
+    assert FitLaplace()._find_network(other) is other.backbone  # whatever it is called
+    other.second = net()
+    with pytest.raises(ValueError, match="network="):
+        FitLaplace()._find_network(other)
 
 
 def test_what_would_fail_at_the_end_fails_at_the_start() -> None:
@@ -496,7 +498,7 @@ class HeldOut(Data):
 
 @pytest.mark.parametrize("fitting", [True, False])
 def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
-    routine, callback, logger = Routine(), FitLaplace(evaluate_at="map"), Numbers()
+    routine, callback, logger = Routine(), FitLaplace(evaluate_at="map", calibrate=True), Numbers()
     run = trainer(callback, logger=logger, limit_val_batches=0)
     (run.fit if fitting else run.test)(routine, HeldOut())
     found, la = callback.calibration, callback.laplace
@@ -509,7 +511,7 @@ def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
     assert logger.metrics["laplace/temperature"] == found.temperature
     for name in ("network", "evidence", "calibrated"):
         assert logger.metrics[f"laplace/held_out/{name}/nll"] == getattr(found, name).nll
-    callback = FitLaplace(evaluate_at="map", calibrate=False)
+    callback = FitLaplace(evaluate_at="map")
     trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
     assert callback.calibration is None and callback.laplace is not None and callback.laplace.temperature == 1
 

@@ -77,8 +77,8 @@ class FitLaplace(Callback):
         solver, max_iterations, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
         calibrate: whether to choose the posterior's temperature on the validation data, where the trainer or its data
             module has any, see :meth:`LinearizedLaplace.calibrate`: predictions on these are then never worse than the
-            network's. Where the validation data are the test data, as in some of TorchUncertainty's data modules, set
-            aside a part of the training data (``val_split``), or pass False.
+            network's. Off by default, since in some of TorchUncertainty's data modules the validation data are the test
+            data: set aside a part of the training data there (``val_split``).
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
             checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints.
         load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
@@ -109,7 +109,7 @@ class FitLaplace(Callback):
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
         memory: int = BUDGET,
-        calibrate: bool = True,
+        calibrate: bool = False,
         path: str | Path | None = None,
         load_from: str | Path | None = None,
         prefix: str = "laplace",
