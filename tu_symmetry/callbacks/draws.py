@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -197,5 +197,5 @@ class TrueTemperature(Callback):
 
 def _training_loader(trainer: Trainer) -> DataLoader[Any]:
     """The training data; data modules' loaders for post-processing hold validation or test data."""
-    found: DataLoader[Any] = trainer.train_dataloader
-    return found
+    found: Any = trainer.train_dataloader
+    return cast("DataLoader[Any]", found)

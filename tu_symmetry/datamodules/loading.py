@@ -115,11 +115,11 @@ class ResumableLoader(DataLoader[Any]):
         self._resume = None
         self._done = resume[1] if resume is not None and resume[0] == epoch else 0
         dataset: TensorPairs = self.dataset  # type: ignore[assignment]
-        for order in self.orders:
-            order.set_epoch(epoch)
+        for one in self.orders:
+            one.set_epoch(epoch)
         assert self.batch_size is not None
         if self.orders:
-            table = torch.stack([order.order() for order in self.orders]).to(dataset.x.device)
+            table = torch.stack([one.order() for one in self.orders]).to(dataset.x.device)
             for chosen in table.split(self.batch_size, dim=1)[self._done :]:
                 self._done += 1
                 rows = [self._augmented(dataset.x[row], order) for row, order in zip(chosen, self.orders, strict=True)]

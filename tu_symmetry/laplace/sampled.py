@@ -360,7 +360,7 @@ class SampledEvidence:
                 place = prior.hyperparameters.index("variance")
                 low, high = prior.bounds()[place]
                 ratio = math.log(max(energy, 1e-300) / max(gamma[name], 1e-300))
-                phi[name][place] = float(min(max(phi[name][place] + ratio, low), high))
+                phi[name][place] = min(max(float(phi[name][place]) + ratio, low), high)
             if fit_noise:
                 error = float((self.target - self.operator.forward(theta.unsqueeze(0))[0]).square().sum())
                 noise = error / max(self.operator.values - sum(gamma.values()), 1e-3 * self.operator.values)

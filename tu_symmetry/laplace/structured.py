@@ -315,7 +315,8 @@ def prior_from_config(config: Mapping[str, Any]) -> StructuredPrior:
     kind = values.pop("kind", None)
     if kind not in kinds:
         raise ValueError(f"a prior of kind {kind!r} is not known; there are {sorted(kinds)}")
-    return kinds[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return kinds[kind](**arguments)
 
 
 def _config(prior: IsotropicPrior | KernelPrior) -> dict[str, Any]:

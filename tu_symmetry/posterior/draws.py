@@ -70,11 +70,12 @@ def network_draws(
         return Draws("laplace", laplace_draws(source, count, seed=seed), [0] * count)
     if not isinstance(source, nn.Module):
         raise ValueError(f"nothing can be drawn from a {type(source).__name__}: {_KNOWN}")
+    held: Any = source
     if hasattr(source, "core_models"):
-        return Draws("deep_ensemble", *_chosen(list(source.core_models), count, "members"))
+        return Draws("deep_ensemble", *_chosen(list(held.core_models), count, "members"))
     if hasattr(source, "saved_models"):
-        last = [source.core_model] if getattr(source, "use_final_model", True) else []
-        return Draws("checkpoint_ensemble", *_chosen([*source.saved_models, *last], count, "checkpoints"))
+        last = [held.core_model] if getattr(source, "use_final_model", True) else []
+        return Draws("checkpoint_ensemble", *_chosen([*held.saved_models, *last], count, "checkpoints"))
     if hasattr(source, "swag_stats"):
         return Draws("swag", swag_draws(source, count, seed=seed, scale=scale), [0] * count)
     core: Any = getattr(source, "core_model", source)
@@ -138,7 +139,7 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
     readers = []
     for i, module, width in drops:
         after = next(((n, m) for n, m, w in calls[i + 1 :] if not w), None)
-        entries = after[1].weight.shape[1] if after is not None else 0  # type: ignore[union-attr, index]
+        entries = after[1].weight.shape[1] if after is not None else 0  # type: ignore[index]
         if after is None or getattr(after[1], "groups", 1) != 1 or entries % width:
             raise ValueError(
                 f"what {calls[i][0]} ({type(module).__name__}) drops is not read by one linear layer or ungrouped "
@@ -200,7 +201,7 @@ def bayesian_draws(model: nn.Module, count: int, *, seed: int = 0) -> State:
         for _ in range(count):
             state = {}
             for name, layer in layers.items():
-                weight, bias = layer.sample()  # type: ignore[operator]
+                weight, bias = layer.sample()
                 stem = f"{name}." if name else ""
                 state[f"{stem}weight"] = weight.detach().clone()
                 if bias is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,6 @@ def _unreachable(source: str, error: Exception) -> str:
     )
 
 
-def _natural(name: str) -> Sequence[tuple[int, int, str]]:
+def _natural(name: str) -> list[tuple[int, int, str]]:
     """``net_2`` before ``net_10``."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

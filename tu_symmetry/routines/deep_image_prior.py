@@ -204,7 +204,8 @@ class DeepImagePriorRoutine(LightningModule):
             weights,
         )
         self._keep(losses.detach(), batch)
-        if self.trainer.global_step % self.trainer.log_every_n_steps == 0:
+        trainer: Any = self.trainer  # which sets log_every_n_steps without declaring it
+        if trainer.global_step % trainer.log_every_n_steps == 0:
             self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=len(batch))
         return losses.sum()
 
@@ -291,7 +292,8 @@ class DeepImagePriorRoutine(LightningModule):
         shown = [self._problem.truth, self._problem.back_projection, images]
         row = torch.cat([part.clamp(0, 1).cpu() for part in shown], dim=-1)
         whole = torch.cat(list(row), dim=-2)  # [1, problems * height, 3 * width]
-        for logger in self.loggers:
+        loggers: list[Any] = list(self.loggers)
+        for logger in loggers:
             if hasattr(logger, "log_image"):
                 logger.log_image(key="reconstructions", images=[whole], step=self.trainer.global_step)
             elif hasattr(logger.experiment, "add_image"):

@@ -195,7 +195,7 @@ class MembersRoutine(PredictiveRoutine):
         if self.samples is None or not self.trainer.is_global_zero:
             return
         step = self.trainer.global_step
-        written_by = {"method": "deep_ensemble", "seed": self.seed}
+        written_by: dict[str, Any] = {"method": "deep_ensemble", "seed": self.seed}
         if self.samples.is_dir() and any(self.samples.iterdir()):
             store = SampleStore.open(self.samples)
             own = store.chains == list(range(self.num_members)) and written_by.items() <= store.metadata.items()

@@ -41,10 +41,12 @@ def unet_priors(model: UNet) -> tuple[StructuredPrior, ...]:
 
     Weights of convolutions only; biases and normalizations are fixed.
     """
-    stages = {"inc": model.inc}
+    stages: dict[str, Any] = {"inc": model.inc}
     stages |= {f"down_{i}": stage for i, stage in enumerate(model.down)}
     stages |= {f"up_{i}": stage.conv for i, stage in enumerate(model.up)}
-    thin = {f"skip_{i}": stage.skip for i, stage in enumerate(model.up) if stage.used} | {"outc": model.outc}
+    thin: dict[str, Any] = {f"skip_{i}": stage.skip for i, stage in enumerate(model.up) if stage.used} | {
+        "outc": model.outc
+    }
     names = {id(p): name for name, p in model.named_parameters()}
 
     def weights(stage: nn.Module) -> tuple[str, ...]:

@@ -281,7 +281,9 @@ def _pictures(path: Path, panels: Sequence[Sequence[tuple[str, Tensor, str]]]) -
                 for ax in line:
                     ax.axis("off")
                 for ax, (title, image, kind) in zip(line, row, strict=False):
-                    limits = {"vmin": 0.0, "vmax": top, "cmap": "magma"} if kind == "error" else {"cmap": "gray"}
+                    limits: dict[str, Any] = (
+                        {"vmin": 0.0, "vmax": top, "cmap": "magma"} if kind == "error" else {"cmap": "gray"}
+                    )
                     if kind == "gray":
                         limits |= {"vmin": 0.0, "vmax": 1.0}
                     ax.imshow(np.asarray(image[0]), **limits)

@@ -92,8 +92,8 @@ def residual_network(
             else:
                 continue
             with torch.no_grad():
-                new.weight_mu.copy_(layer.weight)  # type: ignore[operator, union-attr]
+                new.weight_mu.copy_(layer.weight)  # type: ignore[operator]
                 if layer.bias is not None:
-                    new.bias_mu.copy_(layer.bias)  # type: ignore[operator, union-attr]
+                    new.bias_mu.copy_(layer.bias)  # type: ignore[operator]
             setattr(parent, name, new)
     return made
