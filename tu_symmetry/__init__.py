@@ -12,12 +12,12 @@ from tu_symmetry._lazy import attach
 __version__ = "0.1.0"
 
 _EXPORTS: dict[str, str] = {
-    "NormalizationGroup": "symmetry.graph",
-    "PermutationGroup": "symmetry.graph",
-    "ScaleGroup": "symmetry.graph",
+    "NormalizationGroup": "symmetry.groups",
+    "PermutationGroup": "symmetry.groups",
+    "ScaleGroup": "symmetry.groups",
     "SymmetryError": "states",
     "SymmetryGraph": "symmetry.graph",
-    "SymmetryWarning": "symmetry.graph",
+    "SymmetryWarning": "states",
     "apply_permutation": "symmetry.action",
     "apply_scale": "symmetry.action",
     "move_optimizer_state": "symmetry.in_place",
@@ -229,7 +229,7 @@ if TYPE_CHECKING:
     from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
     from tu_symmetry.scaling.profiles import MassProfile, mass_profile
     from tu_symmetry.scaling.removal import remove_symmetries
-    from tu_symmetry.states import SymmetryError, load_state, mean_state
+    from tu_symmetry.states import SymmetryError, SymmetryWarning, load_state, mean_state
     from tu_symmetry.symmetry.action import apply_permutation, apply_scale
     from tu_symmetry.symmetry.certificate import Certificate, certify, require_certificate
     from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -241,13 +241,8 @@ if TYPE_CHECKING:
         random_scale,
         transposition_count,
     )
-    from tu_symmetry.symmetry.graph import (
-        NormalizationGroup,
-        PermutationGroup,
-        ScaleGroup,
-        SymmetryGraph,
-        SymmetryWarning,
-    )
+    from tu_symmetry.symmetry.graph import SymmetryGraph
+    from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
     from tu_symmetry.symmetry.in_place import move_optimizer_state
     from tu_symmetry.symmetry.rules import register_rule
     from tu_symmetry.symmetry.verification import verify_symmetries

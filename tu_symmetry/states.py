@@ -27,6 +27,10 @@ class SymmetryError(RuntimeError):
     """A symmetry that does not hold, or weights that do not belong to the graph; the message names the culprit."""
 
 
+class SymmetryWarning(UserWarning):
+    """Symmetries were claimed that do not hold, and were left out; the message names them."""
+
+
 class SampleFileError(FileError):
     """A file or folder that is truncated, changed, foreign, or of another architecture; the message names it."""
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.signal import lfilter
-from torch import Tensor, nn
-
-from tu_symmetry.posterior.network import categorical_nll, derived_seed, gaussian_kl, initialized
-from tu_symmetry.posterior.samplers import (
+from sampling_oracles import (
     HMCChunk,
     deep_ensemble,
     effective_sample_size,
     hmc_samples,
     mean_field_vi,
 )
+from scipy.signal import lfilter
+from torch import Tensor, nn
+
+from tu_symmetry.posterior.network import categorical_nll, derived_seed, gaussian_kl, initialized
 
 
 @pytest.fixture(autouse=True)

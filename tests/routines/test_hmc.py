@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pyro.ops.stats import effective_sample_size
+from sampling_oracles import hmc_samples
 from scipy.signal import lfilter
 from torch import Tensor, nn
 
@@ -24,7 +25,6 @@ from tu_symmetry.posterior.hamiltonian import (
     estimated_sample_size,
 )
 from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
-from tu_symmetry.posterior.samplers import hmc_samples
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import HMCRoutine
 from tu_symmetry.tables.models import MLP

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from sampling_oracles import deep_ensemble
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +18,6 @@ from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.files import remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
-from tu_symmetry.posterior.samplers import deep_ensemble
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import MembersRoutine
 from tu_symmetry.states import SampleFileError

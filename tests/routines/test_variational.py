@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from sampling_oracles import mean_field_vi
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import derived_seed, initialized
-from tu_symmetry.posterior.samplers import mean_field_vi
 from tu_symmetry.routines import VariationalRoutine
 from tu_symmetry.tables.models import MLP
 

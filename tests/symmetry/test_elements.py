@@ -22,7 +22,8 @@ from tu_symmetry.symmetry.elements import (
     random_scale,
     transposition_count,
 )
-from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 
 Element = dict[str, Tensor]
 Flat = tuple[int, ...]

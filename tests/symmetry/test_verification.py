@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import tu_symmetry as tus
 from tu_symmetry.symmetry import verification
 from tu_symmetry.symmetry.comparison import Reference
-from tu_symmetry.symmetry.graph import PermutationMember, ScaleTerm
+from tu_symmetry.symmetry.groups import PermutationMember, ScaleTerm
 from tu_symmetry.symmetry.probe import Probe
 
 FAST = {

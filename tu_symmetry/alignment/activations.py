@@ -24,7 +24,8 @@ from tu_symmetry.alignment.matching import Matching, Progress, check_pair, desce
 from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Similarity = Literal["product", "covariance", "correlation"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tu_symmetry.alignment.gram import Family
 from tu_symmetry.symmetry.elements import Permutation, block_origin
-from tu_symmetry.symmetry.graph import PermutationGroup
+from tu_symmetry.symmetry.groups import PermutationGroup
 
 _ENUMERATED = 3  # blocks of so few units are solved all at once by trying every order
 _PRICED = 256  # from this size on prices pay

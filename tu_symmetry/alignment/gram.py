@@ -18,7 +18,8 @@ from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import largest_entry, permute_axis, permute_tensors
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.tangent import Slot
-from tu_symmetry.symmetry.graph import NormalizationGroup
+from tu_symmetry.symmetry.groups import NormalizationGroup
 
 Prior = Literal["per_group", "per_layer", "single", "per_filter"]
 REST = "rest"

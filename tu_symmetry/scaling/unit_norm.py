@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tu_symmetry.scaling.masses import FAR, MassTables, filter_counts
 from tu_symmetry.symmetry.action import largest_entry
-from tu_symmetry.symmetry.graph import ScaleGroup, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import ScaleGroup
 
 
 def unit_scales(

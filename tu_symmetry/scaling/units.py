@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 
 
 def incoming_weights(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor]) -> Tensor:

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
-from tu_symmetry.symmetry.graph import PermutationMember, SymmetryGraph
+from tu_symmetry.symmetry.groups import PermutationMember
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
 def apply_permutation(

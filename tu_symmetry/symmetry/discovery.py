@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tu_symmetry.states import kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
-from tu_symmetry.symmetry.graph import Pin, SymmetryGraph
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import Pin
 from tu_symmetry.symmetry.probe import Probe
 from tu_symmetry.symmetry.scales import scale_groups
 from tu_symmetry.symmetry.tracing import interpret, tied_names, trace

@@ -7,10 +7,14 @@ import os
 from collections import Counter, defaultdict
 from html import escape
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from tu_symmetry.files import write_text
-from tu_symmetry.symmetry.graph import PermutationGroup, ScaleGroup, SymmetryGraph
+from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.report import member_text, shape_text, summary
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #222; }

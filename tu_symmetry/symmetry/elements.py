@@ -12,13 +12,16 @@ Laws (tests/symmetry/test_elements.py): ``compose`` is associative, ``compose(p,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Permutation = dict[str, Tensor]
 LogScale = dict[str, Tensor]

@@ -7,8 +7,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, ScaleGroup, ScaleMember, SymmetryGraph
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, ScaleGroup, ScaleMember
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 WIDTH = 120
 

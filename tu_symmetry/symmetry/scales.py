@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from tu_symmetry.symmetry.algebra import ZERO, Array, among, distinct, distinct_rows, varies
-from tu_symmetry.symmetry.graph import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
+from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.scale_system import ScaleSystem, tidy
 

@@ -21,18 +21,21 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
+from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.comparison import Difference, Reference
-from tu_symmetry.symmetry.graph import NormalizationGroup, PermutationGroup, ScaleGroup, SymmetryGraph
-from tu_symmetry.symmetry.graph import SymmetryWarning as SymmetryWarning
+from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.probe import Probe, perturb_
 from tu_symmetry.symmetry.probe import random_state as random_state
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)

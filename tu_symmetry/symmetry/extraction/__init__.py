@@ -36,7 +36,7 @@ from tu_symmetry.symmetry.extraction.classes import FAR, Classes, resolve_classe
 from tu_symmetry.symmetry.extraction.coloring import Coloring, Hash, Tag, color, combined
 from tu_symmetry.symmetry.extraction.forest import Forest, Labels, lost_blocks, plant
 from tu_symmetry.symmetry.extraction.members import Contradiction, Reader
-from tu_symmetry.symmetry.graph import PermutationGroup, PermutationMember, Pin
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, Pin
 from tu_symmetry.symmetry.ledger import Ledger
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from tu_symmetry.symmetry.algebra import Array, Label, distinct
 from tu_symmetry.symmetry.extraction.coloring import Hash, combined, roles
 from tu_symmetry.symmetry.extraction.forest import Forest, Labels, Node
-from tu_symmetry.symmetry.graph import PermutationMember
+from tu_symmetry.symmetry.groups import PermutationMember
 from tu_symmetry.symmetry.ledger import Ledger
 
 Number = TypeVar("Number", np.int64, np.uint64)

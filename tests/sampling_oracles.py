@@ -1,4 +1,4 @@
-"""Samples of a network's posterior: full-batch HMC (Pyro's kernel), deep ensembles, and mean-field VI.
+"""Plain loops that the routines are compared with: full-batch HMC (Pyro's kernel), deep ensembles, mean-field VI.
 
 All three share one model. The prior of every parameter is ``N(0, 1 / prior_precision)``, the likelihood is ``nll``, a
 summed negative log-likelihood in nats. The settings of arXiv 2401.00611 are the defaults where it states them.

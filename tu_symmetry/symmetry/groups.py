@@ -1,0 +1,157 @@
+"""The groups of a symmetry graph: which axes of which parameters and buffers one kind of units owns.
+
+Three kinds of group act on the weights of a network without changing its function:
+
+* :class:`PermutationGroup`: interchangeable hidden units. A group may be nested in another one (the units of one
+  attention head in the heads): the parent moves whole blocks, the nested group moves units inside each block.
+* :class:`ScaleGroup`: positive factors that move between the producers and the consumers of a unit.
+* :class:`NormalizationGroup`: positive factors that a following normalization undoes.
+
+Every index tensor is a position along an axis of a named parameter or buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PermutationMember:
+    """One axis of one parameter or buffer that a permutation group moves.
+
+    Attributes:
+        parameter: name in the state dict.
+        axis: the axis that moves.
+        index: ``[*blocks, size, copies]``; ``index[b, j]`` are the positions along ``axis`` of unit ``j`` in block
+            ``b``. ``copies`` is above one where one unit owns several positions (a channel after a flatten, a head
+            with all its units). ``blocks`` is empty unless the group is nested.
+        within_axis: None, or a second axis of the same tensor: the positions then hold only in the rows ``within``
+            of that axis (the input axis of a grouped convolution, whose meaning differs from group to group).
+        within: None, or ``[*blocks, rows]`` positions along ``within_axis``.
+    """
+
+    parameter: str
+    axis: int
+    index: Tensor
+    within_axis: int | None = None
+    within: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PermutationGroup:
+    """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
+
+    Attributes:
+        name: unique; a nested group is called ``parent/own``.
+        size: number of units that are permuted (in each block).
+        members: every axis of every parameter and buffer that moves.
+        parent: name of the group whose units are the blocks, or None.
+        blocks: shape of the blocks, ``()`` for a group without parent; a group element is ``[*blocks, size]``.
+    """
+
+    name: str
+    size: int
+    members: tuple[PermutationMember, ...]
+    parent: str | None = None
+    blocks: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return _short(self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an element of the group: ``(*blocks, size)``."""
+        return (*self.blocks, self.size)
+
+    @property
+    def log10_order(self) -> float:
+        """log10 of the number of permutations in the group (``blocks * log10(size!)``)."""
+        return math.prod(self.blocks) * math.lgamma(self.size + 1) / math.log(10)
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleMember:
+    """One parameter or buffer that a scale or normalization group multiplies.
+
+    Attributes:
+        parameter: name in the state dict.
+        axis: the axis along which the factor varies, None where one factor multiplies the whole tensor.
+        exponent: the tensor is multiplied by ``factor ** exponent``.
+        index: ``[size, copies]`` positions along ``axis`` of each factor, None where ``axis`` is None.
+        within_axis, within: as in :class:`PermutationMember`, with ``within`` of shape ``[size, rows]``.
+        buffer: whether it is a buffer (a running statistic), which no optimizer or regularizer counts.
+    """
+
+    parameter: str
+    axis: int | None
+    exponent: float
+    index: Tensor | None = None
+    within_axis: int | None = None
+    within: Tensor | None = None
+    buffer: bool = False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaleGroup:
+    """``size`` independent positive factors that can be moved through the network.
+
+    Attributes:
+        name: unique among scales and normalizations.
+        size: number of independent factors.
+        members: what is multiplied, with exponents.
+        exact: False where the symmetry holds up to the epsilon of a normalization only.
+    """
+
+    name: str
+    size: int
+    members: tuple[ScaleMember, ...]
+    exact: bool = True
+
+    def __repr__(self) -> str:
+        return _short(self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class NormalizationGroup(ScaleGroup):
+    """``size`` positive factors on parameters that a following normalization undoes (no parameter shrinks for it).
+
+    ``exact`` is False where an epsilon in the normalization breaks the invariance (at the 1e-5 level); running
+    statistics that must move along are among the members, as buffers.
+    """
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the trainable tensors of the group, without the buffers that move along."""
+        return tuple(dict.fromkeys(m.parameter for m in self.members if not m.buffer))
+
+
+class Pin(NamedTuple):
+    """A parameter axis on which no permutation symmetry is claimed, and why."""
+
+    parameter: str
+    axis: int
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleTerm:
+    """One term of the log-scale of a tensor: ``exponent * log_factor[index]``.
+
+    ``index`` broadcasts against the tensor; its values number the factors of all scale groups, then of all
+    normalization groups, one after the other, and -1 means no factor.
+    """
+
+    exponent: float
+    index: Tensor
+
+
+def _short(group: PermutationGroup | ScaleGroup) -> str:
+    """A group without its tensors of indices: ``PermutationGroup('conv1', size 64, members weight[0], ...)``."""
+    tensors = [f"{m.parameter}{'' if m.axis is None else f'[{m.axis}]'}" for m in group.members]
+    shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+    return f"{type(group).__name__}({group.name!r}, size {group.size}: {shown})"
