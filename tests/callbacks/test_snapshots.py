@@ -143,6 +143,6 @@ def test_contradictory_arguments(tmp_path: Path) -> None:
         PosteriorSnapshots(tmp_path, every_n_steps=1, burn_in=-1)
     with pytest.raises(ValueError, match="has no submodule 'model'"):
         module = Routine()
-        module.network = module.model
+        module.one, module.other = net(), net()
         del module.model
         fit(module, PosteriorSnapshots(tmp_path, every_n_steps=1))

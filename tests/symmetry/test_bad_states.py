@@ -90,6 +90,8 @@ ONE: dict[str, Callable[[State], Any]] = {
         graph(), MODEL, state(1), s, loader(), F.cross_entropy, epochs=1
     ),
     "align": lambda s: tus.align(graph(), [state(1), s]),
+    "merge": lambda s: tus.merge(graph(), [state(1), s], MODEL),
+    "merge reference": lambda s: tus.merge(graph(), [state(1), state(2)], MODEL, reference=s),
     "align medoid": lambda s: tus.align(graph(), [state(1), s], reference="medoid"),
     "align mean": lambda s: tus.align(graph(), [state(1), s], reference="mean"),
     "align universe": lambda s: tus.align(graph(), [state(1), s], reference="universe"),
@@ -209,6 +211,8 @@ def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
         if (name == "align reference" and isinstance(given, str)) or (name.endswith("s reference") and given is None):
             continue  # the name of a reference; none
+        if name.startswith("merge") and (isinstance(given, str) or (given is None and name == "merge reference")):
+            continue  # a file; no reference, of networks that are aligned already
         with pytest.raises(TypeError, match=r"not a state dict|not a list of state dicts"):
             call(given)
 

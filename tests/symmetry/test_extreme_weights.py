@@ -261,9 +261,13 @@ def test_discrepancies_below_the_floors_are_zero_and_with_a_graph_finite() -> No
             {n: ((t + 0.1 * torch.randn(5, *t.shape, generator=generator)) * size).float() for n, t in state.items()}
             for _ in range(2)
         ]
-        for options in ({}, {"graph": graph}):
+        for options in ({}, {"graph": graph, "removed": "min_mass"}):
             value = float(network_discrepancy(*stacks, **options))  # type: ignore[arg-type]
             assert abs(value) < 0.1 if size > 1 else value == 0
+        with pytest.raises(tus.SymmetryError, match=r"range of torch.float32 .*Convert the state to a wider dtype"):
+            network_discrepancy(*stacks, graph=graph)  # unit norms move all sizes into one layer: a product of them
+        wide = [{n: t.double() for n, t in stack.items()} for stack in stacks]
+        assert math.isfinite(float(network_discrepancy(*wide, graph=graph)))
 
 
 def test_means_and_paths_of_extreme_weights_stay_in_range() -> None:
