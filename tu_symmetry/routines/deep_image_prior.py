@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -18,7 +17,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from tu_symmetry.datamodules.tomography import TomographyProblem
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.network import States, derived_seed, initialized, require_positive
-from tu_symmetry.routines.members import clip_members, stacked_module
+from tu_symmetry.routines.members import StackedNetworks, stacked_module
 from tu_symmetry.routines.predictive import optimizer_config
 
 _FORMAT = "tu_symmetry.deep_image_prior"
@@ -87,7 +86,7 @@ class Reconstructions:
         return len(self.images)
 
 
-class DeepImagePriorRoutine(LightningModule):
+class DeepImagePriorRoutine(StackedNetworks):
     """Reconstruct several images at once: one network for each, all as one module with stacked weights.
 
     The loss of a problem is ``mean((A f - y)^2) + tv_weight * TV(f)`` over its real measurements, ``f`` the network's
@@ -172,18 +171,6 @@ class DeepImagePriorRoutine(LightningModule):
         if isinstance(made, torch.optim.LBFGS):
             raise ValueError("LBFGS mixes the gradients of all networks: take an optimizer such as Adam or SGD")
         return made
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the gradient of every network by its own norm."""
-        if not gradient_clip_val or gradient_clip_algorithm == "value":
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        clip_members(self.members.parameters(), float(gradient_clip_val))
 
     def training_step(self, batch: TomographyProblem, batch_idx: int) -> Tensor:
         """The sum of the problems' losses, which gives every network its own gradient."""

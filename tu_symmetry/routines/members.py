@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
@@ -19,7 +20,28 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
 
 
-class MembersRoutine(PredictiveRoutine):
+class StackedNetworks(LightningModule):
+    """A routine that trains networks of one architecture as one module ``members``, stacked ``[networks, ...]``.
+
+    Each network's gradient is clipped by its own norm, so that it trains as if it were alone.
+    """
+
+    members: nn.Module
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient of every network by its own norm."""
+        if not gradient_clip_val or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        clip_members(self.members.parameters(), float(gradient_clip_val))
+
+
+class MembersRoutine(StackedNetworks, PredictiveRoutine):
     """Independent networks trained at once by ``torch.func``: ensembles of 5 as well as 1,000 small references.
 
     Every member has its own initialization (by the ``reset_parameters`` of its layers) and, with
@@ -173,18 +195,6 @@ class MembersRoutine(PredictiveRoutine):
                 stack[name].copy_(t)
         self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=y.shape[1] if own else len(y))
         return losses.sum()
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: torch.optim.Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clip the gradient of every member by its own norm."""
-        if not gradient_clip_val or gradient_clip_algorithm == "value":
-            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        clip_members(self.members.parameters(), float(gradient_clip_val))
 
     def on_train_end(self) -> None:
         """Write the members, in place of those that an earlier part of this run has written when it ended.

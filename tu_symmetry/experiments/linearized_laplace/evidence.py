@@ -71,7 +71,8 @@ class Settings:
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
-        max_iterations: largest number of alternations between theta* and the precisions.
+        max_iterations: largest number of directions that the solver tries (of alternations, where the data do not fit
+            memory); None for the solver's own limit.
         num_samples: of the Monte-Carlo predictive.
     """
 
@@ -79,7 +80,7 @@ class Settings:
     batch_size: int = 250
     tolerance: float = 1e-2
     mode_tolerance: float = 0.1
-    max_iterations: int = 50
+    max_iterations: int | None = None
     num_samples: int = 500
 
 
@@ -220,7 +221,6 @@ def _measure(subject: _Subject, settings: Settings, choice: Choice) -> dict[str,
             hyperprior=None if choice.flat else Hyperprior(),
             tolerance=settings.tolerance,
             mode_tolerance=settings.mode_tolerance,
-            solver="alternation",
             max_iterations=settings.max_iterations,
         )
     p = torch.cat([la.predictive(x, num_samples=settings.num_samples) for x, _ in subject.test])

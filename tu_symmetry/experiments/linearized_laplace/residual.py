@@ -61,7 +61,8 @@ class KroneckerSettings:
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: distance of theta* in posterior standard deviations, over all directions together.
-        max_iterations: largest number of alternations between theta* and the precisions.
+        max_iterations: largest number of directions that the solver tries (of alternations, where the data do not fit
+            memory); None for the solver's own limit.
         refreshes: how often a ``full`` choice takes the curvature anew, at least once.
         num_samples: of the outputs of every image for the predictive.
         stored_jacobian: keep the training data's Jacobian in memory (images x classes x weights numbers), which makes
@@ -71,7 +72,7 @@ class KroneckerSettings:
     batch_size: int = 250
     tolerance: float = 0.05
     mode_tolerance: float = 1.0
-    max_iterations: int = 20
+    max_iterations: int | None = None
     refreshes: int = 2
     num_samples: int = 500
     stored_jacobian: bool = False
@@ -256,7 +257,6 @@ class Work:
             hyperprior=None if choice.flat else Hyperprior(),
             tolerance=self.settings.tolerance,
             mode_tolerance=self.settings.mode_tolerance,
-            solver="alternation",
             max_iterations=self.settings.max_iterations,
             progress=self._progress,
         )
