@@ -63,7 +63,7 @@ class KroneckerSettings:
         mode_tolerance: distance of theta* in posterior standard deviations, over all directions together.
         max_iterations: largest number of directions that the solver tries (of alternations, where the data do not fit
             memory); None for the solver's own limit.
-        refreshes: how often at most a ``full`` choice takes the curvature anew (at least once), until the precisions stay.
+        refreshes: how often a ``full`` choice takes the curvature anew at most, until the precisions stay; 1 or more.
         num_samples: of the outputs of every image for the predictive.
         stored_jacobian: keep the training data's Jacobian in memory (images x classes x weights numbers), which makes
             theta* many times faster to find.
