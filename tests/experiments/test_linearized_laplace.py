@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "linearized_laplace"
 TABLES = ["table1", "table1-mnist-small", "table1-mnist"]
-ALL = ["toy", *TABLES, "table2", "table2-resnet50"]
+ALL = ["toy", *TABLES, "table2", "table2-fixup", "table2-resnet50"]
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "T-Former": Transformer,
     "CNN": CNN,

@@ -108,9 +108,10 @@ class _Stages(nn.Module):
         block: Any,
         last: nn.Module,
         head: type[nn.Linear] = nn.Linear,
+        in_channels: int = 1,
     ) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(1, width, 3, stride, padding=1, bias=False)
+        self.stem = nn.Conv2d(in_channels, width, 3, stride, padding=1, bias=False)
         layers: list[nn.Module] = []
         channels = width
         for stage, count in enumerate(blocks):
@@ -150,15 +151,21 @@ class FixUpResNet(_Stages):
         width: channels of the first stage.
         blocks: residual blocks in each stage.
         stem_stride: of the first convolution.
+        in_channels: of the images.
     """
 
     def __init__(
-        self, num_classes: int = 10, width: int = 8, blocks: Sequence[int] = (1, 1), stem_stride: int = 2
+        self,
+        num_classes: int = 10,
+        width: int = 8,
+        blocks: Sequence[int] = (1, 1),
+        stem_stride: int = 2,
+        in_channels: int = 1,
     ) -> None:
         def block(in_channels: int, channels: int, stride: int) -> nn.Module:
             return _FixUp(in_channels, channels, stride, sum(blocks))
 
-        super().__init__(num_classes, width, blocks, stem_stride, block, nn.Identity(), _ZeroLinear)
+        super().__init__(num_classes, width, blocks, stem_stride, block, nn.Identity(), _ZeroLinear, in_channels)
 
 
 class _Layer(nn.Module):

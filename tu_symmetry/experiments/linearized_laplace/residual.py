@@ -30,6 +30,7 @@ from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
@@ -268,11 +269,17 @@ class Work:
         self.shown(**{what: float(info[what])})
 
     def start(self, choice: Choice) -> LinearizedLaplace:
-        """A Laplace approximation at its initial precisions; each prior's curvature is fitted once."""
+        """A Laplace approximation at its initial precisions; each prior's curvature is fitted once.
+
+        A network without normalization has no groups of Recommendation 2: several precisions are one for each layer.
+        """
         if choice.prior not in self._fitted:
-            first = LinearizedLaplace(
-                self.model, graph=self.graph, prior=choice.prior, parameters=matrices(self.model)
-            ).fit(self.train, progress=self._progress)
+            prior: Prior = choice.prior
+            if prior == "per_group" and not any(g.members for g in self.graph.normalizations):
+                prior = "per_layer"  # no groups of Recommendation 2; the paper has numbers for FixUp all the same
+            first = LinearizedLaplace(self.model, graph=self.graph, prior=prior, parameters=matrices(self.model)).fit(
+                self.train, progress=self._progress
+            )
             self._fitted[choice.prior] = first.fitted
         fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
         if choice.where != "map" and self.settings.stored_jacobian:
