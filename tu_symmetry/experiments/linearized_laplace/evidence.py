@@ -30,7 +30,12 @@ from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.jacobians import Tangent, features
-from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.model import (
+    LinearizedLaplace,
+    NotConvergedWarning,
+    PrunedGroupWarning,
+    UnevenEvidenceWarning,
+)
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -216,6 +221,7 @@ def _measure(subject: _Subject, settings: Settings, choice: Choice) -> dict[str,
     la.fit(subject.train)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
+        warnings.simplefilter("ignore", UnevenEvidenceWarning)
         warnings.simplefilter("ignore", NotConvergedWarning)
         result = la.optimize_evidence(
             hyperprior=None if choice.flat else Hyperprior(),

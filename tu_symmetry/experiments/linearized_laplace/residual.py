@@ -33,7 +33,12 @@ from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.model import (
+    LinearizedLaplace,
+    NotConvergedWarning,
+    PrunedGroupWarning,
+    UnevenEvidenceWarning,
+)
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -215,6 +220,7 @@ class Work:
         moved = 0.0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
+            warnings.simplefilter("ignore", UnevenEvidenceWarning)
             warnings.simplefilter("ignore", NotConvergedWarning)
             if choice.where == "full":
                 la = self.resumed(la, choice._replace(where="tangent_mode"))
