@@ -199,7 +199,7 @@ def test_it_can_act_before_the_first_step(given: bool) -> None:
 
 def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
     log = CSVLogger(tmp_path)
-    canonical = mlp_canonicalization(every_n_steps=4, profile=[-1.0, 0.0, 1.0])
+    canonical = mlp_canonicalization(every_n_steps=4, profile=[-1.0, 0.0, 1.0], log_layers=True)
     t = fit(routine(), canonical, logger=[log], max_epochs=2)
     assert float(t.callback_metrics["scale/ratio"]) == pytest.approx(canonical.history[-1]["ratio"][0])
     with open(Path(log.log_dir) / "metrics.csv") as f:

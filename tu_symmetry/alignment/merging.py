@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
@@ -26,17 +27,18 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity
 from tu_symmetry.alignment.align import MatchOn, Reference, align
-from tu_symmetry.alignment.barrier import Loss, interpolate, mean_scores
+from tu_symmetry.alignment.barrier import Loss, LossBarrier, interpolate, loss_barrier, mean_scores
 from tu_symmetry.alignment.consensus import AlignSolver
 from tu_symmetry.alignment.matching import Progress
 from tu_symmetry.alignment.repair import Correction, corrected
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, load_state, require_state, unstack
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.action import permute_entries, permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Network = Mapping[str, Tensor] | str | os.PathLike[str]
@@ -59,6 +61,8 @@ class Merged(Brief):
         members: scores of each network by itself: ``loss``, and further metrics by name. Empty without a loss.
         scores: the same of the merged network: ``naive`` (averaged as the networks were given), ``aligned``, and
             ``corrected``. Only those that differ are there; the last one is that of :attr:`state`.
+        lines: the losses along the straight lines from the first network of the merged one to each of the others, for
+            the steps of :attr:`scores`; empty unless ``points`` was given.
         certificates: for each permuted network, by how much its outputs on the graph's example inputs changed.
         uncertified: why nothing was measured; empty where something was.
     """
@@ -70,6 +74,7 @@ class Merged(Brief):
     correction: Correction
     members: list[Scores] = field(default_factory=list)
     scores: dict[str, Scores] = field(default_factory=dict)
+    lines: dict[str, list[LossBarrier]] = field(default_factory=dict)
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
 
@@ -84,11 +89,16 @@ class Merged(Brief):
         facts += [(f"{name} of the networks", span([one[name] for one in self.members])) for name in _names(self)]
         for step, found in self.scores.items():
             facts.append((step, ", ".join(f"{name} {value:.4g}" for name, value in found.items())))
+        facts += [(f"barrier, {step}", span([one.barrier for one in found])) for step, found in self.lines.items()]
         return facts
 
     @property
     def barriers(self) -> dict[str, float]:
-        """By how much the loss exceeds the weighted mean of the networks' own, for each of :attr:`scores`."""
+        """By how much the loss exceeds the weighted mean of the networks' own, for each of :attr:`scores`.
+
+        This is the excess at the merged network alone. The barrier of the literature is the largest excess over a line,
+        which :attr:`lines` hold where they were asked for.
+        """
         chord = sum(w * one["loss"] for w, one in zip(self.weights, self.members, strict=False) if w > 0)
         return {step: found["loss"] - chord for step, found in self.scores.items()}
 
@@ -113,7 +123,9 @@ def merge(
     loss: Loss | None = None,
     metrics: Mapping[str, Loss] | None = None,
     validation: Iterable[Any] | None = None,
+    points: int = 0,
     certify: bool = True,
+    resume: MutableMapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Merged:
     """Align networks of one architecture, average them, and correct the statistics of the average.
@@ -143,7 +155,12 @@ def merge(
             step, are measured.
         metrics: further means over a batch, by name (``{"accuracy": ...}``), measured beside the loss.
         validation: batches ``(inputs, targets)`` to measure on; if left out, ``dataloader``.
+        points: with 3 or more, also measure the loss at that many points of the line from the first network of the
+            merged one to each of the others, the ends included.
         certify: measure that the outputs of each permuted network stay the same.
+        resume: takes the permutations and scores as they are found, and gives them back: a merge that was interrupted
+            goes further where it is called again with the same mapping and arguments. Permutations that come from it
+            are certified again.
         progress: called with ``{"step", "done", "total"}``; steps are ``align``, ``measure`` and ``average``.
 
     Returns:
@@ -152,11 +169,12 @@ def merge(
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights, outputs that a permutation changed.
         SampleFileError: a file that cannot be used.
-        ValueError: fewer than two networks, weights that do not fit, a correction without data, greedy weights without
-            a loss and data, or a network without the statistics that are to be corrected.
+        ValueError: fewer than two networks, weights that do not fit, a correction without data, greedy weights or
+            points without a loss and data, one or two points, or a network without the statistics to be corrected.
     """
     members = _Members(states)
-    _check(len(members), correction, weights, dataloader, loss, metrics, validation)
+    _check(len(members), correction, weights, dataloader, loss, metrics, validation, points)
+    done: MutableMapping[str, Any] = {} if resume is None else resume
     plan = None if weights == "greedy" else _plan(graph, weights, len(members))
     data = None if dataloader is None else reusable(dataloader)
     held = data if validation is None else reusable(validation)
@@ -171,11 +189,12 @@ def merge(
             progress({"step": step, "done": done, "total": len(members)})
 
     options = {"match_on": match_on, "solver": solver, "similarity": similarity, "model": model, "dataloader": data}
-    permutations, certificates, uncertified = _align(graph, members, reference, {**options, "certify": certify}, tell)
+    options["certify"] = certify
+    permutations, certificates, uncertified = _align(graph, members, reference, options, done, tell)
     own: list[Scores] = []
     if functions:
         for k in range(len(members)):
-            own.append(measure(members[k]))
+            own.append(_once(done, f"scores/{k}", lambda k=k: measure(members[k])))
             tell("measure", k + 1)
     aligned = _Aligned(graph, members, permutations)
 
@@ -187,7 +206,7 @@ def merge(
 
     if plan is None:
         order = sorted(range(len(members)), key=lambda i: own[i]["loss"])
-        soup = _greedy(aligned, order, own, lambda state, chosen, ratios: measure(correct(state, chosen, ratios)))
+        soup = _greedy(aligned, order, own, lambda state, chosen, ratios: measure(correct(state, chosen, ratios)), done)
         plan = _plan(graph, soup, len(members))
     chosen = [i for i in range(len(members)) if any(part.weights[i] > 0 for part in plan)]
     fixed = plan[0].weights
@@ -202,8 +221,46 @@ def merge(
         state = correct(state, chosen, [fixed[i] for i in chosen])
         if functions:
             scores["corrected"] = measure(state)
+    lines: dict[str, list[LossBarrier]] = {}
+    if points:
+        assert held is not None and loss is not None
+        walk = partial(_lines, model, held, loss, points, chosen)
+        lines = {"naive": walk(members)} if moved else {}
+        lines["aligned"] = walk(aligned)
+        if correction != "none":
+            mend = partial(corrected, model, dataloader=cast("Iterable[Any]", data), correction=correction)
+            lines["corrected"] = walk(aligned, mend)
     counts = [transposition_count(p) for p in permutations]
-    return Merged(state, fixed, permutations, counts, correction, own, scores, certificates, uncertified)
+    return Merged(state, fixed, permutations, counts, correction, own, scores, lines, certificates, uncertified)
+
+
+def _once(done: MutableMapping[str, Any], key: str, compute: Callable[[], Any]) -> Any:
+    """What an earlier run has found, or what is found now, which is kept."""
+    if key not in done:
+        done[key] = compute()
+    return done[key]
+
+
+def _lines(
+    model: nn.Module,
+    data: Iterable[Any],
+    loss: Loss,
+    points: int,
+    chosen: Sequence[int],
+    networks: Sequence[State],
+    mend: Callable[..., State] | None = None,
+) -> list[LossBarrier]:
+    """Losses along the lines from the first of the chosen networks to each of the others; inner points are mended."""
+    found = []
+    for k in chosen[1:]:
+        ends = [networks[chosen[0]], networks[k]]
+
+        def between(state: State, ratio: float, ends: list[State] = ends) -> State:
+            assert mend is not None
+            return mend(ends, [1 - ratio, ratio], state)
+
+        found.append(loss_barrier(model, *ends, data, loss, points=points, merge=None if mend is None else between))
+    return found
 
 
 class _Members(Sequence[State]):
@@ -249,7 +306,9 @@ class _Aligned(Sequence[State]):
         if not 0 <= index < len(self):
             raise IndexError(index)
         k = self.chosen[index]
-        return permute_tensors(self.graph, self.permutations[k], self.members[k])
+        state = self.members[k]
+        permute_entries(self.graph, self.permutations[k], state)
+        return state
 
 
 def _read(network: Network, name: str) -> State:
@@ -264,7 +323,10 @@ def _check(
     loss: Loss | None,
     metrics: Mapping[str, Loss] | None,
     validation: Iterable[Any] | None,
+    points: int,
 ) -> None:
+    if points < 0 or 0 < points < 3:
+        raise ValueError(f"points={points}: a line has at least 3 points, its ends included; 0 measures none")
     if count < 2:
         raise ValueError(f"merging needs at least two networks, got {count}")
     if correction not in get_args(Correction):
@@ -275,9 +337,9 @@ def _check(
         raise ValueError("repair is of one ratio for the whole network; weights by name go with 'none' or 'batchnorm'")
     if correction != "none" and dataloader is None:
         raise ValueError(f"correction={correction!r} measures activations: pass a dataloader of training inputs")
-    measures = loss is not None or metrics or weights == "greedy"
+    measures = loss is not None or metrics or weights == "greedy" or points
     if measures and (loss is None or (dataloader is None and validation is None)):
-        raise ValueError("scores and greedy weights need a loss, and validation= (or dataloader) to measure it on")
+        raise ValueError("scores, points and greedy weights need a loss, and validation= (or dataloader) to measure on")
 
 
 class _Part(NamedTuple):
@@ -324,6 +386,7 @@ def _align(
     members: Sequence[State],
     reference: Reference | Network | None,
     options: dict[str, Any],
+    done: MutableMapping[str, Any],
     tell: Callable[[str, int], None],
 ) -> tuple[list[Permutation], list[Certificate], str]:
     """Permutations of all networks; one of them is in memory beside the reference, where it is a single network."""
@@ -334,7 +397,8 @@ def _align(
             graph.check_state(members[k], name=f"states[{k}]")
             tell("align", k + 1)
         return [identity] * len(members), [], "the networks were merged as they are"
-    if isinstance(reference, str) and reference in get_args(Reference) and reference != "first":
+    together = isinstance(reference, str) and reference in get_args(Reference) and reference != "first"
+    if together and not all(f"permutation/{k}" in done for k in range(len(members))):
         found = align(
             graph,
             list(members),
@@ -342,19 +406,36 @@ def _align(
             progress=lambda at: tell("align", at["done"]),
             **options,
         )
+        for k, permutation in enumerate(found.permutations):
+            done[f"permutation/{k}"] = permutation
         return found.permutations, found.certificates, found.uncertified
     first = isinstance(reference, str) and reference == "first"
-    anchor = members[0] if first else _read(reference, "reference")
-    graph.check_state(anchor, name="states[0]" if first else "reference")
+    anchor: State = {}
+    if not together:
+        anchor = members[0] if first else _read(cast(Network, reference), "reference")
+        graph.check_state(anchor, name="states[0]" if first else "reference")
     permutations, certificates, uncertified = [identity] if first else [], [], ""
     for k in range(len(permutations), len(members)):
         member = members[k]
         graph.check_state(member, name=f"states[{k}]")
-        one = align(graph, [member], reference=anchor, **options)
-        permutations += one.permutations
-        certificates += one.certificates
-        uncertified = uncertified or one.uncertified
-        del one, member  # before the next one is read
+        if f"permutation/{k}" in done:
+            permutation = {n: t.to(next(iter(member.values())).device) for n, t in done[f"permutation/{k}"].items()}
+            moved = permute_tensors(graph, permutation, member)
+            certificate, why = measured(
+                graph, member, moved, f"states[{k}], aligned", wanted=options["certify"], rounded=False
+            )
+            permutations.append(permutation)
+            certificates += [] if certificate is None else [certificate]
+            uncertified = uncertified or why
+            del moved
+        else:
+            one = align(graph, [member], reference=anchor, **options)
+            done[f"permutation/{k}"] = one.permutations[0]
+            permutations += one.permutations
+            certificates += one.certificates
+            uncertified = uncertified or one.uncertified
+            del one
+        del member  # before the next one is read
         tell("align", k + 1)
     return permutations, certificates, uncertified
 
@@ -372,19 +453,29 @@ def _average(networks: Sequence[State], plan: Sequence[_Part], tell: Callable[[i
         like = {n: t.dtype for n, t in network.items()} | like
         for at, part in enumerate(plan):
             if part.weights[k] > 0:
-                names = part.names if part.names is not None else network.keys() - special
-                means[at] = _towards(means[at], network, names, part.weights[k] / sum(part.weights[: k + 1]))
+                names = sorted(part.names if part.names is not None else network.keys() - special)
+                share = part.weights[k] / sum(part.weights[: k + 1])
+                means[at] = _towards(means[at], network, names, share, forget=True)
         del network  # before the next one is read
         tell(k + 1)
     mean = {n: t for found in means if found is not None for n, t in found.items()}
     return _narrow({n: mean[n] for n in like}, like)
 
 
-def _towards(mean: State | None, network: State, names: Collection[str], ratio: float) -> State:
-    """One step of a running mean of some tensors, in single precision at least."""
-    half = (torch.float16, torch.bfloat16)
-    wide = {n: network[n].float() if network[n].dtype in half else network[n] for n in names}
-    return wide if mean is None else interpolate(mean, wide, ratio)
+def _towards(mean: State | None, network: State, names: Iterable[str], ratio: float, *, forget: bool = False) -> State:
+    """One step of a running mean of some tensors, in single precision at least.
+
+    Tensors are taken out of ``network`` as they are used, and out of ``mean`` too with ``forget``, so that the mean and
+    the network are all that is in memory.
+    """
+    made: State = {}
+    for name in list(names):
+        tensor = network.pop(name)
+        wide = {name: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor}
+        if mean is not None:
+            wide = interpolate({name: mean.pop(name) if forget else mean[name]}, wide, ratio)
+        made |= wide
+    return made
 
 
 def _narrow(state: State, like: Mapping[str, torch.dtype]) -> State:
@@ -396,16 +487,22 @@ def _greedy(
     order: Sequence[int],
     own: Sequence[Scores],
     measure: Callable[[State, Sequence[int], Sequence[float]], Scores],
+    done: MutableMapping[str, Any],
 ) -> list[float]:
     """Equal weights for the networks of a greedy soup, zero for the others."""
     best = own[order[0]]["loss"]
-    first = aligned[order[0]]
-    like = {n: t.dtype for n, t in first.items()}
-    soup, chosen = _towards(None, first, first, 1.0), [order[0]]
+    network = aligned[order[0]]
+    like = {n: t.dtype for n, t in network.items()}
+    soup, chosen = _towards(None, network, like, 1.0), [order[0]]
     for k in order[1:]:
         trial = [*chosen, k]
-        candidate = _towards(soup, aligned[k], like, 1 / len(trial))
-        found = measure(_narrow(candidate, like), trial, [1 / len(trial)] * len(trial))["loss"]
-        if found <= best:
-            best, soup, chosen = found, candidate, trial
+        ratio, key = 1 / len(trial), f"soup/{'+'.join(map(str, trial))}"
+        if key in done and done[key]["loss"] > best:
+            continue  # known to be worse: it is not even read
+        network = aligned[k]
+        candidate = _towards(soup, network, like, ratio)
+        found = _once(done, key, lambda c=candidate, t=trial: measure(_narrow(c, like), t, [1 / len(t)] * len(t)))
+        if found["loss"] <= best:
+            best, soup, chosen = found["loss"], candidate, trial
+        del candidate, network
     return [1 / len(chosen) if k in chosen else 0.0 for k in range(len(aligned))]

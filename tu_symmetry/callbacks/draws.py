@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tu_symmetry.callbacks.laplace import FitLaplace
+from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import training_points
@@ -27,8 +29,9 @@ class PosteriorDraws(Callback):
     """At the end of a fit, draws networks of the plain architecture and writes them to a sample store.
 
     What is drawn from is, in this order: the approximation of a :class:`~tu_symmetry.callbacks.FitLaplace` that stands
-    before it among the callbacks; a fitted ``LaplaceApprox`` of the routine (it is fitted to the training data if it
-    has not been); the Gaussian of a :class:`~tu_symmetry.routines.VariationalRoutine`; else the routine's ``model`` as
+    before it among the callbacks (of an ensemble, in equal shares from each member's); a fitted ``LaplaceApprox`` of
+    the routine (it is fitted to the training data if it has not been); the Gaussian of a
+    :class:`~tu_symmetry.routines.VariationalRoutine`; else the routine's ``model`` as
     :func:`~tu_symmetry.posterior.draws.network_draws` knows it: deep ensembles, checkpoint collectors, SWAG, dropout,
     Bayesian layers.
 
@@ -95,7 +98,8 @@ class PosteriorDraws(Callback):
             architecture = type(getattr(pl_module, "model", pl_module)).__name__
             store = SampleStore.create(folder, architecture=architecture, method=drawn.method, seed=self.seed)
         apart = len(set(drawn.members)) > 1  # members of an ensemble and checkpoints are chains of their own
-        chain = [self.chain + m for m in drawn.members] if apart and drawn.method == "deep_ensemble" else self.chain
+        ensemble = apart and drawn.method in ("deep_ensemble", "laplace")
+        chain = [self.chain + m for m in drawn.members] if ensemble else self.chain
         store.append(states, chain=chain, step=range(len(drawn.members)))
         rank_zero_info("%d networks of %s in %s", len(drawn.members), drawn.method, folder)
 
@@ -128,8 +132,8 @@ class PosteriorDraws(Callback):
 
     def _draws(self, trainer: Trainer, pl_module: LightningModule) -> Draws:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, FitLaplace) and callback.laplace is not None:
-                return network_draws(callback.laplace, self.num_samples, seed=self.seed)
+            if isinstance(callback, FitLaplace) and callback.laplaces:
+                return _laplace_draws(callback.laplaces, self.num_samples, self.seed)
         if isinstance(pl_module, VariationalRoutine):
             generator = torch.Generator().manual_seed(self.seed)
             states = pl_module.posterior().to("cpu").sample(self.num_samples, generator=generator)
@@ -193,6 +197,16 @@ class TrueTemperature(Callback):
                     )
                 group["noise_factor"] = math.sqrt(self.temperature / points)
                 group["weight_decay"] = self.prior_precision / points
+
+
+def _laplace_draws(laplaces: Sequence[LinearizedLaplace], count: int, seed: int) -> Draws:
+    """Networks from one approximation, or in equal shares from that of each member of an ensemble."""
+    if len(laplaces) > count:
+        raise ValueError(f"num_samples={count}, but there are {len(laplaces)} members to draw from")
+    shares = [count // len(laplaces) + (k < count % len(laplaces)) for k in range(len(laplaces))]
+    drawn = [network_draws(la, n, seed=seed + k) for k, (la, n) in enumerate(zip(laplaces, shares, strict=True))]
+    states = {name: torch.cat([one.states[name] for one in drawn]) for name in drawn[0].states}
+    return Draws("laplace", states, [k for k, n in enumerate(shares) for _ in range(n)])
 
 
 def _training_loader(trainer: Trainer) -> DataLoader[Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -26,6 +26,7 @@ from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
 
+T = TypeVar("T")
 _SHOWN = 12  # groups that the printed summary names
 
 
@@ -46,15 +47,22 @@ class FitLaplace(Callback):
     :class:`~tu_symmetry.routines.LaplacePostProcessing`, :class:`~tu_symmetry.routines.LaplaceEnsemble`,
     :class:`~tu_symmetry.routines.LaplaceRegressionRoutine`, and whatever has a method ``attach_laplace``.
 
+    **An ensemble of networks** (TorchUncertainty's ``deep_ensembles``) gets an approximation for each member, which is
+    a mixture of Gaussians, one around each mode. They are in :attr:`laplaces`; where the members are
+    :class:`~tu_symmetry.routines.LaplaceEnsemble`, each gets its own, and the routine tests the mixture::
+
+        deep_ensembles([LaplaceEnsemble(network, num_samples=10) for network in networks])
+
     **On training data, unaugmented.** The evidence of other data, or of augmented data, is another quantity. Without
     ``train_data`` the trainer's training loader is made sequential, with nothing dropped. A data module's
     ``test_transform`` takes the place of its ``train_transform``, which is said, and samples are read repeatedly: data
     that change from one reading to the next raise an error before training starts.
 
-    Logged to every logger of the trainer are ``laplace/log_evidence`` (nats), ``laplace/lambda/GROUP``,
-    ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``, and for a regression ``laplace/noise_variance``. The
-    curvature is saved beside the checkpoint, without the weights: read it again with ``load_from``, or with
-    :meth:`LinearizedLaplace.load`.
+    Logged to every logger of the trainer are ``laplace/log_evidence`` (nats), ``laplace/gamma`` (the number of weights
+    that the data determine), for a regression ``laplace/noise_variance``, and with ``log_groups``
+    ``laplace/lambda/GROUP``, ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``. Members of an ensemble have
+    ``_i`` after these names, and the name without it is their mean. The curvature is saved beside the checkpoint,
+    without the weights: read it again with ``load_from``, or with :meth:`LinearizedLaplace.load`.
 
     Example:
         >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
@@ -69,7 +77,8 @@ class FitLaplace(Callback):
         transform: evaluation transform that takes the place of the training data set's ``transform``.
         batch_size: for the curvature and the evidence; by default that of the training loader.
         network: where the network is: an attribute path (``"model.ema_model"``) or a callable of the LightningModule.
-            Default: its ``model``, or the network within a :class:`~tu_symmetry.routines.LaplaceEnsemble`.
+            Default: its ``model``, or the network within a :class:`~tu_symmetry.routines.LaplaceEnsemble`. Where an
+            ensemble is found, or several modules, each network of it is meant.
         at_fit_end: whether to fit at the end of ``fit``; False where tests load other weights anyway.
         evidence: whether to choose the precisions by the evidence; False leaves them as they start, see
             ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
@@ -80,18 +89,21 @@ class FitLaplace(Callback):
             network's. Off by default, since in some of TorchUncertainty's data modules the validation data are the test
             data: set aside a part of the training data there (``val_split``).
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
-            checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints.
+            checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints. Members
+            of an ensemble are saved to ``NAME_0.safetensors``, ``NAME_1.safetensors`` and so on.
         load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
             weights.
         prefix: first part of the logged names.
+        log_groups: log three scalars for each group of weights too (a ResNet-18 has 62 groups).
         options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, ``prior``,
             ``evaluate_at``, ``curvature``, ``fisher_type``, ...).
 
     Attributes:
-        laplace: the approximation, once fitted.
-        evidence_result: what :meth:`LinearizedLaplace.optimize_evidence` returned.
-        calibration: what :meth:`LinearizedLaplace.calibrate` returned; None without validation data.
-        saved_to: the file, once written.
+        laplaces: the approximations, once fitted: one, or one for each member of an ensemble.
+        evidence_results: what :meth:`LinearizedLaplace.optimize_evidence` returned for each; empty without evidence.
+        calibrations: what :meth:`LinearizedLaplace.calibrate` returned for each; empty without validation data.
+        files: the files, once written.
+        laplace, evidence_result, calibration, saved_to: the only one of these, or None.
     """
 
     def __init__(
@@ -113,6 +125,7 @@ class FitLaplace(Callback):
         path: str | Path | None = None,
         load_from: str | Path | None = None,
         prefix: str = "laplace",
+        log_groups: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -129,16 +142,42 @@ class FitLaplace(Callback):
         self.path = None if path is None else Path(path)
         self.load_from = None if load_from is None else Path(load_from)
         self.prefix = prefix
+        self.log_groups = log_groups
         self.options = options
         self.forget()
 
     def forget(self) -> None:
         """Drop what earlier runs left."""
-        self.laplace: LinearizedLaplace | None = None
-        self.evidence_result: EvidenceResult | None = None
-        self.calibration: Calibration | None = None
-        self.saved_to: Path | None = None
-        self._fingerprint = ""
+        self.laplaces: list[LinearizedLaplace] = []
+        self.evidence_results: list[EvidenceResult] = []
+        self.calibrations: list[Calibration] = []
+        self.files: list[Path] = []
+        self._fingerprints: list[str] = []
+        self._told = False
+
+    @property
+    def laplace(self) -> LinearizedLaplace | None:
+        """The approximation of the only network.
+
+        Raises:
+            ValueError: there are several, one for each member of an ensemble.
+        """
+        return _only(self.laplaces, "laplaces")
+
+    @property
+    def evidence_result(self) -> EvidenceResult | None:
+        """What choosing the precisions of the only network gave."""
+        return _only(self.evidence_results, "evidence_results")
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """The calibration of the only network."""
+        return _only(self.calibrations, "calibrations")
+
+    @property
+    def saved_to(self) -> Path | None:
+        """The file of the only network."""
+        return _only(self.files, "files")
 
     # ------------------------------------------------------------------ hooks
 
@@ -146,20 +185,23 @@ class FitLaplace(Callback):
         """Take back older approximations, for the weights are about to change, and check what would fail at the end.
 
         Raises:
-            ValueError: no network, an ensemble or averaging wrapper where one network is meant, or a single logit.
+            ValueError: no network, an averaging wrapper where one network is meant, a single logit, or an ensemble with
+                a part that predicts with one approximation.
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
-        laplace = LinearizedLaplace(self._find_network(pl_module), **self.options)
-        if laplace.options.curvature in ("kfac", "ekfac"):
-            find_layers(laplace.model, laplace.tangent.names)
-        if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
-            raise ValueError(
-                "num_classes=1 is a single logit, and the Laplace approximation takes a logit for each class: train "
-                "with num_classes=2 and nn.CrossEntropyLoss()"
-            )
+        made = [LinearizedLaplace(network, **self.options) for network in self._find_networks(pl_module)]
+        for laplace in made:
+            if laplace.options.curvature in ("kfac", "ekfac"):
+                find_layers(laplace.model, laplace.tangent.names)
+            if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
+                raise ValueError(
+                    "num_classes=1 is a single logit, and the Laplace approximation takes a logit for each class: "
+                    "train with num_classes=2 and nn.CrossEntropyLoss()"
+                )
         self.forget()
-        _attach(pl_module, None)
+        _attach(pl_module, [])
+        _require_own(pl_module, made)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the training data while there is nothing to lose.
@@ -202,77 +244,92 @@ class FitLaplace(Callback):
     # ------------------------------------------------------------------ work
 
     def _ensure(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        network = self._find_network(pl_module)
+        networks = self._find_networks(pl_module)
         with torch.inference_mode(False):
-            _leave_inference(network)
-            known = self.laplace
-            if known is not None and known.model is network and known.tangent.fingerprint() == self._fingerprint:
+            for network in networks:
+                _leave_inference(network)
+            known = [la for la in self.laplaces if any(la.model is network for network in networks)]
+            found = [la.tangent.fingerprint() for la in known]
+            if len(known) == len(networks) and found == self._fingerprints:
                 _attach(pl_module, known)
             elif self.load_from is not None:
-                self._adopt(pl_module, LinearizedLaplace.load(self.load_from, network))
+                files = _numbered(self.load_from, len(networks))
+                loaded = [LinearizedLaplace.load(file, net) for file, net in zip(files, networks, strict=True)]
+                self._adopt(pl_module, loaded)
             else:
                 self._fit(trainer, pl_module)
 
-    def _adopt(self, pl_module: LightningModule, laplace: LinearizedLaplace) -> None:
-        self.laplace, self._fingerprint = laplace, laplace.tangent.fingerprint()
-        _attach(pl_module, laplace)
+    def _adopt(self, pl_module: LightningModule, laplaces: list[LinearizedLaplace]) -> None:
+        self.laplaces, self._fingerprints = laplaces, [la.tangent.fingerprint() for la in laplaces]
+        _attach(pl_module, laplaces)
 
     def _fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require_whole_weights(trainer)
-        network = self._find_network(pl_module)
         cuda = pl_module.device.type == "cuda"
+        made = []
+        self.evidence_results, self.calibrations = [], []
         with torch.inference_mode(False), isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
-            _leave_inference(network)
-            if trainer.world_size > 1:
-                _share_buffers(network)
             loader = self._loader(trainer, pl_module)
-            laplace = LinearizedLaplace(network, **self.options)
-            laplace.fit(loader, progress=progress)
-            self.evidence_result = None
-            if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
-                self.evidence_result = laplace.optimize_evidence(
-                    hyperprior=self.hyperprior,
-                    solver=self.solver,
-                    max_iterations=self.max_iterations,
-                    tolerance=self.tolerance,
-                    mode_tolerance=self.mode_tolerance,
-                    memory=self.memory,
-                    progress=progress,
-                )
             held_out = _validation_loader(trainer) if self.calibrate else None
-            self.calibration = None if held_out is None else laplace.calibrate(held_out, progress=progress)
-        self._adopt(pl_module, laplace)
-        self._log(trainer, laplace)
-        self._save(trainer, laplace)
+            for network in self._find_networks(pl_module):
+                _leave_inference(network)
+                if trainer.world_size > 1:
+                    _share_buffers(network)
+                laplace = LinearizedLaplace(network, **self.options)
+                laplace.fit(loader, progress=progress)
+                made.append(laplace)
+                if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
+                    self.evidence_results.append(
+                        laplace.optimize_evidence(
+                            hyperprior=self.hyperprior,
+                            solver=self.solver,
+                            max_iterations=self.max_iterations,
+                            tolerance=self.tolerance,
+                            mode_tolerance=self.mode_tolerance,
+                            memory=self.memory,
+                            progress=progress,
+                        )
+                    )
+                if held_out is not None:
+                    self.calibrations.append(laplace.calibrate(held_out, progress=progress))
+        self._adopt(pl_module, made)
+        self._log(trainer)
+        self._save(trainer)
 
-    def _find_network(self, pl_module: LightningModule) -> nn.Module:
+    def _find_networks(self, pl_module: LightningModule) -> list[nn.Module]:
+        """The network, or the members of an ensemble; networks within parts that use an approximation are meant."""
         if self.network is not None:
             found = resolve_modules(self.network, pl_module, argument="network")
-            if len(found) != 1:
-                raise ValueError(f"network={self.network!r} finds {len(found)} modules; a Laplace fit is of one")
-            return found[0]
-        model = network_of(pl_module, argument="network")
-        network: Any = getattr(model, "core_model", model) if isinstance(model, LaplaceUser) else model
-        inner = [name for name in ("core_model", "core_models", "ema_model", "swa_model") if hasattr(network, name)]
-        if inner:
-            raise ValueError(
-                f"{type(network).__name__} holds several networks or averages of one ({', '.join(inner)}); say which "
-                f"one predicts, for example network='model.{inner[-1]}'"
-            )
-        uncompiled: nn.Module = getattr(network, "_orig_mod", network)
-        return uncompiled
+        else:
+            found = [network_of(pl_module, argument="network")]
+        return [network for module in found for network in _within(module, pl_module)]
 
     def _loader(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
+        quiet, self._told = self._told, True  # what is said of the data is said once in a run
         return plain_training_loader(
-            trainer, pl_module, self.train_data, transform=self.transform, batch_size=self.batch_size
+            trainer, pl_module, self.train_data, transform=self.transform, batch_size=self.batch_size, quiet=quiet
         )
 
-    def _log(self, trainer: Trainer, laplace: LinearizedLaplace) -> None:
-        rows = laplace.report()
-        scalars = {}
-        if self.evidence_result is not None:
-            scalars["log_evidence"] = self.evidence_result.log_marginal_likelihood
-        for row in rows:
+    def _log(self, trainer: Trainer) -> None:
+        rows = [laplace.report() for laplace in self.laplaces]
+        each = [self._scalars(k, rows[k]) for k in range(len(rows))]
+        scalars = {name: sum(one[name] for one in each) / len(each) for name in each[0] if all(name in o for o in each)}
+        if len(each) > 1:
+            scalars |= {f"{name}_{k}": value for k, one in enumerate(each) for name, value in one.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
+            logger.save()
+        for k, laplace in enumerate(self.laplaces):
+            rank_zero_info(_summary(laplace, rows[k], f" of member {k}" if len(rows) > 1 else ""))
+        for calibration in self.calibrations:
+            rank_zero_info(str(calibration))
+
+    def _scalars(self, k: int, rows: list[GroupReport]) -> dict[str, float]:
+        """What is logged of the ``k``-th network."""
+        laplace, scalars = self.laplaces[k], {"gamma": float(sum(row.gamma for row in rows))}
+        if self.evidence_results:
+            scalars["log_evidence"] = self.evidence_results[k].log_marginal_likelihood
+        for row in rows if self.log_groups else ():
             scalars |= {
                 f"lambda/{row.name}": row.precision,
                 f"gamma/{row.name}": row.gamma,
@@ -280,27 +337,59 @@ class FitLaplace(Callback):
             }
         if laplace.likelihood.name == "regression":
             scalars["noise_variance"] = laplace.noise_variance
-        if self.calibration is not None:
-            scalars["temperature"] = self.calibration.temperature
+        if self.calibrations:
+            calibration = self.calibrations[k]
+            scalars["temperature"] = calibration.temperature
             for name in ("network", "evidence", "calibrated"):
-                found = vars(getattr(self.calibration, name))
-                scalars |= {f"held_out/{name}/{k}": v for k, v in found.items() if not math.isnan(v)}
-        for logger in trainer.loggers:
-            logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
-            logger.save()
-        rank_zero_info(_summary(laplace, rows))
-        if self.calibration is not None:
-            rank_zero_info(str(self.calibration))
+                found = vars(getattr(calibration, name))
+                scalars |= {f"held_out/{name}/{key}": v for key, v in found.items() if not math.isnan(v)}
+        return scalars
 
-    def _save(self, trainer: Trainer, laplace: LinearizedLaplace) -> None:
+    def _save(self, trainer: Trainer) -> None:
         path = self.path or _beside_checkpoint(trainer)
         if path is None:
             return
+        files = _numbered(path, len(self.laplaces))
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
-            laplace.save(path)
+            for file, laplace in zip(files, self.laplaces, strict=True):
+                laplace.save(file)
         trainer.strategy.barrier("FitLaplace saved")
-        self.saved_to = path
+        self.files = files
+
+
+def _only(found: Sequence[T], name: str) -> T | None:
+    if len(found) > 1:
+        raise ValueError(f"there are {len(found)}, one for each member of the ensemble: use {name}")
+    return found[0] if found else None
+
+
+def _numbered(path: Path, count: int) -> list[Path]:
+    """The file, or one for each of several networks."""
+    return [path] if count == 1 else [path.with_name(f"{path.stem}_{k}{path.suffix}") for k in range(count)]
+
+
+def _within(module: nn.Module, pl_module: LightningModule) -> list[nn.Module]:
+    """The single networks in a module: members of an ensemble, cores of what predicts with an approximation.
+
+    Raises:
+        ValueError: averages of a network, of which it is not known which one predicts.
+    """
+    module = getattr(module, "_orig_mod", module)
+    members = getattr(module, "core_models", None)
+    if isinstance(members, nn.ModuleList) and len(members):
+        return [network for member in members for network in _within(member, pl_module)]
+    core = getattr(module, "core_model", None)
+    if isinstance(module, LaplaceUser) and isinstance(core, nn.Module):
+        return _within(core, pl_module)
+    inner = [n for n in ("core_model", "ema_model", "swa_model") if isinstance(getattr(module, n, None), nn.Module)]
+    if inner:
+        path = next((name for name, m in pl_module.named_modules() if m is module), "model")
+        raise ValueError(
+            f"{type(module).__name__} holds several networks or averages of one ({', '.join(inner)}); say which "
+            f"one predicts, for example network='{path}.{inner[-1]}'"
+        )
+    return [module]
 
 
 def _validation_loader(trainer: Trainer) -> Any:
@@ -319,10 +408,30 @@ def _validation_loader(trainer: Trainer) -> Any:
     return found if pairs else None
 
 
-def _attach(pl_module: LightningModule, laplace: LinearizedLaplace | None) -> None:
+def _attach(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:
+    """Give every user its approximation: the only one, or that of the network which is part of the user."""
     for module in pl_module.modules():
         if isinstance(module, LaplaceUser):
-            module.attach_laplace(laplace)
+            module.attach_laplace(_own(module, laplaces) if laplaces else None)
+
+
+def _own(user: Any, laplaces: Sequence[LinearizedLaplace]) -> LinearizedLaplace | None:
+    if len(laplaces) == 1:
+        return laplaces[0]
+    parts = list(user.modules()) if isinstance(user, nn.Module) else []
+    found = [la for la in laplaces if any(la.model is part for part in parts)]
+    return found[0] if len(found) == 1 else None
+
+
+def _require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:
+    """Raise a ValueError where a part of the LightningModule could not tell which member's approximation is its own."""
+    for module in pl_module.modules():
+        if isinstance(module, LaplaceUser) and laplaces and _own(module, laplaces) is None:
+            raise ValueError(
+                f"{type(module).__name__} predicts with one Laplace approximation, and the ensemble gets "
+                f"{len(laplaces)}, one for each member: leave it out, and make each member a LaplaceEnsemble, "
+                "deep_ensembles([LaplaceEnsemble(network, num_samples=10), ...])"
+            )
 
 
 def _without_names(options: dict[str, Any]) -> dict[str, Any]:
@@ -375,10 +484,10 @@ def _progress(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None] | N
         yield show
 
 
-def _summary(laplace: LinearizedLaplace, rows: list[GroupReport]) -> str:
+def _summary(laplace: LinearizedLaplace, rows: list[GroupReport], which: str = "") -> str:
     lines = [
         f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
         for row in rows[:_SHOWN]
     ]
     more = [f"  and {len(rows) - _SHOWN} more groups"] if len(rows) > _SHOWN else []
-    return "\n".join([f"Laplace approximation from {laplace.summary.samples} training samples:", *lines, *more])
+    return "\n".join([f"Laplace approximation{which} from {laplace.summary.samples} training samples:", *lines, *more])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -182,7 +181,7 @@ class Rebasin(SymmetryCallback):
         """Check that there is a validation loader where one is needed; discover the symmetries if an input is known."""
         for name, loader in (("dataloader", self.dataloader), ("barrier_loader", self.barrier_loader)):
             if isinstance(loader, str):
-                _validation_batches(trainer, argument=name)
+                self._validation_batches(trainer, argument=name)
         super().on_train_start(trainer, pl_module)
 
     def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
@@ -284,8 +283,22 @@ class Rebasin(SymmetryCallback):
 
     def _batches(self, trainer: Trainer, loader: Loader, *, argument: str) -> _Batches | None:
         if isinstance(loader, str):
-            return _validation_batches(trainer, argument=argument)
+            return self._validation_batches(trainer, argument=argument)
         return _Batches(loader, trainer, None)
+
+    def _validation_batches(self, trainer: Trainer, *, argument: str) -> _Batches | None:
+        loaders = trainer.val_dataloaders
+        if loaders is None and trainer.limit_val_batches == 0 and argument == "barrier_loader":
+            self.notice("Rebasin(barrier_loader='val') computes no barriers: limit_val_batches is 0")
+            return None
+        loader = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+        if loader is None or isinstance(loader, (list, tuple, dict)):
+            raise ValueError(
+                f"Rebasin({argument}='val') needs a validation loader, and the trainer has "
+                f"{'none' if loader is None else 'several by name'}: give it a loader of its own"
+            )
+        limit = trainer.num_val_batches[0] if trainer.num_val_batches else None
+        return _Batches(loader, trainer, int(limit) if limit is not None and limit != float("inf") else None)
 
     def _log(
         self, trainer: Trainer, pl_module: LightningModule, record: dict[str, Any], moving: list[int], hook: str
@@ -349,21 +362,6 @@ class _Batches:
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-
-
-def _validation_batches(trainer: Trainer, *, argument: str) -> _Batches | None:
-    loaders = trainer.val_dataloaders
-    if loaders is None and trainer.limit_val_batches == 0 and argument == "barrier_loader":
-        warnings.warn("Rebasin(barrier_loader='val') computes no barriers: limit_val_batches is 0", stacklevel=2)
-        return None
-    loader = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
-    if loader is None or isinstance(loader, (list, tuple, dict)):
-        raise ValueError(
-            f"Rebasin({argument}='val') needs a validation loader, and the trainer has "
-            f"{'none' if loader is None else 'several by name'}: give it a loader of its own"
-        )
-    limit = trainer.num_val_batches[0] if trainer.num_val_batches else None
-    return _Batches(loader, trainer, int(limit) if limit is not None and limit != float("inf") else None)
 
 
 def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,6 +31,9 @@ class ScaleCanonicalization(SymmetryCallback):
     the representation cost of arXiv 2310.08287, section 6. To every logger of the trainer go, as plain scalars,
 
     * ``scale/mass``, ``scale/minimal_mass`` and ``scale/ratio``, the first over the second;
+
+    and with ``log_layers``, which adds four scalars for a layer or group (hundreds for a deep network),
+
     * ``scale/layer_mass/LAYER`` and ``scale/layer_minimal_mass/LAYER``: what each module holds of both;
     * ``scale/log_factor/GROUP``: root mean square of the natural-log factors that lead from the weights to the
       minimum, for each scale group (zero at the minimum);
@@ -87,6 +90,7 @@ class ScaleCanonicalization(SymmetryCallback):
         averages: further copies of the weights that must follow in place: attribute paths or callables as for
             ``members``, each finding as many modules as there are members.
         prefix: first part of the logged names.
+        log_layers: log the scalars of layers and groups too; they are in :attr:`history` in any case.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
@@ -112,6 +116,7 @@ class ScaleCanonicalization(SymmetryCallback):
         graph: SymmetryGraph | None = None,
         averages: Sequence[ModuleSource] = (),
         prefix: str = "scale",
+        log_layers: bool = False,
     ) -> None:
         super().__init__(
             members,
@@ -124,6 +129,7 @@ class ScaleCanonicalization(SymmetryCallback):
             averages=averages,
             prefix=prefix,
         )
+        self.log_layers = log_layers
         if method not in get_args(Method):
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}; got {method!r}")
         if not all(math.isfinite(x) for x in profile):
@@ -225,7 +231,7 @@ class ScaleCanonicalization(SymmetryCallback):
         per_member: list[dict[str, float]] = []
         for i in range(len(record["mass"])):
             scalars = {f"{self.prefix}/{key}": record[key][i] for key in ("mass", "minimal_mass", "ratio")}
-            for key in ("layer_mass", "layer_minimal_mass", "log_factor", "profile_minimum"):
+            for key in ("layer_mass", "layer_minimal_mass", "log_factor", "profile_minimum") if self.log_layers else ():
                 scalars |= {f"{self.prefix}/{key}/{name}": value for name, value in record[key][i].items()}
             per_member.append(scalars)
         scalars = {key: sum(m[key] for m in per_member) / len(per_member) for key in per_member[0]}

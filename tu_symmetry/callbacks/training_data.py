@@ -36,6 +36,7 @@ def plain_training_loader(
     *,
     transform: Transform | None = None,
     batch_size: int | None = None,
+    quiet: bool = False,
 ) -> DataLoader[Any]:
     """A loader of the training data: sequential, nothing dropped, and the same whenever it is read.
 
@@ -49,6 +50,7 @@ def plain_training_loader(
         given: a loader or data set to use instead.
         transform: takes the place of the data set's ``transform``.
         batch_size: batch size of the new loader; by default that of the loader it comes from, 128 for a data set.
+        quiet: do not say which transform is taken.
 
     Raises:
         ValueError: data that are augmented (they read differently from time to time), or of which no plain loader can
@@ -66,7 +68,8 @@ def plain_training_loader(
     if transform is not None:
         dataset = with_transform(dataset, transform)
     elif evaluation is not None and _transform_of(dataset) is getattr(datamodule, "train_transform", None):
-        rank_zero_info("FitLaplace: training data with the data module's test_transform in place of train_transform.")
+        if not quiet:
+            rank_zero_info("FitLaplace: training data with the data module's test_transform, not its train_transform.")
         dataset = with_transform(dataset, evaluation)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         dataset = Subset(dataset, range(min(len(dataset), 128)))

@@ -52,11 +52,19 @@ def permute_tensors(
     This is what moves gradients, momenta, second moments and averages of weights along with the weights.
     """
     moved = dict(tensors)
+    permute_entries(graph, permutation, moved)
+    return moved
+
+
+def permute_entries(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor.
+
+    The tensors are not written to: an entry that moves becomes another tensor, and the old one is let go.
+    """
     for member, p in _steps(graph, permutation):
         for name in graph.aliases[member.parameter]:
-            if name in moved:
-                moved[name] = permute_axis(moved[name], member, p, len(graph.shapes[member.parameter]))
-    return moved
+            if name in tensors:
+                tensors[name] = permute_axis(tensors[name], member, p, len(graph.shapes[member.parameter]))
 
 
 def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
