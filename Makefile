@@ -10,17 +10,26 @@ WORKERS ?= 2
 # takes one that has a matching torchvision wheel everywhere.
 TORCH ?= torch>=2.14
 
+# Where `make package` installs what it has built: an environment that holds nothing else.
+EMPTY ?= build/empty
+
+# What `make matrix` tests: interpreter and torch, the ends of what pyproject.toml allows and what lies between.
+MATRIX ?= python3.10,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14 python3.13,torch==2.11.* \
+          python3.13,torch>=2.14
+
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-slow lint format types contract package bench clean
+.PHONY: help demo test test-slow coverage matrix lint format types contract package docs bench clean
 
 help:
 	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
+	@echo "make coverage  the fast tests, and which lines they run (build/coverage/index.html)"
+	@echo "make matrix    the fast tests on every Python and torch that is supported (hours, several GB each)"
 	@echo "make lint      ruff                    make format     let ruff rewrite"
 	@echo "make types     mypy                    make contract   who may import whom (import-linter)"
-	@echo "make package   build and check the wheel"
+	@echo "make package   build sdist and wheel, and check both in an empty environment"
 	@echo "make bench     the benchmarks          make clean      remove .venv and what was built (runs/ stays)"
 
 demo: $(VENV)/installed
@@ -31,6 +40,19 @@ test: $(VENV)/installed-dev
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m slow
+
+coverage: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -q -n $(WORKERS) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage
+
+# One environment for each pair, made anew only where there is none; MATRIX="python3.12,torch==2.12.*" runs one.
+matrix:
+	@failed=(); \
+	for pair in $(foreach pair,$(MATRIX),'$(pair)'); do \
+	  python=$${pair%%,*}; torch=$${pair#*,}; folder=build/matrix/$$python-$${torch//[^0-9.]/}; \
+	  echo "== $$python, $$torch ($$folder)"; \
+	  $(MAKE) --no-print-directory test VENV="$$folder" PYTHON="$$python" TORCH="$$torch" || failed+=("$$pair"); \
+	done; \
+	if (($${#failed[@]})); then echo "failed: $${failed[*]}" >&2; exit 1; fi
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -46,23 +68,19 @@ types: $(VENV)/installed-dev
 contract: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
-package: $(VENV)/installed-dev
-	rm -rf build/wheel build/site
-	$(BIN)/python -m pip wheel -qq --no-deps --wheel-dir build/wheel .
-	$(BIN)/python -m pip install -qq --no-deps --target build/site build/wheel/*.whl
-	cd build/site && test -f tu_symmetry/py.typed && test -f tu_symmetry/recipes/compact_posterior/digits/table.yaml
-	cd build/site && ../../$(BIN)/python -S -c "$$IMPORT_CHECK"
-
-# Run in the unpacked wheel without site-packages: whatever the import needed beyond the standard library would fail.
-define IMPORT_CHECK
-import sys, time
-start = time.perf_counter()
-import tu_symmetry
-seconds = time.perf_counter() - start
-print(f"{tu_symmetry.__file__}: version {tu_symmetry.__version__}, imported in {seconds:.3f} s")
-sys.exit(seconds > 0.2)
-endef
-export IMPORT_CHECK
+# The wheel is built from the sdist. What is installed is run outside the checkout, in an environment that has what
+# pyproject.toml declares and nothing else.
+package:
+	rm -rf build/dist build/empty
+	@$(MAKE) --no-print-directory build/tools/bin/python $(EMPTY)/bin/python
+	build/tools/bin/python -m pip install -qq build
+	build/tools/bin/python -m build --outdir build/dist . > build/package.log || { cat build/package.log; exit 1; }
+	$(EMPTY)/bin/python -m pip install -qq build/dist/*.tar.gz '$(TORCH)'
+	cd build && ../$(EMPTY)/bin/python -I ../tests/installed_package.py --files > sdist.txt
+	$(EMPTY)/bin/python -m pip install -qq --no-deps --force-reinstall build/dist/*.whl
+	cd build && ../$(EMPTY)/bin/python -I ../tests/installed_package.py --files > wheel.txt
+	diff build/sdist.txt build/wheel.txt
+	cd build && ../$(EMPTY)/bin/python -I ../tests/installed_package.py
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks
@@ -78,12 +96,12 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 $(VENV)/installed: $(BIN)/python pyproject.toml
 	@echo "Installing tu_symmetry and PyTorch into $(VENV) (several GB, 3 to 10 minutes, only this once) ..."
-	@start=$$SECONDS; $(BIN)/python -m pip install -qq -e . '$(TORCH)' && echo "Installed in $$((SECONDS - start)) s."
+	@start=$$SECONDS; $(BIN)/python -m pip install -qq -e '.[recipes]' '$(TORCH)' && echo "Installed in $$((SECONDS - start)) s."
 	@touch $@
 
 # A name on the PATH is not enough (version managers leave names behind that do not run), so each candidate is run.
 # Debian splits ensurepip from Python: there, the interpreter's own pip fills the new environment.
-$(BIN)/python:
+%/bin/python:
 	@supported='import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; \
 	for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11 python3.10 python); do \
 	  if "$$python" -c "$$supported" 2>/dev/null; then found=$$python; break; fi; \
@@ -93,9 +111,9 @@ $(BIN)/python:
 	  echo "Install one of them (with its venv module), or name one: make PYTHON=/path/to/python3.12 ..." >&2; \
 	  exit 1; \
 	fi; \
-	echo "Making $(VENV) with $$("$$found" --version) ($$found)"; \
+	echo "Making $* with $$("$$found" --version) ($$found)"; \
 	if "$$found" -c 'import ensurepip' 2>/dev/null; then \
-	  "$$found" -m venv --clear $(VENV); \
+	  "$$found" -m venv --clear $*; \
 	else \
-	  "$$found" -m venv --clear --without-pip $(VENV) && "$$found" -m pip --python $(VENV)/bin/python install -qq pip; \
+	  "$$found" -m venv --clear --without-pip $* && "$$found" -m pip --python $*/bin/python install -qq pip; \
 	fi

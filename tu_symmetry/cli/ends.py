@@ -22,6 +22,8 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from tu_symmetry._extras import MissingExtraError
+
 Handler = Callable[[argparse.Namespace], int | None]
 """Runs a subcommand with its parsed arguments; returns the exit status, None for 0."""
 
@@ -134,7 +136,9 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         return fail(word + ("; the same command resumes" if command in RESUMES else ""), code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
-    if isinstance(error, ValueError) and type(error).__module__.startswith("tu_symmetry."):
+    if isinstance(error, MissingExtraError) or (
+        isinstance(error, ValueError) and type(error).__module__.startswith("tu_symmetry.")
+    ):
         return fail(str(error))
     if isinstance(error, UnicodeDecodeError):
         return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")

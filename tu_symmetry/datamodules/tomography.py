@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from tu_symmetry._extras import from_extra
 from tu_symmetry.datamodules.loading import as_it_is
 from tu_symmetry.datamodules.readers import DataFileError, IDXName, read_idx_images
 
@@ -97,15 +98,10 @@ def deepinv_projector(size: int, num_angles: int) -> Tensor:
     """The projections of deepinv's ``physics.Tomography`` as a matrix ``[values, size * size]``, float64.
 
     Raises:
-        ImportError: deepinv is not installed.
+        MissingExtraError: deepinv is not installed.
     """
-    try:
+    with from_extra("tomography", purpose="projector: deepinv (projector: strip needs nothing)"):
         from deepinv import physics  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ImportError(
-            "projector: deepinv needs the extra `tomography`: pip install 'tu-symmetry[tomography]'. projector: strip "
-            "needs nothing"
-        ) from error
     made = physics.Tomography(angles=num_angles, img_width=size, circle=False, normalize=False)
     eye = torch.eye(size * size).view(-1, 1, size, size)
     return made.A(eye).transpose(-1, -2).flatten(1).mT.double().contiguous()  # bins x angles to angles x bins

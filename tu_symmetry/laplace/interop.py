@@ -30,7 +30,6 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     Its evidence is that at the linearization point: laplace-torch has no ``theta*``.
 
     Raises:
-        ImportError: laplace-torch is not installed.
         ValueError: a posterior that it cannot hold; the message says what stands in the way.
     """
     from laplace.baselaplace import KronLaplace

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tu_symmetry._extras import from_extra
 from tu_symmetry.posterior.network import BayesianNetwork, States, derived_seed, require_positive, seeded
 
 
@@ -73,7 +74,8 @@ class HamiltonianChain:
         seed: int = 0,
         transitions: int = 0,
     ) -> None:
-        from pyro.infer.mcmc import HMC, NUTS
+        with from_extra("sampling", purpose="an HMC or NUTS chain"):
+            from pyro.infer.mcmc import HMC, NUTS
 
         require_positive(step_size=step_size, leapfrog_steps=leapfrog_steps, max_tree_depth=max_tree_depth)
         if not 0 < target_acceptance < 1:
@@ -255,7 +257,8 @@ def chain_diagnostics(series: Mapping[str, Tensor]) -> dict[str, float]:
         For each name ``ess/name`` (and ``ess/name_median``) and ``rhat/name``; NaN for fewer than four samples or
         quantities that never moved.
     """
-    from pyro.ops.stats import split_gelman_rubin
+    with from_extra("sampling", purpose="a chain's diagnostics"):
+        from pyro.ops.stats import split_gelman_rubin
 
     found: dict[str, float] = {}
     for name, values in series.items():
@@ -281,7 +284,8 @@ def estimated_sample_size(series: Tensor) -> Tensor:
     ``torch.cummin``. As in Stan, no size exceeds ``S * log10(S)`` (or ``S``, if larger): in short antithetic chains
     the estimated autocorrelation time may be zero or negative.
     """
-    from pyro.ops.stats import autocorrelation
+    with from_extra("sampling", purpose="an effective sample size"):
+        from pyro.ops.stats import autocorrelation
 
     values = series.detach().double().cpu()
     count = len(values)
