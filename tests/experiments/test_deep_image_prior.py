@@ -25,6 +25,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     DIP,
     DIP_FITTED,
     EVIDENCE,
+    JOINT,
     ROWS,
     TV_CODE,
     TV_SEED,
@@ -86,7 +87,7 @@ def run(tmp_path_factory):
                 max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
                 enable_model_summary=False, accelerator="cpu",
             ).fit(module, loader)  # fmt: skip
-    found = linearized_posterior(root / "linearized", root / "dip.safetensors", UNet((4, 4), (2,)), 1e-3)
+    found = linearized_posterior(root / "linearized", root / "dip.safetensors", UNet((4, 4), (2,)), 1e-3, joint=True)
     found.save(root / "linearized")
     masks = dropout_posterior(
         root / "masks", root / "dropout.safetensors", UNet((4, 4), (2,), dropout=0.2), num_samples=200, batch_size=64
@@ -118,6 +119,8 @@ def test_scores_are_those_of_the_formula(run):
         assert rows[row]["log_likelihood"] == pytest.approx(float(expected), abs=2e-3)
     assert rows[DIP_FITTED]["noise_variance"] == rows[EVIDENCE]["noise_variance"]
     assert rows[EVIDENCE]["log_evidence"] >= max(rows[TV_SEED]["log_evidence"], rows[TV_CODE]["log_evidence"]) - 1e-3
+    assert rows[JOINT]["psnr"] == rows[EVIDENCE]["psnr"] and rows[JOINT]["converged"]  # the mean is the network's
+    assert rows[JOINT]["log_likelihood"] != rows[EVIDENCE]["log_likelihood"]
     arrays = read_tensors(root / "linearized" / "arrays.safetensors")
     deviation = arrays[f"1.{ROWS.index(EVIDENCE)}.deviation"].reshape(-1).double()
     errors = torch.tensor(rows[EVIDENCE]["normalized_errors"], dtype=torch.float64)

@@ -45,6 +45,24 @@ def test_equals_the_full_curvature_with_isotropic_priors(evaluate_at, prior):
     assert torch.allclose(found.mean, expected.mean) and torch.allclose(found.variance, expected.variance)
 
 
+def test_evaluated_elsewhere_is_as_if_fitted_there():
+    x, y = data(3, outputs=2, kind="regression", samples=6)
+    model = network()
+    there = tus.DualLaplace(model, evaluate_at="map").fit([(x, y)])
+    there.phi = there.phi + 0.3
+    here, expected = (
+        there.evaluated_at("tangent_mode"),
+        tus.DualLaplace(model, evaluate_at="tangent_mode").fit([(x, y)]),
+    )
+    assert there.evaluate_at == "map" and here.evaluate_at == "tangent_mode"
+    assert torch.equal(here.phi, expected.phi) and not torch.equal(there.phi, here.phi)
+    assert here.log_marginal_likelihood() == expected.log_marginal_likelihood() != there.log_marginal_likelihood()
+    with pytest.raises(ValueError, match="is not known"):
+        there.evaluated_at("mode")
+    with pytest.raises(RuntimeError, match="not been fitted"):
+        tus.DualLaplace(model).evaluated_at("map")
+
+
 def test_optimized_evidence_agrees_with_the_full_curvature():
     x, y = data(3, outputs=2, kind="regression", samples=20)
     model = network()

@@ -7,6 +7,7 @@ keeps instead (kernels of the outputs, an observation, priors with hyperparamete
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -286,6 +287,26 @@ class DualLaplace:
         self.statistics, self._data, self.fingerprint = values, (inputs, measurements), fingerprint
         self._evidence = DualEvidence(values, self.priors, measurements, self.observation, evaluate_at=self.evaluate_at)
         self.phi = self._evidence.initial(self._noise)
+
+    def evaluated_at(self, evaluate_at: EvaluateAt) -> DualLaplace:
+        """The same Jacobian and measurements, the evidence evaluated elsewhere, at the hyperparameters of the start.
+
+        Args:
+            evaluate_at: ``map`` or ``tangent_mode``, as of the constructor.
+
+        Raises:
+            RuntimeError: before :meth:`fit`.
+            ValueError: neither of the two.
+        """
+        if evaluate_at not in ("tangent_mode", "map"):
+            raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose one of ('tangent_mode', 'map')")
+        if self._data is None:
+            raise RuntimeError("this Laplace approximation has not been fitted; call fit([(inputs, targets)]) first")
+        other = copy.copy(self)
+        other.evaluate_at = evaluate_at
+        inputs, measurements = self._data
+        other._take(self.statistics, measurements, inputs, self.fingerprint)
+        return other
 
     @property
     def evidence(self) -> DualEvidence:

@@ -33,7 +33,8 @@ DROPOUT = "MC-dropout DIP"
 EVIDENCE = "linearized (evidence)"
 TV_SEED = "linearized (TV-PredCP, Jacobian weight 1)"
 TV_CODE = "linearized (TV-PredCP, Jacobian weight lambda)"
-ROWS = (DIP, DIP_FITTED, DROPOUT, EVIDENCE, TV_SEED, TV_CODE)
+JOINT = "linearized (evidence at theta*)"
+ROWS = (DIP, DIP_FITTED, DROPOUT, EVIDENCE, TV_SEED, TV_CODE, JOINT)
 
 
 def unet_priors(model: UNet) -> tuple[StructuredPrior, ...]:
@@ -125,6 +126,7 @@ def linearized_posterior(
     num_steps: int = 1500,
     lr: float = 0.01,
     num_samples: int = 3,
+    joint: bool = False,
 ) -> Outcome:
     """Linearized Laplace of every reconstruction, and the rows that need its noise variance.
 
@@ -139,6 +141,8 @@ def linearized_posterior(
         num_steps: steps of Adam; the most of L-BFGS-B.
         lr: learning rate of Adam.
         num_samples: posterior and prior samples that are kept for the figures.
+        joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
+            rows take it at the trained weights), the column U-Net of that paper's Table 1.
     """
     if not isinstance(model, UNet):
         raise TypeError(f"model is a {type(model).__name__}; the prior's blocks are those of a UNet")
@@ -165,8 +169,11 @@ def linearized_posterior(
         rate = predcp_scale * len(y) * weight
         shape = tuple(found.images.shape[-2:])
         hyperpriors = {EVIDENCE: None, TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
+        ways = {row: (la, hyperprior) for row, hyperprior in hyperpriors.items()}
+        if joint:
+            ways[JOINT] = la.evaluated_at("tangent_mode"), None
         rows.add(DIP, found, index, mean, none, noise_gain + JITTER)
-        for row, hyperprior in hyperpriors.items():
+        for row, (la, hyperprior) in ways.items():
             la.phi = start
             result = la.optimize_evidence(hyperprior=hyperprior, optimizer=optimizer, num_steps=num_steps, lr=lr)
             extra = la.noise_variance * noise_gain + JITTER

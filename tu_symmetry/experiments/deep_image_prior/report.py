@@ -16,6 +16,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     DIP_FITTED,
     DROPOUT,
     EVIDENCE,
+    JOINT,
     ROWS,
     TV_CODE,
     TV_SEED,
@@ -123,7 +124,7 @@ def noise_table(found: Sequence[Mapping[str, Any]]) -> Grid:
     body = []
     for own in found:
         for entry in own["rows"]:
-            if entry["row"] not in (EVIDENCE, TV_SEED, TV_CODE):
+            if entry["row"] not in (EVIDENCE, TV_SEED, TV_CODE, JOINT):
                 continue
             body.append(
                 [
@@ -175,6 +176,7 @@ def orderings(entries: Entries) -> list[str]:
     compare(f"{DIP_FITTED} below {DIP}", DIP, DIP_FITTED, 0.0, few)
     for row in (EVIDENCE, TV_SEED, TV_CODE):
         compare(f"{row} above {DROPOUT}", row, DROPOUT, 0.0, lambda cell: True)
+    compare(f"{JOINT} above {EVIDENCE}, at theta~", JOINT, EVIDENCE, 0.0, lambda cell: True)
     for row in (EVIDENCE, TV_SEED):
         for what, unit in (("log_likelihood", "nats a pixel"), ("psnr", "dB")):
             for noise in sorted({cell[0] for cell in seen}):
@@ -241,7 +243,7 @@ def samples_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tens
 def calibration_figure(path: Path, entries: Entries) -> None:
     """Histogram of normalized errors, and coverage against level."""
     levels = np.linspace(0.02, 0.98, 49)
-    colors = (plots.GRAY, plots.PURPLE, plots.GREEN, plots.BLUE, plots.ORANGE, "#000000")
+    colors = (plots.GRAY, plots.PURPLE, plots.GREEN, plots.BLUE, plots.ORANGE, "#000000", "#8C564B")
     with plots.figure(path, 2, 4.4) as (left, right):
         grid = np.linspace(-5, 5, 200)
         left.plot(grid, np.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi), color="#000000", linewidth=1, label="normal")
