@@ -15,13 +15,14 @@ from samples: flattened into the batch they would count the inputs of a layer as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.laplace.backpack import BackpackGradients
 from tu_symmetry.laplace.blocks import (
     Block,
     CoupledBlock,
@@ -43,6 +44,7 @@ from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, ro
 Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
 KfacApprox = Literal["expand", "reduce"]
 BiasCurvature = Literal["exact", "shared"]
+Backend = Literal["hooks", "backpack"]
 Progress = Callable[[dict[str, Any]], None]
 
 _ELEMENTS = 1 << 26  # entries of the largest temporary tensors (256 MB in single precision)
@@ -61,6 +63,7 @@ class Options:
             laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
         dense_limit: longest vector (bias, affine parameter) that gets a dense block; a longer one gets a diagonal.
+        backend: where the gradients of single samples come from that ``diag`` and ``full`` are made of.
     """
 
     curvature: Curvature = "kfac"
@@ -69,6 +72,7 @@ class Options:
     bias: BiasCurvature = "exact"
     mc_samples: int = 1
     dense_limit: int = 4096
+    backend: Backend = "hooks"
 
 
 @dataclass
@@ -194,6 +198,25 @@ def _chunks(batch: int, entries: int) -> list[slice]:
     return [slice(i, min(i + rows, batch)) for i in range(0, batch, rows)]
 
 
+class _SampleGradients:
+    """Gradients of single samples by ``torch.func``: any layer, one vectorized pass for each column."""
+
+    def __init__(self, tangent: TangentModel) -> None:
+        self._tangent = tangent
+
+    def gradients(self, inputs: Any, columns: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each column (a cotangent in the outputs' shape) the gradients of all samples, ``[batch, size]``."""
+        return (self._tangent.sample_gradients(inputs, column) for column in columns)
+
+    def squares(self, inputs: Any, columns: Sequence[Tensor]) -> Iterator[Tensor]:
+        """For each column the squares of these gradients, summed over the samples, ``[size]``."""
+        return (gradients.square_().sum(0) for gradients in self.gradients(inputs, columns))
+
+
+def _source(tangent: TangentModel, options: Options) -> _SampleGradients | BackpackGradients:
+    return BackpackGradients(tangent) if options.backend == "backpack" else _SampleGradients(tangent)
+
+
 def _full(
     tangent: TangentModel,
     likelihood: Likelihood,
@@ -209,13 +232,13 @@ def _full(
         )
     point = tangent.point()
     matrix = torch.zeros(tangent.size, tangent.size, dtype=point.dtype, device=point.device)
+    source = _source(tangent, options)
 
     def step(inputs: Any, targets: Tensor) -> Tensor:
         outputs = tangent.outputs(inputs)
         root = _columns(likelihood, outputs, targets, options, generator)
         for rows in _chunks(len(outputs), tangent.size):
-            for column in root.of(rows):
-                gradients = tangent.sample_gradients(rows_of(inputs, rows), column)
+            for gradients in source.gradients(rows_of(inputs, rows), root.of(rows)):
                 matrix.addmm_(gradients.T, gradients)
         return outputs
 
@@ -237,13 +260,14 @@ def _diagonal(
     generator: torch.Generator | None,
 ) -> tuple[list[Block], Summary]:
     diagonal = torch.zeros_like(tangent.point())
+    source = _source(tangent, options)
 
     def step(inputs: Any, targets: Tensor) -> Tensor:
         outputs = tangent.outputs(inputs)
         root = _columns(likelihood, outputs, targets, options, generator)
         for rows in _chunks(len(outputs), tangent.size):
-            for column in root.of(rows):
-                diagonal.add_(tangent.sample_gradients(rows_of(inputs, rows), column).square_().sum(0))
+            for squares in source.squares(rows_of(inputs, rows), root.of(rows)):
+                diagonal.add_(squares)
         return outputs
 
     summary = one_pass.run(step)

@@ -23,7 +23,7 @@ from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import TEMPERATURES, Metric, calibrate
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
-from tu_symmetry.laplace.curvature import BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
+from tu_symmetry.laplace.curvature import Backend, BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
@@ -111,6 +111,9 @@ class LinearizedLaplace:
         groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
+        backend: of curvature ``diag`` and ``full``: ``hooks`` (``torch.func``: any layer), or ``backpack``, which gives
+            the same numbers faster where layers are linear or convolutions, and refuses by name a layer for which
+            BackPACK has no extension.
         dense_limit: longest parameter apart from weight matrices (biases, affine parameters, whatever else a module
             owns) that gets its exact dense block; a longer one gets the exact diagonal.
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
@@ -144,6 +147,7 @@ class LinearizedLaplace:
         bias: BiasCurvature = "exact",
         mc_samples: int = 1,
         dense_limit: int = 4096,
+        backend: Backend = "hooks",
         noise_variance: float | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         generator: torch.Generator | None = None,
@@ -161,9 +165,15 @@ class LinearizedLaplace:
             ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
             ("kfac_approx", kfac_approx, ("expand", "reduce")),
             ("bias", bias, ("exact", "shared")),
+            ("backend", backend, ("hooks", "backpack")),
         ):
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
+        if backend == "backpack" and curvature not in ("diag", "full"):
+            raise ValueError(
+                f"backend='backpack' makes curvatures of single samples' gradients, 'diag' and 'full'; "
+                f"curvature={curvature!r} has hooks of its own, which know weight sharing, groups and attention"
+            )
         if fisher_type == "empirical" and likelihood == "regression":
             raise ValueError(
                 "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
@@ -180,7 +190,7 @@ class LinearizedLaplace:
             raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
         self.model, self.likelihood, self.graph = model, make_likelihood(likelihood), graph
         self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
-        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit)
+        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit, backend)
         self.generator = generator
         self.noise_fixed = noise_variance is not None
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
