@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.files import FileError, read_safetensors
+from tu_symmetry.sources import INDEX, is_remote, locate, shards_of
 
 State = dict[str, Tensor]
 _SUFFIX = ".safetensors"
@@ -218,18 +219,23 @@ def load_state(
 
     Args:
         path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
-            checkpoint) that holds one under ``state_dict``.
+            checkpoint) that holds one under ``state_dict``; the index (``.safetensors.index.json``) of a network that
+            is cut into several files, or the folder that ``save_pretrained`` wrote. Or where it is fetched from:
+            ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, ``timm://resnet18.a1_in1k``, see
+            :mod:`tu_symmetry.sources`.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
         allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
         device: where to put the tensors.
 
     Raises:
         SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
-            meta, quantized), or no name with that prefix.
+            meta, quantized), or no name with that prefix; weights that cannot be fetched.
     """
-    path = Path(path)
+    path = _file(path)
     content: Any
-    if path.suffix == _SUFFIX:
+    if path.name.endswith(INDEX):
+        content = _sharded(path, allow, device)
+    elif path.suffix == _SUFFIX:
         try:
             content, _ = read_safetensors(path, device=device, warn=False)  # most are other programs'
         except FileError as error:
@@ -265,6 +271,36 @@ def load_state(
     state = {str(name)[len(prefix) :]: t for name, t in content.items() if str(name).startswith(prefix)}
     if not state:
         raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
+    return state
+
+
+def _file(source: str | os.PathLike[str]) -> Path:
+    """The one file that a source of :mod:`tu_symmetry.sources` stands for."""
+    if not is_remote(source) and not Path(source).is_dir():
+        return Path(source)
+    try:
+        found = locate(source)
+    except FileError as error:
+        raise SampleFileError(str(error)) from error
+    if len(found) > 1:
+        raise SampleFileError(f"{source} holds {len(found)} files of weights, as {found[0].name}; name one of them")
+    return found[0]
+
+
+def _sharded(index: Path, allow: Sequence[Any], device: str | torch.device) -> State:
+    """A network that is cut into several files: each is read once, and what the index says is in it is taken."""
+    try:
+        files = shards_of(index)
+    except FileError as error:
+        raise SampleFileError(str(error)) from error
+    state: State = {}
+    for file in dict.fromkeys(files.values()):
+        held = load_state(file, allow=allow, device=device)
+        wanted = [name for name, where in files.items() if where == file]
+        missing = [name for name in wanted if name not in held]
+        if missing:
+            raise SampleFileError(f"{index} says that {file.name} holds {missing[0]!r}, and it does not")
+        state |= {name: held[name] for name in wanted}
     return state
 
 

@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tu_symmetry as tus
 from tu_symmetry import cli
+from tu_symmetry.alignment import merging
+from tu_symmetry.checkpoints.files import AlignFilesError
+from tu_symmetry.checkpoints.merge import _Progress
 from tu_symmetry.symmetry.verification import random_state
 
 
@@ -125,3 +128,80 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
         assert merge(given, target, *more) == 2
         assert message in capsys.readouterr().err
         assert tree(tmp_path) == before
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing catches it."""
+
+
+@pytest.mark.parametrize("more", [[], ["--weights", "greedy", "--correction", "batchnorm", "--points", "4"]])
+def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None:
+    paths, whole, out = write(tmp_path, 4), tmp_path / "whole.safetensors", tmp_path / "merged.safetensors"
+    data = ["--data", f"{__name__}.loader"] if more else []
+    assert merge(paths, whole, *data, *more) == 0
+    expected = tree(tmp_path)
+    real = merging.align
+    left, matched = [2], []
+
+    def mortal(*args: Any, **kwargs: Any) -> Any:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        matched.append(args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(merging, "align", mortal)
+    with pytest.raises(Killed):
+        merge(paths, out, *data, *more)
+    state = tmp_path / "merged.merging"
+    assert not out.exists() and (state / "permutation-2.safetensors").is_file()
+    left[0] = 10
+    assert merge(paths, out, *data, *more) == 0
+    assert len(matched) == 3, "a network was matched twice"
+    assert not state.exists()
+    found = {name: content for name, content in tree(tmp_path).items() if name.startswith("merged.")}
+    assert found == {
+        name.replace("whole.", "merged."): expected[name] for name in expected if name.startswith("whole.")
+    }
+
+
+def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
+    folder = tmp_path / "merged.merging"
+    with _Progress.of(folder, "one") as kept:
+        kept["permutation/1"] = {"0": torch.arange(8)}
+        kept["scores/0"] = {"loss": 0.1}
+    with _Progress.of(folder, "one") as kept:
+        assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["permutation/1"]["0"], torch.arange(8))
+        with pytest.raises(AlignFilesError, match="in use"), _Progress.of(folder, "one"):
+            pass
+    path = folder / "permutation-1.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    with _Progress.of(folder, "one") as kept, pytest.raises(AlignFilesError, match="deleting it has it found again"):
+        _ = kept["permutation/1"]
+    with _Progress.of(folder, "another") as kept:
+        assert "permutation/1" not in kept and "scores/0" not in kept
+    assert merge(paths, out) == 0 and not folder.exists()  # a third one: it begins anew
+    folder.mkdir()
+    (folder / "mine.txt").write_text("notes")
+    assert merge(paths, out) == 2 and (folder / "mine.txt").exists()
+    assert "was not written by this command" in capsys.readouterr().err
+
+
+def test_points_and_partial_alignment(tmp_path: Path) -> None:
+    paths, out = write(tmp_path, 2), tmp_path / "merged.safetensors"
+    assert merge(paths, out, "--data", f"{__name__}.loader", "--points", "5", "--only", "3.*", "5.*") == 0
+    report = json.loads(out.with_name("merged.report.json").read_text())
+    assert set(report["lines"]) == {"naive", "aligned"}
+    graph, (one, two) = tus.discover_symmetries(Net(), torch.randn(2, 4)), states(2)
+    kept = graph.without(*(g.name for g in graph.permutations if g.size == 8))
+    assert [g.size for g in kept.permutations] == [6]
+    aligned = tus.align(kept, [two], reference=one).states[0]
+    batches = list(loader())
+    for step, end in (("naive", two), ("aligned", aligned)):
+        (line,) = report["lines"][step]
+        path = tus.loss_barrier(Net(), one, end, batches, F.cross_entropy, points=5)
+        assert line["losses"] == pytest.approx(path.losses, rel=1e-4) and len(line["ratios"]) == 5
+    torch.testing.assert_close(tus.load_state(out)["0.weight"], (one["0.weight"] + two["0.weight"]) / 2)
+    assert "Largest excess over the lines" in out.with_name("merged.report.md").read_text()
+    assert merge(paths, out, "--only", "9.*") == 2

@@ -73,7 +73,7 @@ def words_of(base: list[str], option: str, value: str) -> list[str]:
 MISTAKES = [words_of(base, option, value) for base, option, values in VALUES for value in values]
 MISTAKES += [[], ["nothing"], ["inspect"], ["table"], ["table", ""], ["table", "nowhere"], ["table", "IN/a.pt"]]
 MISTAKES += [["table", "IN/old"], ["table", "IN/old", "--out", "OUT"]]
-MISTAKES += [["align", f"IN/{name}", *ALIGN[2:]] for name in ("none*.pt", "", ".", "text.pt")]
+MISTAKES += [["align", f"IN/{name}", *ALIGN[2:]] for name in ("none*.pt", "none", "text.pt")]
 
 CHECKPOINTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
     "int8": lambda s: {n: t.to(torch.int8) for n, t in s.items()},

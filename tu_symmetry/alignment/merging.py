@@ -119,6 +119,7 @@ def merge(
     reference: Reference | Network | None = "first",
     match_on: MatchOn = "weights",
     solver: AlignSolver = "frank_wolfe",
+    only: Sequence[str] = (),
     similarity: Similarity = "product",
     loss: Loss | None = None,
     metrics: Mapping[str, Loss] | None = None,
@@ -150,6 +151,8 @@ def merge(
             networks in memory.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader``.
         solver: how weights are matched, see :func:`~tu_symmetry.align`.
+        only: patterns of tensors' names: align partially, by the groups alone all of whose tensors match one of them
+            (``["down_blocks.*"]``); everything is aligned without any.
         similarity: how activations are compared, see :func:`~tu_symmetry.activation_matching`.
         loss: mean loss over a batch of (outputs, targets). With it the networks, and what is merged of them after each
             step, are measured.
@@ -172,6 +175,7 @@ def merge(
         ValueError: fewer than two networks, weights that do not fit, a correction without data, greedy weights or
             points without a loss and data, one or two points, or a network without the statistics to be corrected.
     """
+    graph = _restricted(graph, only)
     members = _Members(states)
     _check(len(members), correction, weights, dataloader, loss, metrics, validation, points)
     done: MutableMapping[str, Any] = {} if resume is None else resume
@@ -228,8 +232,8 @@ def merge(
         lines = {"naive": walk(members)} if moved else {}
         lines["aligned"] = walk(aligned)
         if correction != "none":
-            mend = partial(corrected, model, dataloader=cast("Iterable[Any]", data), correction=correction)
-            lines["corrected"] = walk(aligned, mend)
+            statistics = cast("Iterable[Any]", data)
+            lines["corrected"] = walk(aligned, partial(corrected, model, dataloader=statistics, correction=correction))
     counts = [transposition_count(p) for p in permutations]
     return Merged(state, fixed, permutations, counts, correction, own, scores, lines, certificates, uncertified)
 
@@ -248,19 +252,34 @@ def _lines(
     points: int,
     chosen: Sequence[int],
     networks: Sequence[State],
-    mend: Callable[..., State] | None = None,
+    correct: Callable[..., State] | None = None,
 ) -> list[LossBarrier]:
-    """Losses along the lines from the first of the chosen networks to each of the others; inner points are mended."""
+    """Losses along the lines from the first of the chosen networks to the others; inner points are corrected."""
     found = []
     for k in chosen[1:]:
         ends = [networks[chosen[0]], networks[k]]
 
         def between(state: State, ratio: float, ends: list[State] = ends) -> State:
-            assert mend is not None
-            return mend(ends, [1 - ratio, ratio], state)
+            assert correct is not None
+            return correct(ends, [1 - ratio, ratio], state)
 
-        found.append(loss_barrier(model, *ends, data, loss, points=points, merge=None if mend is None else between))
+        found.append(loss_barrier(model, *ends, data, loss, points=points, merge=None if correct is None else between))
     return found
+
+
+def _restricted(graph: SymmetryGraph, only: Sequence[str]) -> SymmetryGraph:
+    """The graph with those permutation groups alone whose tensors all match a pattern, and what is nested in them."""
+    if not only:
+        return graph
+    inside = {name for name, names in graph.aliases.items() if any(fnmatchcase(n, p) for n in names for p in only)}
+    out = [g.name for g in graph.permutations if not {m.parameter for m in g.members} <= inside]
+    if len(out) == len(graph.permutations):
+        near = sorted({m.parameter for m in g.members} & inside for g in graph.permutations)[-1:] if inside else []
+        why = f"groups that touch them reach beyond, as those of {min(near[0])!r}" if near and near[0] else ""
+        raise ValueError(
+            f"only={list(only)}: no permutation group has all its tensors there" + (f"; {why}" if why else "")
+        )
+    return graph.without(*out)
 
 
 class _Members(Sequence[State]):

@@ -52,7 +52,7 @@ class Architecture:
             SymmetryError: it cannot be traced, or a symmetry does not hold.
         """
         dtype = parse_precision(self.dtype)
-        with _step(console, f"building {self.model}"), torch.random.fork_rng(devices=[]):
+        with step(console, f"building {self.model}"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             module = build_module(self.model, self.init).to(dtype).eval()
         inputs = tuple(parse_input(text, dtype, self._generator) for text in self.inputs)
@@ -61,12 +61,12 @@ class Architecture:
         for text in shaped:
             key, _, value = text.partition("=")
             kwargs[key] = parse_input(value, dtype, self._generator)
-        with _step(console, "running it once"):
+        with step(console, "running it once"):
             self._run(module, inputs, kwargs)
-        with _step(console, "discovering its symmetries"):
+        with step(console, "discovering its symmetries"):
             graph = discover_symmetries(module, inputs, example_kwargs=kwargs)
         if verify:
-            with _step(console, "verifying them in float64"):
+            with step(console, "verifying them in float64"):
                 verify_symmetries(graph, module, inputs, example_kwargs=kwargs)
         return graph
 
@@ -168,7 +168,7 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-class _step:
+class step:
     """A spinner while something runs, then a line with its time."""
 
     def __init__(self, console: Console, text: str, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -31,6 +31,7 @@ from tu_symmetry.files import (
     write_safetensors,
 )
 from tu_symmetry.reporting.progress import Track, Tracker
+from tu_symmetry.sources import is_remote, locate
 from tu_symmetry.states import SampleFileError, State, SymmetryError, load_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -73,19 +74,30 @@ def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
 
 
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Files from paths and globs (``**`` descends into folders), in the order given, each once however it is written.
+    """Files of weights, in the order given, each once however it is written.
+
+    Args:
+        patterns: paths, globs of files or folders (``**`` descends into folders), and all that
+            :func:`tu_symmetry.sources.locate` knows: folders of checkpoints or of ``save_pretrained``, ``hf://``,
+            ``timm://``.
 
     Raises:
-        AlignFilesError: a path or pattern that stands for no file.
+        AlignFilesError: a path or pattern that stands for no file, or weights that cannot be fetched.
     """
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
         path = Path(pattern)
-        matches = [path] if path.is_file() else sorted(p for p in map(Path, glob.glob(pattern, recursive=True)))
-        files = [p for p in matches if p.is_file()]
+        here = path.exists() or is_remote(pattern)
+        matches = [pattern] if here else sorted(glob.glob(pattern, recursive=True))
+        folders = [m for m in matches if Path(m).is_dir()]
+        if not here and len(folders) < len(matches):  # a glob of files that also meets folders
+            matches = [m for m in matches if m not in folders]
+        try:
+            files = [file for match in matches for file in locate(match)]
+        except FileError as error:
+            raise AlignFilesError(str(error)) from error
         if not files:
-            hint = "a folder; name its files, for example with a glob" if path.is_dir() else "no file"
-            raise AlignFilesError(f"{pattern} is {hint}")
+            raise AlignFilesError(f"{pattern} is no file")
         for file in files:
             found.setdefault(os.path.abspath(file), file)
     return list(found.values())

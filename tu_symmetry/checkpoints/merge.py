@@ -1,13 +1,17 @@
 """One network from checkpoint files: aligned, averaged, its statistics corrected, written with a report.
 
-Two networks are in memory at a time. The merged file holds the tensors under the architecture's own names, and in its
+Two networks are in memory at a time. While it works, the folder ``NAME.merging`` beside the result holds the
+permutations and scores found so far: the same command goes further after an interruption, and takes the folder away
+when it is done. The merged file holds the tensors under the architecture's own names, and in its
 head what was merged: file names and digests, weights, options. Beside it, ``NAME.report.md`` and ``NAME.report.json``
 say how many transpositions each network took and, with data, what each step is worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +27,29 @@ from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
 from tu_symmetry.checkpoints.files import (
     AlignFilesError,
+    Checkpoint,
     Track,
     check_checkpoints,
     load_checkpoint,
+    locked,
     output_names,
     refuse_foreign,
+    sha256,
     silent,
     write_owned,
 )
-from tu_symmetry.files import write_json, write_text
+from tu_symmetry.files import (
+    FileError,
+    clear_scratch,
+    digest_of,
+    read_json,
+    read_safetensors,
+    write_json,
+    write_safetensors,
+    write_text,
+)
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State
+from tu_symmetry.states import SampleFileError, State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
@@ -67,6 +83,8 @@ def merge_files(
     correction: Correction = "none",
     reference: Reference | Path | None = "first",
     solver: AlignSolver = "frank_wolfe",
+    only: Sequence[str] = (),
+    points: int = 0,
     prefix: str = "",
     track: Track = silent,
 ) -> Merged:
@@ -83,6 +101,8 @@ def merge_files(
         correction: as for :func:`tu_symmetry.merge`.
         reference: as for :func:`tu_symmetry.merge`; a path is that file.
         solver: as for :func:`tu_symmetry.merge`.
+        only: as for :func:`tu_symmetry.merge`.
+        points: as for :func:`tu_symmetry.merge`; needs data.
         prefix: prefix of the names in the checkpoints, for example ``model.``.
         track: shows progress.
 
@@ -98,8 +118,8 @@ def merge_files(
         raise AlignFilesError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
         raise AlignFilesError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
-    if data is None and (correction != "none" or weights == "greedy"):
-        raise AlignFilesError("corrections and greedy weights measure networks on data: pass --data")
+    if data is None and (correction != "none" or weights == "greedy" or points):
+        raise AlignFilesError("corrections, greedy weights and points measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     refuse_foreign([out], dict.fromkeys(reports, MARK), checkpoints)
     function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
@@ -109,7 +129,20 @@ def merge_files(
     if data is not None:
         _check_precision(model, networks[0], files[0].path)
     anchor = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
-    with track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker:
+    key = digest_of(
+        {
+            "architecture": graph.architecture,
+            "files": [file.sha256 for file in files],
+            "reference": sha256(reference) if isinstance(reference, Path) else reference,
+            "options": [prefix, solver, list(only), correction, loss],
+            "data": None if data is None else data.digest,
+        }
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        _Progress.of(out.with_name(f"{out.stem}.merging"), key) as kept,
+        track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker,
+    ):
         done = 0
 
         def show(at: dict[str, Any]) -> None:
@@ -127,31 +160,129 @@ def merge_files(
                 weights=weights,
                 reference=anchor,
                 solver=solver,
+                only=only,
                 loss=function,
                 metrics=_metrics(data, loss),
                 validation=None if data is None else data.evaluation,
+                points=points,
+                resume=kept,
                 progress=show,
             )
+        except (AlignFilesError, SampleFileError):
+            raise
         except ValueError as error:
             raise AlignFilesError(str(error)) from error
+        _write(out, reports, merged, files, weights, reference, data, loss)
+        kept.finished = True
+    return merged
+
+
+def _write(
+    out: Path,
+    reports: Sequence[Path],
+    merged: Merged,
+    files: Sequence[Checkpoint],
+    weights: Weights,
+    reference: Reference | Path | None,
+    data: BarrierData | None,
+    loss: str,
+) -> None:
+    """Write the merged network, and last of all what says that it is whole."""
     report = {
         "files": [{"path": str(f.path), "sha256": f.sha256} for f in files],
         "weights": merged.weights,
         "weights_by_name": {k: list(w) for k, w in weights.items()} if isinstance(weights, Mapping) else {},
         "reference": str(reference),
-        "correction": correction,
+        "correction": merged.correction,
         "transpositions": merged.transpositions,
         "data": None if data is None else {"name": data.name, "num_samples": data.num_samples, "loss": loss},
         "members": merged.members,
         "scores": merged.scores,
         "barriers": merged.barriers,
+        "lines": {
+            step: [{"barrier": one.barrier, "ratios": one.ratios, "losses": one.losses} for one in found]
+            for step, found in merged.lines.items()
+        },
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_owned(out, merged.state, {"merged": report})
     write_json(reports[1], {"what": MARK, **report})
     grid = merge_grid(merged, [f.path for f in files])
     write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
-    return merged
+
+
+class _Progress(MutableMapping[str, Any]):
+    """What a merge has found so far, each piece in a file of its own, written whole or not at all.
+
+    Permutations are safetensors files, scores JSON files; both carry seals. The folder belongs to one merge, whose
+    digest stands in ``merge.json``: another one begins anew.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.finished = False
+
+    @classmethod
+    @contextmanager
+    def of(cls, folder: Path, key: str) -> Iterator[_Progress]:
+        """The folder, locked; it goes when the block ends and the merge is finished.
+
+        Raises:
+            AlignFilesError: another run works there, or the folder is of something else.
+        """
+        about = folder / "merge.json"
+        foreign = folder.is_dir() and not about.is_file() and any(folder.iterdir())
+        if foreign or (folder.exists() and not folder.is_dir()):
+            raise AlignFilesError(f"{folder} was not written by this command; move it away or choose another --out")
+        folder.mkdir(exist_ok=True)
+        made = cls(folder)
+        with locked(folder):
+            try:
+                known = read_json(about)[0] if about.is_file() else {}
+            except FileError:
+                known = {}
+            if known != {"what": MARK, "merge": key}:
+                for name in made:
+                    (folder / name).unlink()
+                write_json(about, {"what": MARK, "merge": key}, seal=True)
+            clear_scratch(folder)
+            try:
+                yield made
+            finally:  # also where it failed before anything was found
+                if made.finished or not len(made):
+                    shutil.rmtree(folder)
+
+    def _path(self, key: str) -> Path:
+        suffix = ".safetensors" if key.startswith("permutation/") else ".json"
+        name = key.replace("/", "-") if len(key) < 60 else digest_of(key)
+        return self.folder / f"{name}{suffix}"
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._path(key).is_file()
+
+    def __getitem__(self, key: str) -> Any:
+        path = self._path(key)
+        if not path.is_file():
+            raise KeyError(key)
+        try:
+            return read_safetensors(path)[0] if path.suffix == ".safetensors" else read_json(path)[0]
+        except (FileError, OSError) as error:
+            raise AlignFilesError(f"{error} (deleting it has it found again)") from error
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        path = self._path(key)
+        if path.suffix == ".safetensors":
+            write_safetensors(path, {n: t.cpu().contiguous() for n, t in value.items()})
+        else:
+            write_json(path, value, seal=True)
+
+    def __delitem__(self, key: str) -> None:
+        self._path(key).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(path.name for path in self.folder.glob("*.*") if path.name not in ("merge.json", ".lock"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _check_precision(model: nn.Module, state: State, path: Path) -> None:
@@ -179,6 +310,11 @@ def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
         scores = [f"{found[key]:.4f}" for key in keys]
         rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
     caption = "barrier: by how much the loss exceeds the weighted mean of the networks' own" if keys else ""
+    if merged.lines:
+        points = len(merged.lines["aligned"][0].ratios) if merged.lines["aligned"] else 0
+        largest = {step: max((one.barrier for one in found), default=0.0) for step, found in merged.lines.items()}
+        told = ", ".join(f"{value:.4f} {STEPS[step]}" for step, value in largest.items())
+        caption += f". Largest excess over the lines from the first network to the others, {points} points each: {told}"
     return Grid("Merged network", header, rows, caption)
 
 

@@ -18,16 +18,27 @@ if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-def _add_architecture(parser: argparse.ArgumentParser) -> None:
+_SOURCES = (
+    "Lightning checkpoints, torch state dicts or safetensors files, globs of them, folders of checkpoints or of "
+    "save_pretrained, hf://OWNER/NAME/FILE, hf://datasets/OWNER/NAME/FILE, or timm://NAME.TAG"
+)
+
+
+def _add_architecture(parser: argparse.ArgumentParser, *, from_files: bool = False) -> None:
+    itself = "; left out, it is built from the config.json beside the first file" if from_files else ""
     parser.add_argument(
-        "--model", required=True, metavar="NAME", help="dotted name that builds it: torchvision.models.resnet50"
+        "--model",
+        required=not from_files,
+        metavar="NAME",
+        help=f"dotted name that builds it: torchvision.models.resnet50{itself}",
     )
     parser.add_argument(
         "--input",
         dest="inputs",
         metavar="SHAPE",
         action="append",
-        required=True,
+        required=not from_files,
+        default=[] if from_files else None,
         help="shape of an input, 1,3,224,224, or 1,16:long for integers; once for each positional argument of forward",
     )
     parser.add_argument(
@@ -95,9 +106,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
-    parser.add_argument(
-        "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
-    )
+    parser.add_argument("checkpoints", nargs="+", help=_SOURCES)
     _add_architecture(parser)
     parser.add_argument(
         "--out", type=named("a folder"), required=True, metavar="DIR", help="folder of the aligned files and the report"
@@ -181,17 +190,17 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry merge CHECKPOINTS... --model NAME --input SHAPE --out FILE``."""
     parser.description = (
         "Merges networks into one: permutes their hidden units so that they lie in one basin, averages the weights, "
-        "and corrects the statistics. With data it says what each step is worth. Two networks are in memory at a time."
+        "and corrects the statistics. With data it says what each step is worth. Two networks are in memory at a time. "
+        "After an interruption the same command goes further. Files of LoRA adapters are merged as what they add to a "
+        "network, and folders of diffusers say themselves what network they hold: neither takes --model."
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 "
         "--alpha 'layer4.*=0.5' --out merged.safetensors"
     )
-    parser.add_argument(
-        "checkpoints", nargs="+", help="Lightning checkpoints, torch state dicts or safetensors files, or globs of them"
-    )
-    _add_architecture(parser)
+    parser.add_argument("checkpoints", nargs="+", help=_SOURCES)
+    _add_architecture(parser, from_files=True)
     parser.add_argument(
         "--out", type=named("a file"), required=True, metavar="FILE.safetensors", help="the merged network"
     )
@@ -226,6 +235,18 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         default="frank_wolfe",
         help="of matching, as for `align` (default: frank_wolfe)",
     )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="align partially: permute only the units all of whose tensors match one of these patterns",
+    )
+    parser.add_argument(
+        "--rank",
+        type=whole_number(1),
+        help="of LoRA adapters: rank of the merged one, which is then the best of that rank (default: exact)",
+    )
     group = parser.add_argument_group("data", "for the statistics, and for the scores of each step")
     _add_data(group)
     group.add_argument(
@@ -234,19 +255,34 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         default="none",
         help="statistics of the merged network: as averaged, BatchNorm re-estimated, or REPAIR (default: none)",
     )
+    group.add_argument(
+        "--points",
+        type=whole_number(0),
+        default=0,
+        help="also measure the loss at this many points of the lines from the first network to the others (default: 0)",
+    )
 
     def run(arguments: argparse.Namespace) -> int | None:
         import torch
 
+        from tu_symmetry.checkpoints.adapters import are_adapters, merge_adapter_files
         from tu_symmetry.checkpoints.architecture import build_module, parse_precision
         from tu_symmetry.checkpoints.barriers import load_data
         from tu_symmetry.checkpoints.files import find_checkpoints
         from tu_symmetry.checkpoints.merge import merge_files, merge_grid
+        from tu_symmetry.checkpoints.pretrained import Pretrained
         from tu_symmetry.reporting.progress import Display
 
         display = Display()
         checkpoints = find_checkpoints(arguments.checkpoints)
         weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))
+        if arguments.model is None and are_adapters(checkpoints):
+            adapters = merge_adapter_files(checkpoints, Path(arguments.out), weights=weights, rank=arguments.rank)
+            adapters.grid().print(display.console)
+            print(f"{len(checkpoints)} adapters merged into {arguments.out}")
+            return 0
+        if arguments.rank is not None:
+            return fail("--rank is of LoRA adapters, and these files are whole networks")
         reference = None if arguments.reference == "none" else arguments.reference
         if reference not in (None, "first", "medoid", "mean", "universe"):
             reference = find_checkpoints([reference])[0]
@@ -254,9 +290,16 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         data = None
         if arguments.data:
             data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
-        graph = _discover(arguments)
-        with torch.random.fork_rng(devices=[]):
-            module = build_module(arguments.model, arguments.init).to(dtype)
+        if arguments.model is None:
+            architecture = Pretrained.beside(checkpoints[0], dtype=arguments.dtype)
+            graph = architecture.discover(display.console)
+            module = architecture.build()
+        else:
+            if not arguments.inputs:
+                return fail("--model needs --input, a shape for each positional argument of forward")
+            graph = _discover(arguments)
+            with torch.random.fork_rng(devices=[]):
+                module = build_module(arguments.model, arguments.init).to(dtype)
         merged = merge_files(
             graph,
             checkpoints,
@@ -268,6 +311,8 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
             correction=arguments.correction,
             reference=reference,
             solver=arguments.solver,
+            only=arguments.only,
+            points=arguments.points,
             prefix=arguments.prefix,
             track=display.track,
         )

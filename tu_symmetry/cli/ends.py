@@ -28,7 +28,7 @@ Handler = Callable[[argparse.Namespace], int | None]
 """Runs a subcommand with its parsed arguments; returns the exit status, None for 0."""
 
 TRACEBACK = "TU_SYMMETRY_TRACEBACK"
-RESUMES = ("table", "align")  # whose command resumes what was cut off
+RESUMES = ("table", "align", "merge")  # whose command resumes what was cut off
 TRAINS = ("fit", "validate", "test", "predict")  # run a user's own code, whose errors are shown whole
 
 

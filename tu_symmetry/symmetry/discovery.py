@@ -31,7 +31,7 @@ def discover_symmetries(
     rule pins what it touches and is named in the graph's report. The module itself is left as it is.
 
     Args:
-        model: any module.
+        model: any module; also one on the meta device (with inputs there), which holds no weights at all.
         example_inputs: an input tensor, or the tuple of positional arguments of ``forward``.
         example_kwargs: keyword arguments of ``forward``.
         branches: what to do where ``forward`` branches on the values of a tensor: ``"refuse"``, with an error that

@@ -291,6 +291,11 @@ def _like(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
 
 
 def _kept_value(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise SymmetryError(
+            f"a tensor of shape {tuple(tensor.shape)} that is part of the network, but not of its state dict, is on "
+            "the meta device and has no values; make it on the CPU (parameters can stay on the meta device)"
+        )
     return tensor.detach().to(device="cpu", dtype=_like(tensor.dtype, torch.float64), copy=True)
 
 
@@ -504,7 +509,15 @@ def tensors_of(nested: Any) -> list[Tensor]:
 
 
 def _double(nested: Any, generator: torch.Generator | None) -> Any:
-    """Inputs in float64 on the CPU; with a generator constant inputs (zeros, ones) are replaced by noise."""
+    """Inputs in float64 on the CPU; with a generator constant inputs (zeros, ones) are replaced by noise.
+
+    Inputs on the meta device have no values: noise takes their place, and zeros that of integers.
+    """
+    if isinstance(nested, Tensor) and nested.is_meta:
+        if nested.is_floating_point() or nested.is_complex():
+            drawn = torch.randn(nested.shape, generator=generator or torch.Generator().manual_seed(0))
+            return drawn.to(_like(nested.dtype, torch.float64))
+        return torch.zeros(nested.shape, dtype=nested.dtype)
     if isinstance(nested, Tensor):
         if not (nested.is_floating_point() or nested.is_complex()):
             return nested.detach().to("cpu", copy=True)

@@ -364,10 +364,14 @@ class _Interpreter:
     def _constant(self, tensor: Tensor) -> Value:
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        array = (
-            tensor.detach().cpu().numpy() if tensor.dtype != torch.bfloat16 else tensor.detach().float().cpu().numpy()
-        )
-        alike = array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
+        if tensor.is_meta:  # no values: any two entries may differ
+            array: NDArray[Any] = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
+        elif tensor.dtype == torch.bfloat16:
+            array = tensor.detach().float().cpu().numpy()
+        else:
+            array = tensor.detach().cpu().numpy()
+        known = array.size > 0 and array.dtype.kind in "fiub" and not tensor.is_meta
+        alike = known and bool((array == array.flat[0]).all())
         value = moving.uniform(array.shape, float(array.flat[0]) if alike else None)
         for axis, size in enumerate(array.shape):
             if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
@@ -562,7 +566,7 @@ class _Interpreter:
         held, output = self.env.get(node), node.meta.get("val")
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         if isinstance(held, Tensor):
-            if held.layout == torch.strided and held.numel() and not held.any():
+            if held.layout == torch.strided and held.numel() and not held.is_meta and not held.any():
                 self.zero.add(node)
             self.tied.add(node)
             return

@@ -1,0 +1,157 @@
+"""Networks from the ``config.json`` that diffusers writes beside their weights, with inputs that fit it.
+
+Only the class and its sizes are taken from the file: the class has to be one of diffusers' own models. Inputs are made
+for the families that people merge (UNets, autoencoders, DiT); for other networks ``--model``, ``--input`` say them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from tu_symmetry.checkpoints.architecture import ArchitectureError, parse_precision, step
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.verification import verify_symmetries
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_BATCH, _TOKENS = 2, 5
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A network that a ``config.json`` describes.
+
+    Attributes:
+        path: of the file.
+        config: what it says.
+        dtype: precision of the module and its inputs.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    dtype: str = "float32"
+
+    @classmethod
+    def beside(cls, weights: Path, *, dtype: str = "float32") -> Pretrained:
+        """From the folder of a file of weights.
+
+        Raises:
+            ArchitectureError: no such file, or none of diffusers.
+        """
+        path = weights.parent / "config.json"
+        hint = "say what the network is with --model and --input"
+        if not path.is_file():
+            raise ArchitectureError(f"{weights} does not say what network it is of (there is no {path}): {hint}")
+        try:
+            config = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ArchitectureError(f"{path} is no JSON ({error}): {hint}") from error
+        if not isinstance(config, dict) or "_class_name" not in config:
+            raise ArchitectureError(f"{path} was not written by diffusers (it has no _class_name): {hint}")
+        if config["_class_name"] not in _INPUTS:
+            raise ArchitectureError(
+                f"{path} is of a {config['_class_name']}, and inputs are made for {', '.join(_INPUTS)} alone: {hint}"
+            )
+        return cls(path, config, dtype)
+
+    def build(self) -> nn.Module:
+        """The module, in evaluation mode, with random weights; the global random state stays.
+
+        Raises:
+            ArchitectureError: diffusers is not installed, or the configuration does not fit its version.
+        """
+        try:
+            import diffusers
+        except ImportError as error:
+            raise ArchitectureError(f"{self.path} describes a network of diffusers: pip install diffusers") from error
+        name = self.config["_class_name"]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                module: nn.Module = getattr(diffusers, name).from_config(self.config)
+        except Exception as error:
+            raise ArchitectureError(
+                f"diffusers {diffusers.__version__} makes no {name} of {self.path}: {type(error).__name__}: {error}"
+            ) from error
+        return module.to(parse_precision(self.dtype)).eval()
+
+    def inputs(self) -> Inputs:
+        """Random positional and keyword arguments of ``forward``, as small as the network takes them."""
+        generator = torch.Generator().manual_seed(0)
+        dtype = parse_precision(self.dtype)
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype)
+
+        return _INPUTS[self.config["_class_name"]](self.config, noise)
+
+    def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
+        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long.
+
+        Raises:
+            ArchitectureError: it cannot be built.
+            SymmetryError: it cannot be traced, or a symmetry does not hold.
+        """
+        with step(console, f"building {self.config['_class_name']} from {self.path}"):
+            module = self.build()
+        args, kwargs = self.inputs()
+        with step(console, "discovering its symmetries"):
+            graph = discover_symmetries(module, args, example_kwargs=kwargs)
+        if verify:
+            with step(console, "verifying them in float64"):
+                verify_symmetries(graph, module, args, example_kwargs=kwargs)
+        return graph
+
+
+def _unet(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
+    """A UNet with conditions: noisy latents, times, embedded text, and what SDXL adds."""
+    for key in ("encoder_hid_dim_type", "time_cond_proj_dim"):
+        if config.get(key) is not None:
+            raise ArchitectureError(
+                f"this UNet takes inputs of {key}={config[key]!r}: say them with --model and --input"
+            )
+    size = 2 ** len(config["down_block_types"])
+    width = config.get("encoder_hid_dim") or config.get("cross_attention_dim") or 1280
+    width = width[0] if isinstance(width, (list, tuple)) else width
+    times = torch.tensor([7, 423])
+    args = (noise(_BATCH, config["in_channels"], size, size), times, noise(_BATCH, _TOKENS, width))
+    kwargs: dict[str, Any] = {}
+    if config.get("class_embed_type") == "projection":
+        kwargs["class_labels"] = noise(_BATCH, config["projection_class_embeddings_input_dim"])
+    elif config.get("num_class_embeds") or config.get("class_embed_type"):
+        kwargs["class_labels"] = torch.tensor([0, 1])
+    added = config.get("addition_embed_type")
+    if added == "text_time":
+        text = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+        sizes = 512 + 256 * noise(_BATCH, 6)
+        kwargs["added_cond_kwargs"] = {"text_embeds": noise(_BATCH, text), "time_ids": sizes}
+    elif added not in (None, "text"):
+        raise ArchitectureError(f"this UNet takes inputs of addition_embed_type={added!r}: say them with --input")
+    return args, kwargs
+
+
+def _autoencoder(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
+    """Images."""
+    size = 2 ** len(config["down_block_types"])
+    return (noise(_BATCH, config["in_channels"], size, size),), {}
+
+
+def _dit(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
+    """Latents of the one size that its positions are made for, times and classes."""
+    size = config["sample_size"]
+    return (noise(_BATCH, config["in_channels"], size, size), torch.tensor([7, 423]), torch.tensor([0, 1])), {}
+
+
+_INPUTS: dict[str, Callable[[dict[str, Any], Callable[..., Tensor]], Inputs]] = {
+    "UNet2DConditionModel": _unet,
+    "AutoencoderKL": _autoencoder,
+    "DiTTransformer2DModel": _dit,
+}
