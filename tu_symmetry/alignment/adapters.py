@@ -125,7 +125,7 @@ def merge_adapters(
             an adapter does.
         scales: for each adapter and layer, the factor of the product, where it does not stand in the tensors (PEFT's
             ``lora_alpha / r``); 1 where none is given.
-        rank: of each layer of the merged adapter at most; the sum of the ranks if left out, which is exact.
+        rank: bound on the rank of each layer of the merged adapter; the sum of the ranks if left out, which is exact.
 
     Raises:
         SymmetryError: tensors that are no adapter, layers of other shapes.

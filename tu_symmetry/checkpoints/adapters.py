@@ -88,7 +88,7 @@ def merge_adapter_files(
         files: at least two.
         out: the ``.safetensors`` file to write.
         weights: ``equal``, or a share for each.
-        rank: of each layer at most; exact if left out.
+        rank: bound on the rank of each layer; exact if left out.
 
     Raises:
         AlignFilesError: files that are no adapters, or do not fit together; something else in the place of a result.

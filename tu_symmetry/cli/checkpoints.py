@@ -156,7 +156,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         reference = arguments.reference
         checkpoints = find_checkpoints(arguments.checkpoints)
         if reference not in ("first", "medoid", "mean", "universe"):
-            reference = find_checkpoints([reference])[0]
+            reference = _one_file(reference)
         graph = _discover(arguments)
         measure = _barrier_measurement(arguments) if arguments.data else None
         alignment = align_files(
@@ -285,7 +285,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
             return fail("--rank is of LoRA adapters, and these files are whole networks")
         reference = None if arguments.reference == "none" else arguments.reference
         if reference not in (None, "first", "medoid", "mean", "universe"):
-            reference = find_checkpoints([reference])[0]
+            reference = _one_file(reference)
         dtype = parse_precision(arguments.dtype)
         data = None
         if arguments.data:
@@ -321,6 +321,22 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         return 0
 
     return run
+
+
+def _one_file(source: str) -> Path:
+    """What ``--reference`` names.
+
+    Raises:
+        AlignFilesError: nothing, or several files.
+    """
+    from tu_symmetry.checkpoints.files import AlignFilesError, find_checkpoints
+
+    found = find_checkpoints([source])
+    if len(found) > 1:
+        raise AlignFilesError(
+            f"--reference {source} stands for {len(found)} files, as {found[0].name}; name one of them"
+        )
+    return found[0]
 
 
 def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
