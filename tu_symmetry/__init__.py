@@ -55,7 +55,7 @@ _EXPORTS: dict[str, str] = {
     "remove_symmetries": "scaling.removal",
     "scale_with_epsilon": "scaling.epsilon",
     "representation_cost": "scaling.canonical",
-    "GaussianPredictive": "laplace.predictive",
+    "GaussianPredictive": "laplace.links",
     "Hyperprior": "laplace.evidence",
     "LaplaceFileError": "laplace.storage",
     "LinearizedLaplace": "laplace.model",
@@ -199,7 +199,7 @@ if TYPE_CHECKING:
     from tu_symmetry.laplace.hyperpriors import TotalVariation
     from tu_symmetry.laplace.model import LinearizedLaplace
     from tu_symmetry.laplace.observation import LinearObservation
-    from tu_symmetry.laplace.predictive import GaussianPredictive
+    from tu_symmetry.laplace.links import GaussianPredictive
     from tu_symmetry.laplace.report import PrunedGroupWarning
     from tu_symmetry.laplace.sampled import SampledEvidence
     from tu_symmetry.laplace.storage import LaplaceFileError

@@ -59,7 +59,7 @@ def fit(model: nn.Module, x: Any = X, y: Tensor = Y, **options: Any) -> Lineariz
 
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "tuple": (lambda h: (h, h), TypeError, "returns a tuple"),
-    "dictionary": (lambda h: {"logits": h}, TypeError, "returns a dict"),
+    "dictionary": (lambda h: {"scores": h}, TypeError, "returns a dict"),
     "none": (lambda h: None, TypeError, "returns a NoneType"),
     "integer": (lambda h: h.argmax(-1), TypeError, "int64.*logits"),
     "boolean": (lambda h: h > 0, TypeError, "bool"),

@@ -77,7 +77,7 @@ class StoredJacobian(TangentModel):
         chunk: int = 50,
         shown: Callable[[int], None] = lambda done: None,
     ) -> None:
-        super().__init__(tangent.model, tangent.names)
+        super().__init__(tangent.model, tangent.names, class_axis=tangent.class_axis)
         self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._kept: list[Tensor] = []  # while they live, nothing else has their places in memory
         done = 0

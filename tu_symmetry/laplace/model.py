@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace import interop, prediction, storage
-from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import TEMPERATURES, Metric, calibrate
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
@@ -30,9 +29,9 @@ from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.kept import BUDGET
-from tu_symmetry.laplace.likelihood import FisherType, LikelihoodName, make_likelihood
+from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
+from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
-from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox
 from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
@@ -93,7 +92,12 @@ class LinearizedLaplace:
     Args:
         model: the trained network; it is never edited and has to keep its weights while this object is used. It runs
             in evaluation mode.
-        likelihood: ``classification`` (softmax over the outputs) or ``regression`` (homoscedastic Gaussian noise).
+        likelihood: ``classification`` (softmax over the outputs), ``binary`` (one or several independent logits),
+            ``regression`` (homoscedastic Gaussian noise) or ``heteroscedastic`` (the outputs are means and log
+            variances); with options an object: :class:`tu_symmetry.laplace.likelihood.Categorical` (label smoothing,
+            class weights, ignored labels), ``Bernoulli``, ``Gaussian``, ``HeteroscedasticGaussian``; or the loss of the
+            training with its options: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, ``nn.BCEWithLogitsLoss``,
+            ``nn.MSELoss``.
         graph: the symmetry graph, whose normalization groups ``per_group`` and ``per_filter`` use; without it (and
             without ``groups``) the graph is discovered at :meth:`fit` from the first batch.
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
@@ -134,7 +138,7 @@ class LinearizedLaplace:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: LikelihoodName = "classification",
+        likelihood: LikelihoodName | Likelihood | nn.Module = "classification",
         *,
         graph: SymmetryGraph | None = None,
         prior: Prior = "per_group",
@@ -169,17 +173,18 @@ class LinearizedLaplace:
         ):
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
+        self.likelihood = make_likelihood(likelihood)
         if backend == "backpack" and curvature not in ("diag", "full"):
             raise ValueError(
                 f"backend='backpack' makes curvatures of single samples' gradients, 'diag' and 'full'; "
                 f"curvature={curvature!r} has hooks of its own, which know weight sharing, groups and attention"
             )
-        if fisher_type == "empirical" and likelihood == "regression":
+        if fisher_type == "empirical" and self.likelihood.noisy:
             raise ValueError(
                 "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
                 "choose fisher_type='type-2', which costs one backward pass for each output"
             )
-        if noise_variance is not None and likelihood != "regression":
+        if noise_variance is not None and not self.likelihood.noisy:
             raise ValueError("noise_variance belongs to likelihood='regression'")
         if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
             raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
@@ -188,7 +193,7 @@ class LinearizedLaplace:
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
         if mc_samples < 1:
             raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
-        self.model, self.likelihood, self.graph = model, make_likelihood(likelihood), graph
+        self.model, self.graph = model, graph
         self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
         self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit, backend)
         self.generator = generator
@@ -196,12 +201,13 @@ class LinearizedLaplace:
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
         self._initial = prior_precision
         self.train_loader: Iterable[Any] | None = None
+        class_axis = self.likelihood.class_axis
         if curvature == "last_layer":
             if parameters is not None:
                 raise ValueError("curvature='last_layer' chooses its parameters itself; for a subset use 'full'")
-            self.tangent: TangentModel = LastLayerModel(model, last_linear(model))
+            self.tangent: TangentModel = LastLayerModel(model, last_linear(model), class_axis=class_axis)
         else:
-            self.tangent = TangentModel(model, select_parameters(model, parameters))
+            self.tangent = TangentModel(model, select_parameters(model, parameters), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
         self._drawer = prediction.Drawer()
 
@@ -290,14 +296,14 @@ class LinearizedLaplace:
         last_layer = fitted.options.curvature == "last_layer"
         la = cls(
             fitted.model,
-            fitted.likelihood.name,
+            fitted.likelihood,
             prior=fitted.prior,
             evaluate_at=fitted.evaluate_at,
             parameters=None if last_layer else fitted.tangent.names,
             noise_variance=fitted.noise_variance if fitted.noise_fixed else None,
             **vars(fitted.options),
         )
-        la.tangent, la.likelihood = fitted.tangent, fitted.likelihood
+        la.tangent = fitted.tangent
         la._fitted, la.train_loader = fitted, train_loader
         return la
 
@@ -324,7 +330,7 @@ class LinearizedLaplace:
 
     @property
     def noise_variance(self) -> float:
-        """Of a regression's noise (1 for a classification)."""
+        """Of a regression's noise (1 for another likelihood)."""
         return self.fitted.noise_variance
 
     @property
@@ -531,7 +537,7 @@ class LinearizedLaplace:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
         """
         self.fitted.require_weights()
-        outputs_posterior.check_link_approx(link_approx)
+        check_link_approx(link_approx)
         self._fitted, found = calibrate(
             self.fitted,
             self._drawer,
@@ -584,7 +590,7 @@ class LinearizedLaplace:
         self.fitted.require_weights()
         inputs = prediction.on_device(self.fitted, inputs)
         outputs, changes = prediction.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
-        return outputs + changes
+        return prediction.in_own_shape(self.fitted, inputs, outputs + changes)
 
     @_apart
     def predictive(
@@ -610,9 +616,10 @@ class LinearizedLaplace:
             seed: of the samples; the same seed gives the same functions in every call.
 
         Returns:
-            Classification: probabilities ``[batch, classes]``, or ``[batch, positions, classes]``. Regression:
+            Classification: probabilities ``[batch, classes]``, or in the shape of the network's output where that has
+            several positions. Binary: the probability of yes, of every output. Regression and heteroscedastic:
             :class:`GaussianPredictive`. With ``joint`` the samples: probabilities with an axis of the samples in front,
-            or outputs without noise for a regression.
+            or outputs without noise for a regression (means and log variances for a heteroscedastic one).
         """
         self.fitted.require_weights()
         return prediction.predictive(

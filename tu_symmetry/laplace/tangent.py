@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tu_symmetry.laplace.likelihood import as_outputs, check_outputs
+from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, raw_shape
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -170,13 +170,16 @@ class TangentModel:
         names: the parameters that vary.
         slots: their places in the flat vector.
         size: length of the flat vector.
+        class_axis: the axis of the network's output that holds the classes, see
+            :func:`tu_symmetry.laplace.outputs.class_axis_of`.
         joins: whether batches may be joined to larger ones.
     """
 
     joins = True
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], *, class_axis: int | None = None) -> None:
         self.model = model
+        self.class_axis = class_axis
         self.names = tuple(names)
         self.slots: dict[str, Slot] = {}
         self.size = 0
@@ -188,6 +191,25 @@ class TangentModel:
         self._forward_mode = True
         self._vectorized = True
         self._linearizes = True
+
+    def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
+        """The same for other parameters, or for a copy of the network."""
+        return TangentModel(self.model if model is None else model, names, class_axis=self.class_axis)
+
+    def read(self, found: Any, batch: int) -> Tensor:
+        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
+        return as_outputs(found, batch, self.class_axis)
+
+    def checked(self, found: Any, batch: int) -> Tensor:
+        """The same, with NaN and infinite values refused."""
+        return check_outputs(found, batch, self.class_axis)
+
+    def in_own_shape(self, inputs: Any, values: Tensor) -> Tensor:
+        """Values ``[..., batch, positions, outputs]`` in the shape that the network itself gives its outputs."""
+        with evaluating(self.model), torch.no_grad():
+            row = rows_of(inputs, slice(0, 1))
+            found = self.model(*row) if isinstance(row, tuple) else self.model(row)
+        return in_own_shape(values, raw_shape(found, self.class_axis), self.class_axis)
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, without gradient history; shared with the module."""
@@ -223,7 +245,7 @@ class TangentModel:
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
-            return as_outputs(functional_call(self.model, {**weights, **parameters}, args), batch_size(inputs))
+            return self.read(functional_call(self.model, {**weights, **parameters}, args), batch_size(inputs))
 
         return outputs
 
@@ -349,7 +371,7 @@ class TangentModel:
 class LastLayerModel(TangentModel):
     """The same for the last linear layer alone, where the Jacobian is the layer's input: exact and without autograd."""
 
-    def __init__(self, model: nn.Module, layer: str) -> None:
+    def __init__(self, model: nn.Module, layer: str, *, class_axis: int | None = None) -> None:
         module = model.get_submodule(layer)
         if not isinstance(module, nn.Linear):
             raise ValueError(f"the last layer {layer!r} is a {type(module).__name__}; only nn.Linear has a closed form")
@@ -363,7 +385,13 @@ class LastLayerModel(TangentModel):
                 f"the last layer {layer!r} does not own its {lacking}: tied to another layer, or parametrized "
                 "(weight_norm). It has no closed form then; choose curvature='full' or 'diag' with parameters=[...]"
             )
-        super().__init__(model, names)
+        super().__init__(model, names, class_axis=class_axis)
+
+    def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
+        """The same for a copy of the network; of other parameters there is no closed form."""
+        if tuple(names) != self.names:
+            return super().over(names, model)
+        return LastLayerModel(self.model if model is None else model, self.layer, class_axis=self.class_axis)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """The layer's input with a 1 for the bias ``[batch, features]``, and the outputs.

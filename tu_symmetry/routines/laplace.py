@@ -18,7 +18,7 @@ from torch_uncertainty.routines import RegressionRoutine
 from torchmetrics import MetricCollection
 
 from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.predictive import LinkApprox, check_link_approx
+from tu_symmetry.laplace.links import LinkApprox, check_link_approx
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "
