@@ -56,6 +56,9 @@ _EXPORTS: dict[str, str] = {
     "scale_with_epsilon": "scaling.epsilon",
     "representation_cost": "scaling.canonical",
     "GaussianPredictive": "laplace.links",
+    "Bernoulli": "laplace.likelihood",
+    "Categorical": "laplace.likelihood",
+    "HeteroscedasticGaussian": "laplace.likelihood",
     "Hyperprior": "laplace.evidence",
     "LaplaceFileError": "laplace.storage",
     "LinearizedLaplace": "laplace.model",
@@ -96,7 +99,9 @@ _EXPORTS: dict[str, str] = {
 
 __all__ = [
     "Alignment",
+    "Bernoulli",
     "CanonicalForm",
+    "Categorical",
     "Certificate",
     "CompactPosterior",
     "DeepImagePriorRoutine",
@@ -106,6 +111,7 @@ __all__ = [
     "FitLaplace",
     "GaussianPredictive",
     "HMCRoutine",
+    "HeteroscedasticGaussian",
     "Hyperprior",
     "IsotropicPrior",
     "KernelPrior",
@@ -197,9 +203,10 @@ if TYPE_CHECKING:
     from tu_symmetry.laplace.dual_model import DualLaplace, DualPredictive
     from tu_symmetry.laplace.evidence import Hyperprior
     from tu_symmetry.laplace.hyperpriors import TotalVariation
+    from tu_symmetry.laplace.likelihood import Bernoulli, Categorical, HeteroscedasticGaussian
+    from tu_symmetry.laplace.links import GaussianPredictive
     from tu_symmetry.laplace.model import LinearizedLaplace
     from tu_symmetry.laplace.observation import LinearObservation
-    from tu_symmetry.laplace.links import GaussianPredictive
     from tu_symmetry.laplace.report import PrunedGroupWarning
     from tu_symmetry.laplace.sampled import SampledEvidence
     from tu_symmetry.laplace.storage import LaplaceFileError

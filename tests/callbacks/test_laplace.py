@@ -25,8 +25,13 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch_uncertainty.layers.distributions import get_dist_linear_layer
+from torch_uncertainty.losses import DistributionNLLLoss
+from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine, SegmentationRoutine
 
+import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
+from tu_symmetry.callbacks.laplace import _with_likelihood
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.model import LinearizedLaplace
 
@@ -568,3 +573,60 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     found = LinearizedLaplace.load(tmp_path / "two.safetensors", model)
     assert found.summary.samples == SAMPLES
     same(found, by_hand(model, evaluate_at="tangent_mode"))
+
+
+# ---------------------------------------------------------------------- which likelihood
+
+
+def test_a_single_logit_trained_with_binary_cross_entropy() -> None:
+    class Binary(Routine):
+        num_classes, loss = 1, nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return self.loss(self.model(batch[0]).squeeze(-1), (batch[1] > 0).float())
+
+    x, y = samples()
+    dataset = TensorDataset(x, (y > 0).long())
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    routine, callback = Binary(model), FitLaplace(prior="single", evaluate_at="map")
+    trainer(callback).fit(routine, Data(dataset))
+    assert callback.laplace is not None
+    assert callback.laplace.likelihood.config() == {"pos_weight": [2.0], "ignore_index": None}
+    expected = by_hand(model, (x, y > 0), likelihood=tus.Bernoulli(pos_weight=2.0), prior="single", evaluate_at="map")
+    assert torch.equal(callback.laplace.predictive(x), expected.predictive(x))
+
+
+def test_the_likelihood_is_that_of_the_loss() -> None:
+    class Focal(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return super().forward(input, target) ** 2
+
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.2)
+    segmenter = SegmentationRoutine(nn.Conv2d(3, 4, 1), 4, smooth)
+    normal = RegressionRoutine(nn.Linear(3, 4), 2, DistributionNLLLoss(), dist_family="normal")
+    cases: list[tuple[Any, str | None, dict[str, Any]]] = [
+        (ClassificationRoutine(net(), 3, smooth), "classification", {"label_smoothing": 0.2, "ignore_index": -100}),
+        (segmenter, "classification", {"label_smoothing": 0.2, "ignore_index": 255}),
+        (RegressionRoutine(nn.Linear(3, 2), 2, nn.MSELoss()), "regression", {}),
+        (normal, "heteroscedastic", {}),
+        (ClassificationRoutine(net(), 3, Focal()), None, {}),
+        (ClassificationRoutine(net(), 3, nn.MSELoss()), None, {}),
+        (Routine(), None, {}),
+    ]
+    for routine, name, options in cases:
+        found = _with_likelihood({}, routine).get("likelihood")
+        assert (None if found is None else found.name) == name
+        assert found is None or options.items() <= found.config().items()
+        assert _with_likelihood({"likelihood": "binary"}, routine) == {"likelihood": "binary"}
+
+
+def test_a_normal_distribution_of_torch_uncertainty_is_read_as_mean_and_log_variance() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), get_dist_linear_layer("normal")(nn.Linear, 2, in_features=5))
+    x = samples()[0]
+    y = x[:, :2] + 0.1
+    la = LinearizedLaplace(model, "heteroscedastic", prior="single", evaluate_at="map").fit([(x, y)])
+    found, own = la.predictive(x), model(x)
+    torch.testing.assert_close(found.mean, own["loc"].detach())
+    assert bool((found.variance > own["scale"].square()).all())
+    nll = -torch.distributions.Normal(own["loc"], own["scale"]).log_prob(y).sum()
+    assert la.summary.loss == pytest.approx(float(nll), rel=1e-5)

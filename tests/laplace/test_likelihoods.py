@@ -436,7 +436,7 @@ def test_reading_outputs_and_giving_them_back(shape: tuple[int, ...], axis: int 
         (Categorical(class_weights=[1, 2]), 4, numbers(BATCH), "2 class weights for 4 outputs"),
         (Categorical(ignore_index=None), 4, numbers(BATCH, ignored=-100), r"\[-100, 3\]"),
         ("binary", 4, numbers(BATCH), "class numbers belong to"),
-        ("binary", 1, numbers(BATCH), "between 0 and 1"),
+        ("binary", 1, numbers(BATCH), "from 0 to 1"),
         (Bernoulli(pos_weight=[1, 2]), 4, numbers(BATCH, 4, classes=2), "2 positive weights for 4 outputs"),
         ("heteroscedastic", 3, real(BATCH, 1), "even number"),
         ("heteroscedastic", 4, real(BATCH, 4), "needs them equal"),

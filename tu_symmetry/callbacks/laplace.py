@@ -24,6 +24,7 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
+from tu_symmetry.laplace.likelihood import Categorical, HeteroscedasticGaussian, likelihood_of
 from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
 
 T = TypeVar("T")
@@ -95,7 +96,8 @@ class FitLaplace(Callback):
             weights.
         prefix: first part of the logged names.
         log_groups: log three scalars for each group of weights too (a ResNet-18 has 62 groups).
-        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, ``prior``,
+        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, by default that of the
+            LightningModule's ``loss`` where that is one of torch's, else ``classification``; ``prior``,
             ``evaluate_at``, ``curvature``, ``fisher_type``, ...).
 
     Attributes:
@@ -190,14 +192,15 @@ class FitLaplace(Callback):
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
-        made = [LinearizedLaplace(network, **self.options) for network in self._find_networks(pl_module)]
+        options = _with_likelihood(self.options, pl_module)
+        made = [LinearizedLaplace(network, **options) for network in self._find_networks(pl_module)]
         for laplace in made:
             if laplace.options.curvature in ("kfac", "ekfac"):
                 find_layers(laplace.model, laplace.tangent.names)
             if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
                 raise ValueError(
-                    "num_classes=1 is a single logit, and the Laplace approximation takes a logit for each class: "
-                    "train with num_classes=2 and nn.CrossEntropyLoss()"
+                    "num_classes=1 is a single logit: train with nn.BCEWithLogitsLoss(), which is recognized, or pass "
+                    "likelihood='binary'"
                 )
         self.forget()
         _attach(pl_module, [])
@@ -275,7 +278,7 @@ class FitLaplace(Callback):
                 _leave_inference(network)
                 if trainer.world_size > 1:
                     _share_buffers(network)
-                laplace = LinearizedLaplace(network, **self.options)
+                laplace = LinearizedLaplace(network, **_with_likelihood(self.options, pl_module))
                 laplace.fit(loader, progress=progress)
                 made.append(laplace)
                 if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
@@ -432,6 +435,24 @@ def _require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplac
                 f"{len(laplaces)}, one for each member: leave it out, and make each member a LaplaceEnsemble, "
                 "deep_ensembles([LaplaceEnsemble(network, num_samples=10), ...])"
             )
+
+
+def _with_likelihood(options: dict[str, Any], pl_module: LightningModule) -> dict[str, Any]:
+    """The options, with the likelihood of the loss that the network is trained with where none was given."""
+    loss = getattr(pl_module, "loss", None)
+    if "likelihood" in options or not isinstance(loss, nn.Module):
+        return options
+    from torch_uncertainty.losses import DistributionNLLLoss
+    from torch_uncertainty.routines import SegmentationRoutine
+
+    found = likelihood_of(loss)
+    if type(loss) is DistributionNLLLoss and getattr(pl_module, "dist_family", None) == "normal":
+        found = HeteroscedasticGaussian()
+    if isinstance(found, Categorical) and isinstance(pl_module, SegmentationRoutine):
+        found = Categorical(**found.config() | {"ignore_index": 255})  # which the routine leaves out itself
+    if found is None or (found.noisy and hasattr(pl_module, "num_classes")):
+        return options
+    return {"likelihood": found} | options
 
 
 def _without_names(options: dict[str, Any]) -> dict[str, Any]:

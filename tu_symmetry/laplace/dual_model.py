@@ -34,9 +34,9 @@ from tu_symmetry.laplace.dual import (
 )
 from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
 from tu_symmetry.laplace.groups import PriorGroups, prior_groups
+from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.storage import LaplaceFileError
 from tu_symmetry.laplace.structured import IsotropicPrior, StructuredPrior, prior_from_config
 from tu_symmetry.laplace.tangent import (

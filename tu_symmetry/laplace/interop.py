@@ -23,7 +23,6 @@ from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import Slot, TangentModel, select_parameters
 
-
 _THEIRS = ("classification", "regression")
 
 

@@ -452,8 +452,8 @@ class Bernoulli(Likelihood):
         seen = found if self.ignore_index is None else found[found != self.ignore_index]
         if not bool(((seen >= 0) & (seen <= 1)).all()):
             raise ValueError(
-                f"targets lie in [{float(seen.min()):g}, {float(seen.max()):g}]; likelihood='binary' needs them between "
-                "0 and 1 (Bernoulli(ignore_index=...) leaves others out)"
+                f"targets lie in [{float(seen.min()):g}, {float(seen.max()):g}]; likelihood='binary' needs them from "
+                "0 to 1 (Bernoulli(ignore_index=...) leaves others out)"
             )
         return found
 
@@ -734,17 +734,20 @@ def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, An
     return KINDS[kind](**(options or {}))
 
 
+_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
+
+
 def likelihood_of(loss: nn.Module) -> Likelihood | None:
     """The likelihood whose negative logarithm a loss is, summed over observations; None where that is not known."""
+    if all(type(loss).forward is not kind.forward for kind in _LOSSES):
+        return None  # a focal loss may be derived from the cross entropy
     if isinstance(loss, nn.CrossEntropyLoss):
         return Categorical(
             label_smoothing=loss.label_smoothing, class_weights=loss.weight, ignore_index=loss.ignore_index
         )
-    if isinstance(loss, nn.NLLLoss):  # of log-probabilities, which their own softmax does not change
+    if isinstance(loss, nn.NLLLoss):  # of log-probabilities, which a softmax does not change
         return Categorical(class_weights=loss.weight, ignore_index=loss.ignore_index)
     if isinstance(loss, nn.BCEWithLogitsLoss) and loss.weight is None:
         weight = cast("Tensor | None", loss.pos_weight)
         return Bernoulli(pos_weight=None if weight is None else weight.reshape(-1))
-    if isinstance(loss, nn.MSELoss):
-        return Gaussian()
-    return None
+    return Gaussian() if isinstance(loss, nn.MSELoss) else None

@@ -123,6 +123,6 @@ def _tensor_in(found: Any, class_axis: int | None) -> Tensor:
         loc, scale = (own.unsqueeze(-1) if own.ndim == 1 else own for own in (found["loc"], found["scale"]))
         return torch.cat([loc, 2 * scale.log()], dim=class_axis_of(loc.ndim, class_axis))
     raise TypeError(
-        f"the network returns a {type(found).__name__}; it has to return one tensor of outputs, or an object or mapping "
+        f"the network returns a {type(found).__name__}; it has to return a tensor of outputs, or an object or mapping "
         "with 'logits'. Wrap it in a module whose forward gives that tensor alone (the logits)"
     )

@@ -17,8 +17,8 @@ from torch_uncertainty.post_processing import PostProcessing
 from torch_uncertainty.routines import RegressionRoutine
 from torchmetrics import MetricCollection
 
-from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry.laplace.model import LinearizedLaplace
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "
