@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
@@ -22,6 +22,7 @@ from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whol
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
+from tu_symmetry.laplace.inputs import LABELS
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import Categorical, HeteroscedasticGaussian, likelihood_of
@@ -408,7 +409,8 @@ def _validation_loader(trainer: Trainer) -> Any:
     with isolate_rng():
         batch = next(iter(found), None)
     pairs = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(isinstance(b, torch.Tensor) for b in batch)
-    return found if pairs else None
+    named = isinstance(batch, Mapping) and any(isinstance(batch.get(name), torch.Tensor) for name in LABELS)
+    return found if pairs or named else None
 
 
 def _attach(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:

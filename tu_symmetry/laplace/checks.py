@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
-    batch_size,
     evaluating,
     require_independent_samples,
-    rows_of,
 )
 
 _SAMPLES = 4
@@ -171,9 +170,7 @@ def _require_a_function(tangent: TangentModel, inputs: Any) -> None:
 def _in_double(tangent: TangentModel, inputs: Any) -> tuple[TangentModel, Any]:
     """The network in double precision where it can be copied and run there, else itself."""
 
-    def double(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(double(v) for v in value)
+    def double(value: Tensor) -> Tensor:
         return value.double() if value.is_floating_point() else value
 
     model, names = tangent.model, tangent.names
@@ -181,7 +178,7 @@ def _in_double(tangent: TangentModel, inputs: Any) -> tuple[TangentModel, Any]:
     if sum(p.numel() for p in model.parameters()) > _COPIED:
         return own, inputs
     try:
-        exact, values = tangent.over(names, copy.deepcopy(model, _shared(model)).double()), double(inputs)
+        exact, values = tangent.over(names, copy.deepcopy(model, _shared(model)).double()), mapped(double, inputs)
         if exact.outputs(values).dtype == torch.float64:
             return exact, values
     except Exception:  # whatever stands in the way: constants in single precision, modules that cannot be copied

@@ -36,10 +36,11 @@ from tu_symmetry.laplace.blocks import (
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.moments import InputMoments
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
 KfacApprox = Literal["expand", "reduce"]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.tangent import Linearization, TangentModel, batch_size, evaluating
+from tu_symmetry.laplace.inputs import batch_size
+from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating
 
 
 def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:

@@ -27,6 +27,7 @@ from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
+from tu_symmetry.laplace.inputs import arguments, rows_of
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
@@ -47,9 +48,11 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
+    closed_form_layer,
     full_precision,
+    last_called,
     last_linear,
-    rows_of,
+    last_module,
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -110,8 +113,10 @@ class LinearizedLaplace:
         fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``:
             curvlinops' words.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
-        parameters: names, or prefixes of names, of the parameters to be uncertain; None for all that require a
-            gradient. All others are fixed.
+        parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; None for
+            all that require a gradient. All others are fixed. ``"last_layer"``: those of the module that is called last
+            in a forward pass, of any kind. With ``curvature="last_layer"`` the name of one linear layer, None to find
+            it.
         groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
@@ -146,7 +151,7 @@ class LinearizedLaplace:
         curvature: Curvature = "kfac",
         fisher_type: FisherType = "type-2",
         kfac_approx: KfacApprox = "expand",
-        parameters: Sequence[str] | None = None,
+        parameters: Sequence[str] | Literal["last_layer"] | None = None,
         groups: Mapping[str, Sequence[str]] | None = None,
         bias: BiasCurvature = "exact",
         mc_samples: int = 1,
@@ -203,11 +208,21 @@ class LinearizedLaplace:
         self.train_loader: Iterable[Any] | None = None
         class_axis = self.likelihood.class_axis
         if curvature == "last_layer":
-            if parameters is not None:
-                raise ValueError("curvature='last_layer' chooses its parameters itself; for a subset use 'full'")
-            self.tangent: TangentModel = LastLayerModel(model, last_linear(model), class_axis=class_axis)
+            named = [] if parameters is None or parameters == "last_layer" else list(parameters)
+            if len(named) > 1:
+                raise ValueError(
+                    f"curvature='last_layer' has the closed form of one linear layer, parameters={named} names several "
+                    "things; use curvature='full'"
+                )
+            self._traced = not named
+            layer = named[0] if named else last_linear(model)
+            if layer not in dict(model.named_modules()):
+                raise ValueError(f"parameters={named}: the model has no module {layer!r}")
+            self.tangent: TangentModel = LastLayerModel(model, layer, class_axis=class_axis)
         else:
-            self.tangent = TangentModel(model, select_parameters(model, parameters), class_axis=class_axis)
+            self._traced = parameters == "last_layer"
+            wanted = [last_module(model)] if parameters == "last_layer" else parameters
+            self.tangent = TangentModel(model, select_parameters(model, wanted), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
         self._drawer = prediction.Drawer()
 
@@ -223,7 +238,9 @@ class LinearizedLaplace:
         own share, and all get the same result.
 
         Args:
-            train_loader: batches ``(inputs, targets)``; :meth:`optimize_evidence` reads it again.
+            train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
+                a mapping of keyword arguments; or mappings of these with ``labels`` among them.
+                :meth:`optimize_evidence` reads it again.
             progress: called after each batch with ``{"stage", "batch", "samples"}``.
 
         Raises:
@@ -235,6 +252,8 @@ class LinearizedLaplace:
         Warns:
             ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module.
         """
+        if self._traced:
+            self._find_last_layer(train_loader)
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
         device = self.tangent.point().device
@@ -293,13 +312,13 @@ class LinearizedLaplace:
             fitted: the state, for example ``la.fitted.restarted(evaluate_at="map")``.
             train_loader: the training data, where they will be read again.
         """
-        last_layer = fitted.options.curvature == "last_layer"
+        layer = fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None
         la = cls(
             fitted.model,
             fitted.likelihood,
             prior=fitted.prior,
             evaluate_at=fitted.evaluate_at,
-            parameters=None if last_layer else fitted.tangent.names,
+            parameters=fitted.tangent.names if layer is None else [layer],
             noise_variance=fitted.noise_variance if fitted.noise_fixed else None,
             **vars(fitted.options),
         )
@@ -363,6 +382,15 @@ class LinearizedLaplace:
         """A digest of the network's weights and buffers at the fit."""
         return self.fitted.snapshot.fingerprint
 
+    def _find_last_layer(self, loader: Iterable[Any]) -> None:
+        """The last layer in the order of a forward pass, where the constructor had only that of definition."""
+        inputs = rows_of(next(batches(loader, next(self.model.parameters()).device))[0], slice(0, 2))
+        if isinstance(self.tangent, LastLayerModel):
+            layer = closed_form_layer(self.model, inputs)
+            self.tangent = LastLayerModel(self.model, layer, class_axis=self.tangent.class_axis)
+        else:
+            self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
+
     def _group(self, loader: Iterable[Any]) -> PriorGroups:
         normalizations = self.graph.normalizations if self.graph is not None else ()
         if self.graph is None and self.groups is None and self.prior in ("per_group", "per_filter"):
@@ -372,7 +400,8 @@ class LinearizedLaplace:
             training = [m for m in self.model.modules() if m.training]
             self.model.eval()
             try:
-                self.graph = discover_symmetries(self.model, rows_of(inputs, slice(0, 2)))
+                args, kwargs = arguments(rows_of(inputs, slice(0, 2)))
+                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
             finally:
                 for module in training:
                     module.training = True
@@ -637,7 +666,8 @@ class LinearizedLaplace:
         """Stream over a loader: :meth:`predictive` of one batch after the other.
 
         Args:
-            loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read).
+            loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read); of a
+                mapping all but the targets.
             options: of :meth:`predictive`. Monte-Carlo samples are those of its seed in every batch, so that results
                 do not depend on the batch size, and joint ones are joint over the whole loader.
         """

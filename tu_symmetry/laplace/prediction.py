@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.inputs import batch_size, mapped, ordinary
 from tu_symmetry.laplace.links import LinkApprox, check_link_approx
 from tu_symmetry.laplace.predictive import WeightSamples
-from tu_symmetry.laplace.tangent import batch_size, evaluating, ordinary
+from tu_symmetry.laplace.tangent import evaluating
 
 Covariance = Literal["auto", "exact", "samples"]
 
@@ -42,12 +43,8 @@ def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
         ValueError: a batch without samples.
     """
     device = next(fitted.model.parameters()).device
-
-    def move(value: Any) -> Any:
-        return tuple(move(v) for v in value) if isinstance(value, tuple) else value.to(device)
-
     with torch.inference_mode(False):
-        found = move(ordinary(inputs))
+        found = mapped(lambda own: own.to(device), ordinary(inputs))
     if batch_size(found) == 0:
         raise ValueError("the batch holds no samples, so that there is nothing to predict")
     return found

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.hooks import Watch, watching
+from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
@@ -146,9 +147,7 @@ def _layered_covariance(
 
 def _repeated(inputs: Any, copies: int) -> Any:
     """Copies of a batch, one after the other: one backward pass serves as many outputs as there are copies."""
-    if isinstance(inputs, tuple):
-        return tuple(_repeated(i, copies) for i in inputs)
-    return inputs.repeat(copies, *[1] * (inputs.ndim - 1))
+    return mapped(lambda own: own.repeat(copies, *[1] * (own.ndim - 1)), inputs)
 
 
 def _block(tangent: TangentModel, starts: dict[int, Block], part: Part) -> Block:

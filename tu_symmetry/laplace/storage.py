@@ -64,6 +64,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "evaluate_at": fitted.evaluate_at,
         "options": asdict(fitted.options),
         "parameters": list(fitted.tangent.names),
+        "layer": fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None,
         "whole": list(fitted.curvature.whole),
         "groups": list(fitted.groups.names),
         "noise_variance": fitted.noise_variance,
@@ -101,7 +102,9 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     options = Options(**content["options"])
     likelihood = make_likelihood(content["likelihood"], content.get("likelihood_options"))  # options since version 4
     if options.curvature == "last_layer":
-        tangent: TangentModel = LastLayerModel(model, last_linear(model), class_axis=likelihood.class_axis)
+        tangent: TangentModel = LastLayerModel(
+            model, content.get("layer") or last_linear(model), class_axis=likelihood.class_axis
+        )
     else:
         tangent = TangentModel(model, content["parameters"], class_axis=likelihood.class_axis)
     if tangent.fingerprint() != content["fingerprint"]:
