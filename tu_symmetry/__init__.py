@@ -61,6 +61,7 @@ _EXPORTS: dict[str, str] = {
     "HeteroscedasticGaussian": "laplace.likelihood",
     "Hyperprior": "laplace.evidence",
     "LaplaceFileError": "laplace.storage",
+    "LaplaceMixture": "laplace.mixture",
     "LinearizedLaplace": "laplace.model",
     "PrunedGroupWarning": "laplace.report",
     "DualLaplace": "laplace.dual_model",
@@ -117,6 +118,7 @@ __all__ = [
     "KernelPrior",
     "LaplaceEnsemble",
     "LaplaceFileError",
+    "LaplaceMixture",
     "LaplacePostProcessing",
     "LaplaceRegressionRoutine",
     "LinearObservation",
@@ -205,6 +207,7 @@ if TYPE_CHECKING:
     from tu_symmetry.laplace.hyperpriors import TotalVariation
     from tu_symmetry.laplace.likelihood import Bernoulli, Categorical, HeteroscedasticGaussian
     from tu_symmetry.laplace.links import GaussianPredictive
+    from tu_symmetry.laplace.mixture import LaplaceMixture
     from tu_symmetry.laplace.model import LinearizedLaplace
     from tu_symmetry.laplace.observation import LinearObservation
     from tu_symmetry.laplace.report import PrunedGroupWarning

@@ -26,6 +26,7 @@ from tu_symmetry.laplace.inputs import LABELS
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import Categorical, HeteroscedasticGaussian, likelihood_of
+from tu_symmetry.laplace.mixture import LaplaceMixture
 from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
 
 T = TypeVar("T")
@@ -166,6 +167,15 @@ class FitLaplace(Callback):
             ValueError: there are several, one for each member of an ensemble.
         """
         return _only(self.laplaces, "laplaces")
+
+    @property
+    def mixture(self) -> LaplaceMixture:
+        """The approximations of all members as one posterior.
+
+        Raises:
+            ValueError: nothing has been fitted.
+        """
+        return LaplaceMixture(self.laplaces)
 
     @property
     def evidence_result(self) -> EvidenceResult | None:
