@@ -318,11 +318,11 @@ def test_heteroscedastic_predictives_by_their_definition() -> None:
     la = LinearizedLaplace(model, "heteroscedastic", prior="single", evaluate_at="map").fit([(x, y)])
     la.set_precision(20.0)
     found = la.predictive(x)
-    samples = la.function_samples(x, 40_000)
+    samples = la.function_samples(x, 6000)
     mean, s = samples.chunk(2, -1)
     torch.testing.assert_close(found.mean, model(x).detach()[:, :2])
-    torch.testing.assert_close(found.epistemic, mean.var(0), rtol=0.05, atol=1e-3)
-    torch.testing.assert_close(found.variance, mean.var(0) + s.exp().mean(0), rtol=0.05, atol=1e-2)
+    torch.testing.assert_close(found.epistemic, mean.var(0), rtol=0.12, atol=1e-3)
+    torch.testing.assert_close(found.variance, mean.var(0) + s.exp().mean(0), rtol=0.12, atol=1e-2)
 
 
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.LaplaceHurtsWarning")
@@ -402,7 +402,7 @@ def test_images_are_positions(layout: str, labels: str) -> None:
         own = {"torch": targets.permute(0, 3, 1, 2), "last": targets, "middle": rows.mT}[layout]
     elif layout == "middle":
         own = rows
-    options: dict[str, Any] = {"prior": "single", "prior_precision": 2.0}
+    options: dict[str, Any] = {"prior": "single", "prior_precision": 2.0, "evaluate_at": "map"}
     expected = LinearizedLaplace(flat, kind(), **options).fit([(x, rows)])
     la = LinearizedLaplace(model, kind(class_axis=LAYOUTS[layout]), **options).fit([(x[:2], own[:2]), (x[2:], own[2:])])
     torch.testing.assert_close(dense_curvature(la), dense_curvature(expected))

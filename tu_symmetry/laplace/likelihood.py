@@ -199,10 +199,10 @@ class Likelihood(ABC):
 
     def _aligned(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Real targets with the classes last and positions on one axis, where they came in the network's own shape."""
-        if targets.ndim <= outputs.ndim or outputs.ndim < 3:
+        axes, axis = targets.ndim, self.class_axis
+        if min(axes, outputs.ndim) < 3 or (axes == 3 and axis is None):
             return targets
-        axis = 1 if self.class_axis is None else self.class_axis
-        axes = targets.ndim
+        axis = 1 if axis is None else axis
         if -axes < axis < axes and targets.shape[axis] == outputs.shape[-1]:
             return targets.movedim(axis, -1).flatten(1, -2)
         return targets
