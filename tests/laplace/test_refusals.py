@@ -69,7 +69,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "scalar": (lambda h: h.sum(), ValueError, r"shape \(\) for a batch of 4"),
     "one_for_the_batch": (lambda h: h.mean(0, keepdim=True), ValueError, r"\(1, 3\) for a batch of 4"),
     "batch_last": (lambda h: h.T, ValueError, r"\(3, 4\) for a batch of 4"),
-    "four_axes": (lambda h: h[:, :, None, None], ValueError, r"\[batch, positions, outputs\]"),
     "nothing": (lambda h: h[:, :0], ValueError, "no values"),
 }
 
