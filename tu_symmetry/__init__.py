@@ -75,6 +75,7 @@ _EXPORTS: dict[str, str] = {
     "SampleStore": "posterior.samples",
     "load_state": "states",
     "FitCompactPosterior": "callbacks",
+    "EvidenceWeightDecay": "callbacks",
     "FitLaplace": "callbacks",
     "PosteriorSnapshots": "callbacks",
     "PredictiveWriter": "callbacks",
@@ -108,6 +109,7 @@ __all__ = [
     "DeepImagePriorRoutine",
     "DualLaplace",
     "DualPredictive",
+    "EvidenceWeightDecay",
     "FitCompactPosterior",
     "FitLaplace",
     "GaussianPredictive",
@@ -194,6 +196,7 @@ if TYPE_CHECKING:
     from tu_symmetry.alignment.merging import Merged, merge
     from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
     from tu_symmetry.callbacks import (
+        EvidenceWeightDecay,
         FitCompactPosterior,
         FitLaplace,
         PosteriorSnapshots,

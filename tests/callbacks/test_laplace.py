@@ -31,7 +31,7 @@ from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine,
 
 import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.callbacks.laplace import _with_likelihood
+from tu_symmetry.callbacks.laplace import training_likelihood
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.model import LinearizedLaplace
 
@@ -552,7 +552,13 @@ callback:
 """)
     found = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
     assert found.options["prior"] == "single" and found.options["noise_variance"] == 0.5
-    assert found.hyperprior.std == 3
+    assert found.hyperprior.std == 3 and found.likelihood == "regression"
+    plain = parser.parse_object({"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {}}})
+    assert parser.instantiate_classes(plain).callback.likelihood is None  # that of the loss
+    own = {"class_path": "tu_symmetry.Categorical", "init_args": {"label_smoothing": 0.1}}
+    given = {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"likelihood": own}}
+    made = parser.instantiate_classes(parser.parse_object({"callback": given})).callback
+    assert made.likelihood.label_smoothing == 0.1
     with pytest.raises(Exception, match="priors"):
         parser.parse_object(
             {"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"priors": 1}}}
@@ -604,20 +610,23 @@ def test_the_likelihood_is_that_of_the_loss() -> None:
     smooth = nn.CrossEntropyLoss(label_smoothing=0.2)
     segmenter = SegmentationRoutine(nn.Conv2d(3, 4, 1), 4, smooth)
     normal = RegressionRoutine(nn.Linear(3, 4), 2, DistributionNLLLoss(), dist_family="normal")
-    cases: list[tuple[Any, str | None, dict[str, Any]]] = [
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
         (ClassificationRoutine(net(), 3, smooth), "classification", {"label_smoothing": 0.2, "ignore_index": -100}),
         (segmenter, "classification", {"label_smoothing": 0.2, "ignore_index": 255}),
         (RegressionRoutine(nn.Linear(3, 2), 2, nn.MSELoss()), "regression", {}),
         (normal, "heteroscedastic", {}),
-        (ClassificationRoutine(net(), 3, Focal()), None, {}),
-        (ClassificationRoutine(net(), 3, nn.MSELoss()), None, {}),
-        (Routine(), None, {}),
+        (ClassificationRoutine(net(), 3, Focal()), "", {}),
+        (ClassificationRoutine(net(), 3, nn.MSELoss()), "", {}),
+        (Routine(), "", {}),
     ]
     for routine, name, options in cases:
-        found = _with_likelihood({}, routine).get("likelihood")
-        assert (None if found is None else found.name) == name
-        assert found is None or options.items() <= found.config().items()
-        assert _with_likelihood({"likelihood": "binary"}, routine) == {"likelihood": "binary"}
+        found = training_likelihood(None, routine)
+        if name:
+            assert not isinstance(found, str) and found.name == name
+            assert options.items() <= found.config().items()
+        else:
+            assert found == "classification"
+        assert training_likelihood("binary", routine) == "binary"
 
 
 def test_a_normal_distribution_of_torch_uncertainty_is_read_as_mean_and_log_variance() -> None:

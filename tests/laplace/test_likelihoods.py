@@ -206,7 +206,7 @@ def test_the_joint_optimum_is_the_same_by_both_solvers(name: str) -> None:
     found = []
     for solver in ("subspace", "alternation"):
         la = LinearizedLaplace(model, CASES[name][0], prior="per_layer").fit([(x, y)])
-        result = la.optimize_evidence(solver=solver)  # type: ignore[arg-type]
+        result = la.optimize_evidence(solver=solver)
         assert result.converged
         assert math.isnan(result.gap) == (name == "heteroscedastic")
         found.append((result.log_marginal_likelihood, la.log_precision))

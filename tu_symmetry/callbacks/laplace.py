@@ -25,7 +25,13 @@ from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.inputs import LABELS
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
-from tu_symmetry.laplace.likelihood import Categorical, HeteroscedasticGaussian, likelihood_of
+from tu_symmetry.laplace.likelihood import (
+    Categorical,
+    HeteroscedasticGaussian,
+    Likelihood,
+    LikelihoodName,
+    likelihood_of,
+)
 from tu_symmetry.laplace.mixture import LaplaceMixture
 from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
 
@@ -98,9 +104,10 @@ class FitLaplace(Callback):
             weights.
         prefix: first part of the logged names.
         log_groups: log three scalars for each group of weights too (a ResNet-18 has 62 groups).
-        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, by default that of the
-            LightningModule's ``loss`` where that is one of torch's, else ``classification``; ``prior``,
-            ``evaluate_at``, ``curvature``, ``fisher_type``, ...).
+        likelihood: see :class:`~tu_symmetry.LinearizedLaplace`. By default that of the LightningModule's ``loss`` where
+            it is one of torch's, else ``classification``.
+        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``evaluate_at``,
+            ``curvature``, ``fisher_type``, ...).
 
     Attributes:
         laplaces: the approximations, once fitted: one, or one for each member of an ensemble.
@@ -130,10 +137,13 @@ class FitLaplace(Callback):
         load_from: str | Path | None = None,
         prefix: str = "laplace",
         log_groups: bool = False,
+        likelihood: LikelihoodName | Likelihood | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        LinearizedLaplace(nn.Linear(1, 2), **_without_names(options))  # refuses wrong options before training
+        some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
+        LinearizedLaplace(nn.Linear(1, 2), some, **_without_names(options))  # refuses wrong options before training
+        self.likelihood = likelihood
         self.train_data = train_data
         self.transform = transform
         self.batch_size = batch_size
@@ -203,8 +213,7 @@ class FitLaplace(Callback):
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
-        options = _with_likelihood(self.options, pl_module)
-        made = [LinearizedLaplace(network, **options) for network in self._find_networks(pl_module)]
+        made = [self._approximation(network, pl_module) for network in self._find_networks(pl_module)]
         for laplace in made:
             if laplace.options.curvature in ("kfac", "ekfac"):
                 find_layers(laplace.model, laplace.tangent.names)
@@ -289,7 +298,7 @@ class FitLaplace(Callback):
                 _leave_inference(network)
                 if trainer.world_size > 1:
                     _share_buffers(network)
-                laplace = LinearizedLaplace(network, **_with_likelihood(self.options, pl_module))
+                laplace = self._approximation(network, pl_module)
                 laplace.fit(loader, progress=progress)
                 made.append(laplace)
                 if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
@@ -309,6 +318,9 @@ class FitLaplace(Callback):
         self._adopt(pl_module, made)
         self._log(trainer)
         self._save(trainer)
+
+    def _approximation(self, network: nn.Module, pl_module: LightningModule) -> LinearizedLaplace:
+        return LinearizedLaplace(network, training_likelihood(self.likelihood, pl_module), **self.options)
 
     def _find_networks(self, pl_module: LightningModule) -> list[nn.Module]:
         """The network, or the members of an ensemble; networks within parts that use an approximation are meant."""
@@ -449,11 +461,21 @@ def _require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplac
             )
 
 
-def _with_likelihood(options: dict[str, Any], pl_module: LightningModule) -> dict[str, Any]:
-    """The options, with the likelihood of the loss that the network is trained with where none was given."""
+def training_likelihood(
+    given: LikelihoodName | Likelihood | None, pl_module: LightningModule
+) -> LikelihoodName | Likelihood:
+    """The likelihood of the loss that a network is trained with, where none is given and the loss is known.
+
+    Args:
+        given: what was asked for.
+        pl_module: with a ``loss``, as TorchUncertainty's routines have.
+
+    Returns:
+        What was given, the likelihood of the loss, or ``classification``.
+    """
     loss = getattr(pl_module, "loss", None)
-    if "likelihood" in options or not isinstance(loss, nn.Module):
-        return options
+    if given is not None or not isinstance(loss, nn.Module):
+        return given or "classification"
     from torch_uncertainty.losses import DistributionNLLLoss
     from torch_uncertainty.routines import SegmentationRoutine
 
@@ -463,8 +485,8 @@ def _with_likelihood(options: dict[str, Any], pl_module: LightningModule) -> dic
     if isinstance(found, Categorical) and isinstance(pl_module, SegmentationRoutine):
         found = Categorical(**found.config() | {"ignore_index": 255})  # which the routine leaves out itself
     if found is None or (found.noisy and hasattr(pl_module, "num_classes")):
-        return options
-    return {"likelihood": found} | options
+        return "classification"
+    return found
 
 
 def _without_names(options: dict[str, Any]) -> dict[str, Any]:

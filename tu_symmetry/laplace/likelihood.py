@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -329,8 +329,8 @@ class Categorical(Likelihood):
         """Cross entropy."""
         if targets.is_floating_point():
             return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
-        ignored = {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
-        found = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none", **ignored)
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        found = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignored)
         return found.view(len(targets), -1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -748,6 +748,5 @@ def likelihood_of(loss: nn.Module) -> Likelihood | None:
     if isinstance(loss, nn.NLLLoss):  # of log-probabilities, which a softmax does not change
         return Categorical(class_weights=loss.weight, ignore_index=loss.ignore_index)
     if isinstance(loss, nn.BCEWithLogitsLoss) and loss.weight is None:
-        weight = cast("Tensor | None", loss.pos_weight)
-        return Bernoulli(pos_weight=None if weight is None else weight.reshape(-1))
+        return Bernoulli(pos_weight=None if loss.pos_weight is None else loss.pos_weight.reshape(-1))
     return Gaussian() if isinstance(loss, nn.MSELoss) else None

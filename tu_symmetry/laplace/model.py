@@ -258,7 +258,7 @@ class LinearizedLaplace:
         require_weights(self.model, self.tangent.names)
         device = self.tangent.point().device
         with together(device):
-            groups = self._group(train_loader)
+            groups = self.group(train_loader)
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
             kind = self.options.curvature
             found = examine(
@@ -391,7 +391,14 @@ class LinearizedLaplace:
         else:
             self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
 
-    def _group(self, loader: Iterable[Any]) -> PriorGroups:
+    def group(self, loader: Iterable[Any]) -> PriorGroups:
+        """The groups of weights that would share a precision, without a fit; see ``prior``.
+
+        Args:
+            loader: of which the first batch is read, where the symmetries have to be discovered.
+        """
+        if self._traced:
+            self._find_last_layer(loader)
         normalizations = self.graph.normalizations if self.graph is not None else ()
         if self.graph is None and self.groups is None and self.prior in ("per_group", "per_filter"):
             from tu_symmetry.symmetry.discovery import discover_symmetries
