@@ -45,6 +45,7 @@ _EXPORTS: dict[str, str] = {
     "Merged": "alignment.merging",
     "merge": "alignment.merging",
     "mean_state": "states",
+    "plot": "plot",
     "reestimate_batchnorm": "alignment.repair",
     "repair": "alignment.repair",
     "CanonicalForm": "scaling.canonical",
@@ -173,6 +174,7 @@ __all__ = [
     "merge",
     "move_optimizer_state",
     "normalization_epsilons",
+    "plot",
     "posterior_ensemble",
     "random_permutation",
     "random_scale",
@@ -189,6 +191,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tu_symmetry import plot
     from tu_symmetry.alignment.activations import activation_matching
     from tu_symmetry.alignment.align import Alignment, align
     from tu_symmetry.alignment.barrier import LossBarrier, barrier_matrix, interpolate, loss_barrier

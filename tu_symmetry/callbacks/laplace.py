@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -18,6 +19,8 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tu_symmetry import plot
+from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -70,7 +73,8 @@ class FitLaplace(Callback):
     Logged to every logger of the trainer are ``laplace/log_evidence`` (nats), ``laplace/gamma`` (the number of weights
     that the data determine), for a regression ``laplace/noise_variance``, and with ``log_groups``
     ``laplace/lambda/GROUP``, ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``. Members of an ensemble have
-    ``_i`` after these names, and the name without it is their mean. The curvature is saved beside the checkpoint,
+    ``_i`` after these names, and the name without it is their mean. Loggers of images (TensorBoard, Weights & Biases,
+    MLflow, Comet) get a figure of the precisions of all groups. The curvature is saved beside the checkpoint,
     without the weights: read it again with ``load_from``, or with :meth:`LinearizedLaplace.load`.
 
     Example:
@@ -345,6 +349,12 @@ class FitLaplace(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
             logger.save()
+        names = [row.name for row in rows[0]]
+        if all([row.name for row in one] == names for one in rows):  # members of one architecture
+            many = len(rows) > 1
+            values = {f"member {k}" if many else "lambda": [r.precision for r in one] for k, one in enumerate(rows)}
+            draw = partial(plot.bars, values, names, ylabel="prior precision", log=True)
+            log_figure(trainer, f"{self.prefix}/precisions", draw)
         for k, laplace in enumerate(self.laplaces):
             rank_zero_info(_summary(laplace, rows[k], f" of member {k}" if len(rows) > 1 else ""))
         for calibration in self.calibrations:
