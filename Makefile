@@ -30,6 +30,7 @@ help:
 	@echo "make lint      ruff                    make format     let ruff rewrite"
 	@echo "make types     mypy                    make contract   who may import whom (import-linter)"
 	@echo "make package   build sdist and wheel, and check both in an empty environment"
+	@echo "make docs      the documentation site, with its tutorials run (build/docs/index.html)"
 	@echo "make bench     the benchmarks          make clean      remove .venv and what was built (runs/ stays)"
 
 demo: $(VENV)/installed
@@ -81,6 +82,10 @@ package:
 	cd build && ../$(EMPTY)/bin/python -I ../tests/installed_package.py --files > wheel.txt
 	diff build/sdist.txt build/wheel.txt
 	cd build && ../$(EMPTY)/bin/python -I ../tests/installed_package.py
+
+# Warnings are errors; tutorials are run. Look at it: build/docs/index.html
+docs: $(VENV)/installed-dev
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks

@@ -1,9 +1,12 @@
-"""Packages that only an extra of the installation brings: imported where they are used, missed in one sentence."""
+"""Packages of others: those that only an extra brings, missed in one sentence, and those that warn when they load."""
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 
 
 class MissingExtraError(ImportError):
@@ -35,3 +38,21 @@ def from_extra(extra: str, *, purpose: str) -> Iterator[None]:
             f"pip install 'tu-symmetry[{extra}]'",
             name=package,
         ) from error
+
+
+@contextmanager
+def scripting_unsaid() -> Iterator[None]:
+    """Stands around an import that makes another package call ``torch.jit.script``, which torch calls deprecated.
+
+    No user of this package can do anything about it, so this one warning is left out; all others are shown.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        yield
+
+
+@cache
+def load_forward_mode() -> None:
+    """Load torch's decompositions for forward-mode derivatives now: torch does it on first use, and then it warns."""
+    with scripting_unsaid(), suppress(ImportError):
+        importlib.import_module("torch._decomp.decompositions_for_jvp")

@@ -34,7 +34,7 @@ def test_subjects_are_the_files_of_the_folder() -> None:
     assert not any(name.startswith("_") for name in program.subjects())
 
 
-@pytest.mark.parametrize("subject", ["planted", "many", "matching"])
+@pytest.mark.parametrize("subject", ["planted", "many", "matching", "backpack"])
 def test_quick_run_writes_a_page(subject: str, tmp_path: Path) -> None:
     assert program.main([subject, "--quick", "--out", str(tmp_path)]) == 0
     page = (tmp_path / MARKDOWN).read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.tracing import batch_axis_missing
 from tu_symmetry.symmetry.verification import verify_symmetries
 
+_CHECKPOINTS = (".ckpt", ".pt", ".pth", ".safetensors", ".bin")
 _ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision
 
 
@@ -76,6 +79,12 @@ class Architecture:
                 module(*inputs, **kwargs)
         except Exception as error:
             shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs)
+            if batch_axis_missing(module, inputs, kwargs):
+                typed = " ".join(f"--input 1,{text}" for text in self.inputs)
+                raise ArchitectureError(
+                    f"batch axis missing? The forward pass of {self.model} fails on inputs {shapes}, and runs with "
+                    f"{typed}"
+                ) from error
             raise ArchitectureError(
                 f"the forward pass of {self.model} fails on inputs {shapes}: {type(error).__name__}: "
                 f"{_first_line(error)}. Check --input (one for each positional argument, with its batch axis; integers "
@@ -94,6 +103,12 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
         ArchitectureError: no such name, or what it returns is no module.
     """
     arguments = _arguments(init, "--init")
+    if Path(dotted).is_file() or dotted.endswith(_CHECKPOINTS):
+        raise ArchitectureError(
+            f"{dotted} is a checkpoint, and a checkpoint is no architecture: it holds weights, not what computes with "
+            "them. --model takes the dotted name of the class or function that builds the network, for example "
+            "torchvision.models.resnet50; `tu-symmetry align` and `merge` take checkpoints beside it"
+        )
     try:
         build = resolve(dotted)
     except ConfigError as error:

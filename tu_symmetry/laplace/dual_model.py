@@ -34,13 +34,18 @@ from tu_symmetry.laplace.dual import (
 )
 from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
 from tu_symmetry.laplace.groups import PriorGroups, prior_groups
-from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
-from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation
+from tu_symmetry.laplace.predictive import GaussianPredictive
 from tu_symmetry.laplace.storage import LaplaceFileError
 from tu_symmetry.laplace.structured import IsotropicPrior, StructuredPrior, prior_from_config
-from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
+from tu_symmetry.laplace.tangent import (
+    batch_size,
+    evaluating,
+    ordinary,
+    require_independent_samples,
+    select_parameters,
+)
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -134,9 +139,12 @@ class DualLaplace:
         ValueError: options that are not known or do not go together.
 
     Example:
-        >>> la = DualLaplace(model, structured=[KernelPrior(["conv1.weight"])], prior="per_layer")
-        >>> la.fit([(x, y)]).optimize_evidence()                                      # doctest: +SKIP
-        >>> la.predictive(x).variance                                                 # doctest: +SKIP
+        >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).double()
+        >>> x, y = torch.randn(6, 1, 4, 4).double(), torch.randn(6, 1).double()
+        >>> la = DualLaplace(network, structured=[tus.KernelPrior(["0.weight"])], prior="per_layer")
+        >>> found = la.fit([(x, y)]).optimize_evidence()
+        >>> la.predictive(x).variance.shape
+        torch.Size([6, 1])
     """
 
     def __init__(
@@ -266,8 +274,7 @@ class DualLaplace:
             if self.graph is None:
                 from tu_symmetry.symmetry.discovery import discover_symmetries
 
-                args, kwargs = arguments(inputs)
-                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+                self.graph = discover_symmetries(self.model, inputs if isinstance(inputs, tuple) else (inputs,))
             normalizations = self.graph.normalizations
         groups: PriorGroups = prior_groups(slots, self.prior, normalizations=normalizations)
         members: dict[str, list[str]] = {}
@@ -480,8 +487,7 @@ class DualLaplace:
 
     def _outputs(self, inputs: Any) -> Tensor:
         with torch.no_grad():
-            args, kwargs = arguments(inputs)
-            return self.model(*args, **kwargs)
+            return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
 
     def _output_shape(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         self._require_weights()
@@ -589,4 +595,4 @@ def _plain(prior: StructuredPrior) -> dict[str, Any]:
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
-    return mapped(lambda own: own.to(device), inputs)
+    return tuple(_moved(own, device) for own in inputs) if isinstance(inputs, tuple) else inputs.to(device)

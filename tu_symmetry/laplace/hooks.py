@@ -13,7 +13,6 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
-from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of
 from tu_symmetry.laplace.modules import ModuleLayer
 
@@ -94,8 +93,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         watch.running = True
         try:
             with torch.enable_grad():
-                args, kwargs = arguments(inputs)
-                outputs = functional_call(model, weights, args, kwargs)
+                outputs = functional_call(model, weights, inputs if isinstance(inputs, tuple) else (inputs,))
         finally:
             watch.running = False
         silent = [layer.path for layer in layers if layer.name not in watch.seen]

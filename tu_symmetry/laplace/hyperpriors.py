@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
+from tu_symmetry._extras import load_forward_mode
 from tu_symmetry.laplace.dual import HyperpriorContext
 
 _ROUNDING = 1e-13
@@ -113,6 +114,7 @@ class TotalVariation:
         kappa = expected_absolute(mean, variance).sum()
         direction = torch.zeros_like(phi.detach())
         direction[prior.hyperparameters.index("lengthscale")] = 1
+        load_forward_mode()
         change = jvp(prior.coefficients, (phi,), (direction,))[1] @ variances
         positive = variance > 0
         safe = torch.where(positive, variance, 1.0)

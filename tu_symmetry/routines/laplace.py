@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
 from torch.utils.data import DataLoader
-from torch_uncertainty.metrics import DistributionNLL, QuantileCalibrationError
-from torch_uncertainty.post_processing import PostProcessing
-from torch_uncertainty.routines import RegressionRoutine
 from torchmetrics import MetricCollection
 
-from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.predictive import LinkApprox, check_link_approx
+
+with scripting_unsaid():
+    from torch_uncertainty.metrics import DistributionNLL, QuantileCalibrationError
+    from torch_uncertainty.post_processing import PostProcessing
+    from torch_uncertainty.routines import RegressionRoutine
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "

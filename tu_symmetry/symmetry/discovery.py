@@ -45,10 +45,16 @@ def discover_symmetries(
 
     Raises:
         SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way.
+        TypeError: for something else than a module, a state dict for example.
         ValueError: for another ``branches``.
     """
     if branches not in ("refuse", "record"):
         raise ValueError(f"branches must be 'refuse' or 'record', got {branches!r}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model is a {type(model).__name__}, not a torch.nn.Module. A checkpoint is no architecture: build the "
+            "network that its weights belong to, and pass that; weights play no role in discovery"
+        )
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     aliases = tied_names(model)

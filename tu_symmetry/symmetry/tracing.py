@@ -119,11 +119,33 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
             ) from error
         except Exception as error:
             text = str(error).strip().splitlines()
+            if batch_axis_missing(model, args, kwargs):
+                shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
+                raise SymmetryError(
+                    f"batch axis missing? {type(model).__name__} does not run on example inputs of shape {shapes}, and "
+                    "does with an axis of length 1 in front of each: pass x.unsqueeze(0)"
+                ) from error
             raise SymmetryError(
                 f"torch.export cannot trace {type(model).__name__}: {text[0] if text else type(error).__name__} (at "
                 f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
                 "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
             ) from error
+
+
+def batch_axis_missing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a network that fails on inputs runs once each tensor among the positional ones has one axis more."""
+
+    def runs(inputs: tuple[Any, ...]) -> bool:
+        try:
+            with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                own_copy(model).eval()(*inputs, **kwargs)
+        except Exception:  # whatever a network raises on inputs that it was not made for
+            return False
+        return True
+
+    batched = tuple(a.unsqueeze(0) if isinstance(a, Tensor) else a for a in args)
+    return any(isinstance(a, Tensor) for a in args) and not runs(args) and runs(batched)
 
 
 def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:

@@ -20,10 +20,13 @@ from jsonargparse import ActionYesNo, get_loader, set_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
+from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.configs import ConfigError, read_yaml
+
+with scripting_unsaid():
+    from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
 # whose classes a YAML file may name without their module

@@ -67,11 +67,9 @@ class Removal:
 def removal(name: RemovalName | Removal, *, align_to: Mapping[str, Tensor] | None = None) -> Removal:
     """A removal by its name; the paper is arXiv 2310.08287.
 
-    | name | scale | order |
-    |---|---|---|
-    | ``paper`` | unit norm of every hidden filter, front to back | by the largest weight (the paper's text) |
-    | ``paper_code`` | the same | by the first weight (the paper's code) |
-    | ``min_mass`` | least L2 norm | by the largest weight |
+    * ``paper``: unit norm of every hidden filter, front to back; sorted by the largest weight (the paper's text)
+    * ``paper_code``: the same; sorted by the first weight (the paper's code)
+    * ``min_mass``: least L2 norm; sorted by the largest weight
 
     With ``align_to`` units are matched to those of that network instead of sorted (``min_mass, aligned`` is the choice
     of this package: sorting tears apart units whose keys are almost equal).
