@@ -109,17 +109,28 @@ def test_the_kept_iterate_is_the_best_one_not_the_last():
     module = routine(optimizer=lambda p: torch.optim.SGD(p, lr=5.0))  # it jumps about
     seen = []
     step = module._keep
-    module._keep = lambda losses, batch: (seen.append(losses), step(losses, batch))
+    module._keep = lambda losses, running, batch: (seen.append(losses), step(losses, running, batch))
     fit(module, own, 30)
     assert torch.equal(module.best_loss, torch.stack(seen).min(0).values)
     early = routine(max_iterations={3: 5, 5: 12})
-    seen_early = []
+    seen_early: dict[int, list] = {0: [], 1: [], 2: [], 3: []}
     keep = early._keep
-    early._keep = lambda losses, batch: (seen_early.append(losses), keep(losses, batch))
-    fit(early, own, 30)
-    losses = torch.stack(seen_early)
-    expected = torch.stack([losses[:5, 0].min(), losses[:5, 1].min(), losses[:12, 2].min(), losses[:12, 3].min()])
-    assert torch.equal(early.best_loss, expected)
+
+    def record(losses, running, batch):
+        for index, loss in zip(running.tolist(), losses, strict=True):
+            seen_early[index].append(loss)
+        keep(losses, running, batch)
+
+    early._keep = record
+    fit(early, own, 12)
+    assert [len(losses) for losses in seen_early.values()] == [5, 5, 12, 12]  # what is over is not computed
+    assert torch.equal(early.best_loss, torch.stack([torch.stack(losses).min() for losses in seen_early.values()]))
+    alone = routine()
+    fit(alone, own, 5)
+    torch.testing.assert_close(early.best_loss[:2], alone.best_loss[:2])
+    longer = routine(max_iterations={3: 5, 5: 12})
+    fit(longer, own, 30)  # all are over: nothing is kept any more
+    assert torch.equal(longer.best_loss, early.best_loss)
 
 
 def test_a_cut_run_resumes_to_the_same_result(tmp_path):

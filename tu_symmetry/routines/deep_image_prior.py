@@ -100,8 +100,8 @@ class DeepImagePriorRoutine(StackedNetworks):
         model: the architecture, without buffers; its own weights do not matter.
         num_problems: number of networks, as many as the data module has problems.
         tv_weight: one for all, or number of angles to weight.
-        max_iterations: the iterate is kept among this many first ones: one for all, or number of angles to number;
-            None for all of the run.
+        max_iterations: the iterate is kept among this many first ones, and a network is evaluated no longer than that
+            unless all have come to their end: one for all, or number of angles to number; None for all of the run.
         weight_limit: weights are clamped to plus and minus this.
         seed: seed of the initialization.
         own_initialization: every network its own; else all start from the same weights.
@@ -175,7 +175,7 @@ class DeepImagePriorRoutine(StackedNetworks):
     def training_step(self, batch: TomographyProblem, batch_idx: int) -> Tensor:
         """The sum of the problems' losses, which gives every network its own gradient."""
         self._require(batch)
-        weights = self._by_angles(self.tv_weight, batch)
+        running = self._running(batch)
 
         def one(parameters: States, x: Tensor, operator: Tensor, y: Tensor, count: Tensor, weight: Tensor) -> Tensor:
             image = functional_call(self.members, parameters, (x.unsqueeze(0),))
@@ -183,40 +183,49 @@ class DeepImagePriorRoutine(StackedNetworks):
             return misfit + weight * total_variation(image).sum()
 
         losses = vmap(one, randomness="different", chunk_size=self.chunk_size)(
-            dict(self.members.named_parameters()),
-            batch.back_projection,
-            batch.operator,
-            batch.measurements,
-            batch.counts,
-            weights,
+            {name: _rows(p, running) for name, p in self.members.named_parameters()},
+            _rows(batch.back_projection, running),
+            _rows(batch.operator, running),
+            _rows(batch.measurements, running),
+            _rows(batch.counts, running),
+            _rows(self._by_angles(self.tv_weight, batch), running),
         )
-        self._keep(losses.detach(), batch)
+        self._keep(losses.detach(), running, batch)
         trainer: Any = self.trainer  # which sets log_every_n_steps without declaring it
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=len(batch))
         return losses.sum()
 
+    def _running(self, batch: TomographyProblem) -> Tensor:
+        """Numbers of the problems whose iterations are not over; of all of them when there is none."""
+        everything = torch.arange(len(batch), device=batch.truth.device)
+        if self.max_iterations is None:
+            return everything
+        left = everything[self.trainer.global_step < self._by_angles(self.max_iterations, batch)]
+        return left if len(left) else everything
+
     @torch.no_grad()
-    def _keep(self, losses: Tensor, batch: TomographyProblem) -> None:
-        """Take over the weights whose loss is the lowest so far.
+    def _keep(self, losses: Tensor, running: Tensor, batch: TomographyProblem) -> None:
+        """Take over the weights of those ``running`` problems whose loss is the lowest so far.
 
         Raises:
             ValueError: a loss that is not finite.
         """
         if not bool(torch.isfinite(losses).all()):
-            wrong = torch.isfinite(losses).logical_not().nonzero().reshape(-1).tolist()
+            wrong = running[~torch.isfinite(losses)].tolist()
             raise ValueError(
                 f"the loss of problems {wrong} is NaN or infinite at step {self.trainer.global_step}: measurements "
                 "that are not finite, or a learning rate that is too large"
             )
-        better = losses < self.best_loss
+        better = losses < self.best_loss[running]
         if self.max_iterations is not None:
-            better &= self.trainer.global_step < self._by_angles(self.max_iterations, batch)
+            better &= (self.trainer.global_step < self._by_angles(self.max_iterations, batch))[running]
         if not bool(better.any()):
             return
-        self.best_loss.copy_(torch.where(better, losses, self.best_loss))
+        chosen = running[better]
+        self.best_loss[chosen] = losses[better]
         for kept, now in zip(self.best.parameters(), self.members.parameters(), strict=True):
-            kept.copy_(torch.where(better.view(-1, *[1] * (now.ndim - 1)), now, kept))
+            kept[chosen] = now[chosen]
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -293,6 +302,11 @@ class DeepImagePriorRoutine(StackedNetworks):
         states = {name: t.detach() for name, t in self.best.state_dict().items()}
         images = self.reconstructions(self._problem)
         Reconstructions(states, images, self.best_loss.detach(), self._problem).save(self.out)
+
+
+def _rows(stack: Tensor, chosen: Tensor) -> Tensor:
+    """``stack[chosen]``, without a copy where that is all of it."""
+    return stack if len(chosen) == len(stack) else stack[chosen]
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
