@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch_uncertainty.methods import SWAG, mc_dropout
+from torch_uncertainty.methods import SWAG, deep_ensembles, mc_dropout
 from torch_uncertainty.optim import SGHMC, SGLD
 from torch_uncertainty.routines import ClassificationRoutine
 
@@ -87,6 +87,67 @@ def test_a_missing_or_copied_shard_of_half_precision_is_an_error(tmp_path: Path)
     shard.unlink()
     with pytest.raises(SampleFileError, match="is gone"):
         SampleStore.open(tmp_path / "samples")
+
+
+class Residual(nn.Module):
+    """Dropout in a branch: what is dropped is read by an addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(2, 2), nn.Dropout(0.3), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x + self.drop(self.first(x).relu()))
+
+
+class Positions(nn.Module):
+    """Dropout of single entries of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.drop(self.first(x).relu().unsqueeze(1))).squeeze(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (network(), {}, "single fixed network"),
+        (mc_dropout(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3)), 2), {"is_ensemble": True}, "not read by one"),
+        (mc_dropout(Residual(), 2), {"is_ensemble": True}, "read in another place"),
+        (mc_dropout(Positions(), 2), {"is_ensemble": True}, "drops single entries"),
+        (deep_ensembles([network(), network()]), {"is_ensemble": True}, "2 members, 3 states"),
+        (
+            SWAG(network(), cycle_start=2, cycle_length=1, num_estimators=2),
+            {"is_ensemble": True},
+            "averaged 1 net",
+        ),
+        (
+            SWAG(network(), cycle_start=0, cycle_length=5, num_estimators=2),
+            {"is_ensemble": True},
+            "averaged 0 net",
+        ),
+    ],
+)
+def test_what_nothing_can_be_drawn_from_is_refused_before_the_first_step(
+    tmp_path: Path, model: nn.Module, options: dict[str, bool], message: str
+) -> None:
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, PosteriorDraws(3), epochs=4).fit(routine(model, **options), loader(), loader())
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_the_look_at_the_start_leaves_the_training_as_it_is(tmp_path: Path) -> None:
+    found = []
+    for callbacks in ([PosteriorDraws(3)], []):
+        torch.manual_seed(0)
+        made = routine(mc_dropout(network(0.3), 2), is_ensemble=True)
+        trainer(tmp_path, *callbacks).fit(made, loader())
+        found.append(made.state_dict())
+    assert all(torch.equal(t, found[1][n]) for n, t in found[0].items() if n.startswith("model."))
 
 
 def test_swag_without_a_variance_is_refused(tmp_path: Path) -> None:

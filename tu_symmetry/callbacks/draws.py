@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tu_symmetry.callbacks.laplace import FitLaplace
 from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.posterior.draws import Draws, network_draws
+from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import training_points
 from tu_symmetry.routines.variational import VariationalRoutine
@@ -68,6 +68,7 @@ class PosteriorDraws(Callback):
         self.seed = seed
         self.scale = scale
         self.dtype = None if dtype is None else _DTYPES[dtype]
+        self._checked = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end.
@@ -75,12 +76,33 @@ class PosteriorDraws(Callback):
         Raises:
             FileExistsError: the store holds this chain already, and the run is not resumed.
         """
+        self._checked = False
         folder = self._folder(trainer)
         there = folder.is_dir() and any(folder.iterdir())
         if there and self.chain in SampleStore.open(folder).chains and trainer.ckpt_path is None:
             raise FileExistsError(
                 f"{folder} holds draws of chain {self.chain} of another run already: give another folder: or chain:"
             )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Refuse at the first batch what the end of the fit would refuse.
+
+        Raises:
+            ValueError: nothing can be drawn from the network, see
+                :func:`~tu_symmetry.posterior.draws.require_drawable`; SWAG will have no variance.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        laplace = any(isinstance(c, FitLaplace) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        laplace |= hasattr(getattr(pl_module, "post_processing", None), "la")
+        if laplace or isinstance(pl_module, VariationalRoutine):
+            return
+        model: Any = pl_module.model
+        inputs = batch[0] if isinstance(batch, Sequence) and isinstance(batch[0], Tensor) else None
+        require_drawable(model, self.num_samples, inputs=inputs)
+        if hasattr(model, "swag_stats"):
+            _require_snapshots(trainer, model)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw and write."""
@@ -207,6 +229,28 @@ def _laplace_draws(laplaces: Sequence[LinearizedLaplace], count: int, seed: int)
     drawn = [network_draws(la, n, seed=seed + k) for k, (la, n) in enumerate(zip(laplaces, shares, strict=True))]
     states = {name: torch.cat([one.states[name] for one in drawn]) for name in drawn[0].states}
     return Draws("laplace", states, [k for k, n in enumerate(shares) for _ in range(n)])
+
+
+def _require_snapshots(trainer: Trainer, swag: Any) -> None:
+    """SWAG takes a snapshot where a validation starts; two are a variance. Only what the schedule says for certain.
+
+    Raises:
+        ValueError: at most one snapshot in all of the fit.
+    """
+    every, epochs = trainer.check_val_every_n_epoch, trainer.max_epochs
+    if every is None or trainer.val_check_interval != 1.0 or epochs is None or epochs < 0:
+        return
+    validated = range(every - 1, epochs, every) if trainer.enable_validation else range(0)
+    start, length = swag.cycle_start, swag.cycle_length
+    coming = [e for e in validated if e >= trainer.current_epoch and e > start and (e - start) % length == 0]
+    count = int(swag.num_avgd_models) + len(coming)
+    if count < 2:
+        raise ValueError(
+            f"SWAG will have averaged {count} networks after {epochs} epochs (cycle_start {start}, cycle_length "
+            f"{length}, a validation after every {every}), which have no variance: TorchUncertainty's routine adds one "
+            "whenever a validation starts after cycle_start, so train longer, or validate after every cycle "
+            "(check_val_every_n_epoch: 1)"
+        )
 
 
 def _training_loader(trainer: Trainer) -> DataLoader[Any]:

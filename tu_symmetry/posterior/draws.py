@@ -88,6 +88,30 @@ def network_draws(
     raise ValueError(f"nothing can be drawn from this {type(source).__name__}, a single fixed network: {_KNOWN}")
 
 
+def require_drawable(source: Any, count: int, *, inputs: Tensor | None = None) -> None:
+    """Refuse before a training what :func:`network_draws` would refuse after it.
+
+    What the training itself fills (SWAG's moments, checkpoints, a Laplace approximation) is not looked at.
+
+    Args:
+        source: the object, before training.
+        count: number of states that will be wanted.
+        inputs: a few inputs, for dropout alone.
+
+    Raises:
+        ValueError: a network in which nothing is random, dropout whose masks are no weights, an ensemble of fewer
+            members than are wanted.
+    """
+    if not isinstance(source, nn.Module) or hasattr(source, "la"):
+        return
+    if hasattr(source, "core_models"):
+        _require_enough(len(source.core_models), count, "members")  # type: ignore[arg-type]
+    elif not (hasattr(source, "saved_models") or hasattr(source, "swag_stats")):
+        core: Any = getattr(source, "core_model", source)
+        if not any(_is_bayesian(m) for m in core.modules()):
+            network_draws(source, 1, inputs=inputs)
+
+
 _KNOWN = (
     "known are deep ensembles, checkpoint collectors, SWAG, networks with dropout or with Bayesian layers, and Laplace "
     "approximations; for the snapshots of a sampler use PosteriorSnapshots"
@@ -273,11 +297,15 @@ def laplace_draws(source: Any, count: int, *, seed: int = 0) -> State:
 
 
 def _chosen(networks: Sequence[nn.Module], count: int, what: str) -> tuple[State, list[int]]:
-    if count > len(networks):
-        raise ValueError(f"there are {len(networks)} {what}, {count} states are wanted")
+    _require_enough(len(networks), count, what)
     numbers = torch.linspace(0, len(networks) - 1, count, dtype=torch.float64).round().long().tolist()
     states = [{n: t.detach().cpu().clone() for n, t in networks[k].state_dict().items()} for k in numbers]
     return stack_states(states), numbers
+
+
+def _require_enough(there: int, count: int, what: str) -> None:
+    if count > there:
+        raise ValueError(f"there are {there} {what}, {count} states are wanted")
 
 
 def _is_bayesian(module: nn.Module) -> bool:
