@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         self.best = copy.deepcopy(self.members).requires_grad_(False)
         self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
         self._problem: TomographyProblem | None = None
+        self._projection: _Projection | None = None
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the stack.
@@ -177,19 +179,18 @@ class DeepImagePriorRoutine(StackedNetworks):
         self._require(batch)
         running = self._running(batch)
 
-        def one(parameters: States, x: Tensor, operator: Tensor, y: Tensor, count: Tensor, weight: Tensor) -> Tensor:
-            image = functional_call(self.members, parameters, (x.unsqueeze(0),))
-            misfit = (operator @ image.reshape(-1) - y).square().sum() / count
-            return misfit + weight * total_variation(image).sum()
+        def one(parameters: States, x: Tensor) -> Tensor:
+            return functional_call(self.members, parameters, (x.unsqueeze(0),))[0]
 
-        losses = vmap(one, randomness="different", chunk_size=self.chunk_size)(
+        images = vmap(one, randomness="different", chunk_size=self.chunk_size)(
             {name: _rows(p, running) for name, p in self.members.named_parameters()},
             _rows(batch.back_projection, running),
-            _rows(batch.operator, running),
-            _rows(batch.measurements, running),
-            _rows(batch.counts, running),
-            _rows(self._by_angles(self.tv_weight, batch), running),
         )
+        if self._projection is None or not torch.equal(self._projection.running, running):
+            self._projection = _Projection.of(batch.operator, running)
+        residuals = self._projection(images) - _rows(batch.measurements, running)
+        losses = residuals.square().sum(1) / _rows(batch.counts, running)
+        losses = losses + _rows(self._by_angles(self.tv_weight, batch), running) * total_variation(images).sum(1)
         self._keep(losses.detach(), running, batch)
         trainer: Any = self.trainer  # which sets log_every_n_steps without declaring it
         if trainer.global_step % trainer.log_every_n_steps == 0:
@@ -250,7 +251,7 @@ class DeepImagePriorRoutine(StackedNetworks):
                 f"the data module gives {found} problems (images times angles times noises), but num_problems is "
                 f"{self.num_problems}"
             )
-        self._problem = batch
+        self._problem, self._projection = batch, None
 
     @torch.no_grad()
     def reconstructions(self, batch: TomographyProblem) -> Tensor:
@@ -302,6 +303,62 @@ class DeepImagePriorRoutine(StackedNetworks):
         states = {name: t.detach() for name, t in self.best.state_dict().items()}
         images = self.reconstructions(self._problem)
         Reconstructions(states, images, self.best_loss.detach(), self._problem).save(self.out)
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """The operators of the problems that are running, as one sparse matrix with these as its blocks.
+
+    A line crosses few of the pixels: of a parallel beam with 30 angles, 41 bins and 28 x 28 pixels 6 % of the entries
+    are not zero. Both directions are kept as sparse rows, since the gradient needs the adjoint.
+
+    Attributes:
+        running: numbers of the problems, ``[running]``.
+        forward: ``[running * m, running * d]``.
+        adjoint: its transpose.
+    """
+
+    running: Tensor
+    forward: Tensor
+    adjoint: Tensor
+
+    @classmethod
+    def of(cls, operator: Tensor, running: Tensor) -> _Projection:
+        """From the dense operators ``[problems, m, d]``."""
+        chosen = operator[running]
+        block, row, column = chosen.nonzero(as_tuple=True)
+        values, (rows, columns) = chosen[block, row, column], chosen.shape[1:]
+        i, j = block * rows + row, block * columns + column
+        shape = (len(running) * rows, len(running) * columns)
+        return cls(running, _sparse_rows(i, j, values, shape), _sparse_rows(j, i, values, shape[::-1]))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Measurements ``[running, m]`` of images ``[running, 1, height, width]``."""
+        found: Tensor = _Apply.apply(images.reshape(-1, 1), self.forward, self.adjoint)
+        return found.view(len(images), -1)
+
+
+def _sparse_rows(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A matrix in compressed rows, with the 32-bit indices that the CPU's library takes without a copy."""
+    order = (rows * shape[1] + columns).argsort()
+    starts = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
+    starts[1:] = rows.bincount(minlength=shape[0]).cumsum(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, says torch
+        return torch.sparse_csr_tensor(starts, columns[order].int(), values[order], shape)
+
+
+class _Apply(torch.autograd.Function):
+    """A sparse matrix times a vector; its gradient is the transpose times a vector."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, matrix: Tensor, transpose: Tensor) -> Tensor:
+        ctx.transpose = transpose
+        return matrix @ vector
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose @ gradients[0], None, None
 
 
 def _rows(stack: Tensor, chosen: Tensor) -> Tensor:

@@ -94,7 +94,14 @@ class _Up(nn.Module):
         size = (int(finer.shape[-2]), int(finer.shape[-1]))
         x = F.interpolate(x, size=size, mode="bilinear", align_corners=True)
         skip = self.skip(finer) if self.used else torch.zeros_like(finer[:, :1])
-        return self.conv(torch.cat([x, skip], dim=1))
+        first = self.conv[0]
+        if not isinstance(first, nn.Conv2d):
+            return self.conv(torch.cat([x, skip], dim=1))
+        # The convolution of a concatenation is a sum of two convolutions. Stacked networks are one grouped convolution,
+        # which is fast for multiples of 16 channels alone: 32 and 4 in place of 36 take half the time on a CPU.
+        wide, thin = first.weight[:, : x.shape[1]], first.weight[:, x.shape[1] :]
+        h = F.conv2d(x, wide, first.bias, padding=1) + F.conv2d(skip, thin, padding=1)
+        return self.conv[1:](h)
 
 
 def _convolution(before: int, after: int, normalize: bool, dropout: float, stride: int = 1) -> list[nn.Module]:
