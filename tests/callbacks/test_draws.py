@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_uncertainty.methods import SWAG, deep_ensembles, mc_dropout
@@ -148,6 +148,40 @@ def test_the_look_at_the_start_leaves_the_training_as_it_is(tmp_path: Path) -> N
         trainer(tmp_path, *callbacks).fit(made, loader())
         found.append(made.state_dict())
     assert all(torch.equal(t, found[1][n]) for n, t in found[0].items() if n.startswith("model."))
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_swag_comes_back_from_a_checkpoint(tmp_path: Path, normalized: bool) -> None:
+    """A resumed SWAG is the uninterrupted one, and a test draws its networks from the moments that were saved."""
+
+    class Data(LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return loader()
+
+        val_dataloader = test_dataloader = train_dataloader
+
+    def made() -> ClassificationRoutine:
+        torch.manual_seed(0)
+        core = (
+            nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)) if normalized else network()
+        )
+        return routine(SWAG(core, cycle_start=0, cycle_length=1, num_estimators=2), is_ensemble=True)
+
+    whole, first, second, tested = made(), made(), made(), made()
+    trainer(tmp_path / "whole", PosteriorDraws(3), epochs=5).fit(whole, Data())
+    cut = trainer(tmp_path / "cut", PosteriorDraws(3), epochs=3)
+    cut.fit(first, Data())
+    cut.save_checkpoint(tmp_path / "cut.ckpt")
+    trainer(tmp_path / "resumed", PosteriorDraws(3), epochs=5).fit(second, Data(), ckpt_path=tmp_path / "cut.ckpt")
+    assert int(second.model.num_avgd_models) == int(whole.model.num_avgd_models) == 4
+    for name, t in whole.model.swag_stats.items():
+        torch.testing.assert_close(second.model.swag_stats[name], t)
+    (found,) = trainer(tmp_path / "test", PosteriorDraws(3)).test(tested, Data(), ckpt_path=tmp_path / "cut.ckpt")
+    assert "test/cls/Acc" in found and len(tested.model.samples) == 2
+    for name, t in first.model.swag_stats.items():
+        assert torch.equal(tested.model.swag_stats[name], t)
+    statistics = [b for m in tested.model.samples for n, b in m.named_buffers() if n.endswith("running_mean")]
+    assert all(bool(b.abs().sum() > 0) for b in statistics) and len(statistics) == 2 * normalized
 
 
 def test_swag_without_a_variance_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from recipe_runs import plant_images, run_table
+from recipe_runs import Typed, plant_images, run_table, small_file
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
+from tu_symmetry.cli import main
+from tu_symmetry.configs import read_mapping
 from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
 from tu_symmetry.experiments.symmetry_aware.claims import answers
 from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
@@ -223,3 +225,40 @@ def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     for name in ("diversity.png", "discrepancy.png", "marginals.png", "largest.png"):
         assert (tmp_path / "out" / "report" / name).read_bytes().startswith(b"\x89PNG")
     assert "claims" in text
+
+
+TRAINED = [
+    (recipe, path)
+    for recipe in ("mnist-small", "mnist", "cifar10", "cifar10-frn")
+    for path in sorted((RECIPES / recipe).glob("*.yaml"))
+    if path.name != "table.yaml" and "trainer" in read_mapping(path)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("recipe", "path"), TRAINED, ids=[f"{recipe}-{path.stem}" for recipe, path in TRAINED])
+def test_the_file_of_each_row_runs_by_itself_with_fit_and_test(
+    recipe: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands at the head of each file, typed in an empty folder: the networks are stored, and can be tested."""
+
+    def smaller(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            return {k: smaller(v, k) for k, v in value.items()}
+        if isinstance(value, list):
+            return [smaller(v) for v in value]
+        return {"cycle_start": 0, "every_n_steps": 1, "every_n_epochs": 1, "arch": 20, "max_steps": 9}.get(key, value)
+
+    plant_images(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    file = small_file(Typed(path, "fit", path.stem), tmp_path / "small")
+    content = smaller(yaml.safe_load(file.read_text()))
+    file.write_text(yaml.safe_dump(content))
+    quiet = ["--config", str(file), "--trainer.accelerator=cpu"]
+    assert main(["fit", *quiet, "--trainer.enable_progress_bar=false"]) == 0
+    folder = tmp_path / content["trainer"]["default_root_dir"]
+    assert len(SampleStore.open(folder / "samples")) >= 2
+    capsys.readouterr()
+    assert main(["test", *quiet, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]) == 0
+    assert "Acc" in capsys.readouterr().out

@@ -11,12 +11,13 @@ from typing import Any, Literal, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tu_symmetry.callbacks.laplace import FitLaplace
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
+from tu_symmetry.posterior.network import derived_seed, seeded
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import training_points
 from tu_symmetry.routines.variational import VariationalRoutine
@@ -68,7 +69,27 @@ class PosteriorDraws(Callback):
         self.seed = seed
         self.scale = scale
         self.dtype = None if dtype is None else _DTYPES[dtype]
-        self._checked = False
+        self._checked = self._watched = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have TorchUncertainty's SWAG find its moments in a checkpoint.
+
+        It writes them among the weights, but takes them out again only when it is loaded by itself, not as a part of a
+        routine: a test or a resumed fit would be refused for unexpected keys.
+        """
+        swag: Any = getattr(pl_module, "model", None)
+        if hasattr(swag, "swag_stats") and not self._watched:
+            swag.register_load_state_dict_pre_hook(_take_moments)
+            self._watched = True
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Networks of a SWAG that comes from a checkpoint, with running statistics from the training data."""
+        _awaken(pl_module)
+        swag: Any = getattr(pl_module, "model", None)
+        data: Any = getattr(trainer, "datamodule", None)
+        if getattr(swag, "need_bn_update", False) and data is not None and _has_statistics(swag.core_model):
+            data.setup("fit")
+            swag.bn_update(data.train_dataloader(), device=pl_module.device)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end.
@@ -77,6 +98,7 @@ class PosteriorDraws(Callback):
             FileExistsError: the store holds this chain already, and the run is not resumed.
         """
         self._checked = False
+        _awaken(pl_module)
         folder = self._folder(trainer)
         there = folder.is_dir() and any(folder.iterdir())
         if there and self.chain in SampleStore.open(folder).chains and trainer.ckpt_path is None:
@@ -229,6 +251,28 @@ def _laplace_draws(laplaces: Sequence[LinearizedLaplace], count: int, seed: int)
     drawn = [network_draws(la, n, seed=seed + k) for k, (la, n) in enumerate(zip(laplaces, shares, strict=True))]
     states = {name: torch.cat([one.states[name] for one in drawn]) for name in drawn[0].states}
     return Draws("laplace", states, [k for k, n in enumerate(shares) for _ in range(n)])
+
+
+def _take_moments(swag: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before SWAG's own tensors are loaded: its moments, which are no buffers."""
+    held = {name: state_dict.pop(name) for name in list(state_dict) if name in swag.swag_stats}
+    if held.keys() == swag.swag_stats.keys():  # else the names that are missing or new are reported as always
+        swag.swag_stats = {name: t.detach().cpu() for name, t in held.items()}
+    else:
+        state_dict.update(held)
+
+
+def _awaken(pl_module: LightningModule) -> None:
+    """Draw the networks that a loaded SWAG predicts with."""
+    swag: Any = getattr(pl_module, "model", None)
+    if hasattr(swag, "swag_stats") and not swag.fit and int(swag.num_avgd_models) > 0:
+        with seeded(derived_seed(0, 15, 0), torch.device("cpu")):
+            swag.samples = [swag.sample(swag.scale, swag.diag_covariance) for _ in range(swag.num_estimators)]
+        swag.need_bn_update = swag.fit = True
+
+
+def _has_statistics(network: nn.Module) -> bool:
+    return any(getattr(m, "running_mean", None) is not None for m in network.modules())
 
 
 def _require_snapshots(trainer: Trainer, swag: Any) -> None:
