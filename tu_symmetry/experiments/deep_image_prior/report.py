@@ -50,10 +50,16 @@ def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list
     found = [Outcome.load(folder).results for folder in linearized]
     entries = [entry for own in found for entry in own["rows"]]
     entries += [entry for folder in dropout for entry in Outcome.load(folder).results["rows"]]
-    grids = [main_table(entries, table.title), noise_table(found), calibration_table(entries)]
+    problems = [Reconstructions.load(path) for path in reconstructions]
+    background = {
+        int(image): (truth == 0).reshape(-1).numpy()
+        for one in problems
+        for image, truth in zip(one.problem.image, one.problem.truth, strict=True)
+    }
+    grids = [main_table(entries, table.title), noise_table(found), calibration_table(entries, background)]
     answers = orderings(entries)
     out.mkdir(parents=True, exist_ok=True)
-    first = Reconstructions.load(reconstructions[0])
+    first = problems[0]
     arrays = read_tensors(linearized[0] / ARRAYS)
     for name, tensor in (read_tensors(dropout[0] / ARRAYS) if dropout else {}).items():
         arrays[name] = tensor
@@ -139,15 +145,32 @@ def noise_table(found: Sequence[Mapping[str, Any]]) -> Grid:
     return Grid("Hyperparameters by the evidence", header, body)
 
 
-def calibration_table(entries: Entries) -> Grid:
-    """Coverage of central intervals, over all pixels of all images."""
+def calibration_table(entries: Entries, background: Mapping[int, np.ndarray]) -> Grid:
+    """Coverage of central intervals, over all pixels of all images, and of the background and the rest by themselves.
+
+    A network that ends in a sigmoid is sure of an empty background, and right: what its pixels show of calibration is
+    how small their variance may become, not how well an error is predicted.
+
+    Args:
+        entries: of every row.
+        background: number of an image to where its truth is 0, ``(pixels,)``.
+    """
     body = []
     for row in ROWS:
-        errors = _errors(entries, row)
-        if len(errors):
-            body.append([row, *(f"{100 * np.mean(np.abs(errors) <= _half(level)):.1f} %" for level in LEVELS)])
+        own = [e for e in entries if e["row"] == row]
+        if not own:
+            continue
+        errors = np.abs(np.concatenate([np.asarray(e["normalized_errors"]) for e in own]))
+        empty = np.concatenate([background[int(e["image"])] for e in own])
+        cells = []
+        for level in LEVELS:
+            inside = errors <= _half(level)
+            parts = [f"{100 * float(inside[kind].mean()):.1f}" if kind.any() else "–" for kind in (empty, ~empty)]
+            cells.append(f"{100 * float(inside.mean()):.1f} %\n{' / '.join(parts)}")
+        body.append([row, *cells])
     header = ["", *(f"{100 * level:g} %\ninterval" for level in LEVELS)]
-    return Grid("Coverage of the truth by central intervals of each pixel", header, body)
+    caption = "second lines: pixels whose true value is 0 / all others"
+    return Grid("Coverage of the truth by central intervals of each pixel", header, body, caption)
 
 
 def orderings(entries: Entries) -> list[str]:
