@@ -254,10 +254,10 @@ def _bare_passes(model: nn.Module, loader: DataLoader[Any]) -> None:
     for p in varying:
         p.requires_grad_(False)
     try:
-        for inputs, _ in loader:
+        for inputs, targets in loader:
             inputs.requires_grad_()
             outputs = model(inputs)
-            root = la.likelihood.hessian_root(outputs.detach())
+            root = la.likelihood.hessian_root(outputs.detach(), targets)
             for i, column in enumerate(root):
                 torch.autograd.grad(outputs, inputs, column, retain_graph=i + 1 < len(root))
     finally:

@@ -45,6 +45,7 @@ _EXPORTS: dict[str, str] = {
     "Merged": "alignment.merging",
     "merge": "alignment.merging",
     "mean_state": "states",
+    "plot": "plot",
     "reestimate_batchnorm": "alignment.repair",
     "repair": "alignment.repair",
     "CanonicalForm": "scaling.canonical",
@@ -55,9 +56,13 @@ _EXPORTS: dict[str, str] = {
     "remove_symmetries": "scaling.removal",
     "scale_with_epsilon": "scaling.epsilon",
     "representation_cost": "scaling.canonical",
-    "GaussianPredictive": "laplace.predictive",
+    "GaussianPredictive": "laplace.links",
+    "Bernoulli": "laplace.likelihood",
+    "Categorical": "laplace.likelihood",
+    "HeteroscedasticGaussian": "laplace.likelihood",
     "Hyperprior": "laplace.evidence",
     "LaplaceFileError": "laplace.storage",
+    "LaplaceMixture": "laplace.mixture",
     "LinearizedLaplace": "laplace.model",
     "PrunedGroupWarning": "laplace.report",
     "DualLaplace": "laplace.dual_model",
@@ -71,6 +76,7 @@ _EXPORTS: dict[str, str] = {
     "SampleStore": "posterior.samples",
     "load_state": "states",
     "FitCompactPosterior": "callbacks",
+    "EvidenceWeightDecay": "callbacks",
     "FitLaplace": "callbacks",
     "PosteriorSnapshots": "callbacks",
     "PredictiveWriter": "callbacks",
@@ -96,21 +102,26 @@ _EXPORTS: dict[str, str] = {
 
 __all__ = [
     "Alignment",
+    "Bernoulli",
     "CanonicalForm",
+    "Categorical",
     "Certificate",
     "CompactPosterior",
     "DeepImagePriorRoutine",
     "DualLaplace",
     "DualPredictive",
+    "EvidenceWeightDecay",
     "FitCompactPosterior",
     "FitLaplace",
     "GaussianPredictive",
     "HMCRoutine",
+    "HeteroscedasticGaussian",
     "Hyperprior",
     "IsotropicPrior",
     "KernelPrior",
     "LaplaceEnsemble",
     "LaplaceFileError",
+    "LaplaceMixture",
     "LaplacePostProcessing",
     "LaplaceRegressionRoutine",
     "LinearObservation",
@@ -163,6 +174,7 @@ __all__ = [
     "merge",
     "move_optimizer_state",
     "normalization_epsilons",
+    "plot",
     "posterior_ensemble",
     "random_permutation",
     "random_scale",
@@ -179,6 +191,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tu_symmetry import plot
     from tu_symmetry.alignment.activations import activation_matching
     from tu_symmetry.alignment.align import Alignment, align
     from tu_symmetry.alignment.barrier import LossBarrier, barrier_matrix, interpolate, loss_barrier
@@ -186,6 +199,7 @@ if TYPE_CHECKING:
     from tu_symmetry.alignment.merging import Merged, merge
     from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
     from tu_symmetry.callbacks import (
+        EvidenceWeightDecay,
         FitCompactPosterior,
         FitLaplace,
         PosteriorSnapshots,
@@ -197,9 +211,11 @@ if TYPE_CHECKING:
     from tu_symmetry.laplace.dual_model import DualLaplace, DualPredictive
     from tu_symmetry.laplace.evidence import Hyperprior
     from tu_symmetry.laplace.hyperpriors import TotalVariation
+    from tu_symmetry.laplace.likelihood import Bernoulli, Categorical, HeteroscedasticGaussian
+    from tu_symmetry.laplace.links import GaussianPredictive
+    from tu_symmetry.laplace.mixture import LaplaceMixture
     from tu_symmetry.laplace.model import LinearizedLaplace
     from tu_symmetry.laplace.observation import LinearObservation
-    from tu_symmetry.laplace.predictive import GaussianPredictive
     from tu_symmetry.laplace.report import PrunedGroupWarning
     from tu_symmetry.laplace.sampled import SampledEvidence
     from tu_symmetry.laplace.storage import LaplaceFileError

@@ -27,7 +27,8 @@ def attach(package: str, exports: Mapping[str, str]) -> tuple[Callable[[str], An
     def load(name: str) -> Any:
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{exports[name]}"), name)
+        module = importlib.import_module(f"{package}.{exports[name]}")
+        value = module if exports[name] == name else getattr(module, name)  # a public submodule is itself the name
         namespace[name] = value
         return value
 

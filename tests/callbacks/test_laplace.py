@@ -25,8 +25,13 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch_uncertainty.layers.distributions import get_dist_linear_layer
+from torch_uncertainty.losses import DistributionNLLLoss
+from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine, SegmentationRoutine
 
+import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
+from tu_symmetry.callbacks.laplace import training_likelihood
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.model import LinearizedLaplace
 
@@ -547,7 +552,13 @@ callback:
 """)
     found = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
     assert found.options["prior"] == "single" and found.options["noise_variance"] == 0.5
-    assert found.hyperprior.std == 3
+    assert found.hyperprior.std == 3 and found.likelihood == "regression"
+    plain = parser.parse_object({"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {}}})
+    assert parser.instantiate_classes(plain).callback.likelihood is None  # that of the loss
+    own = {"class_path": "tu_symmetry.Categorical", "init_args": {"label_smoothing": 0.1}}
+    given = {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"likelihood": own}}
+    made = parser.instantiate_classes(parser.parse_object({"callback": given})).callback
+    assert made.likelihood.label_smoothing == 0.1
     with pytest.raises(Exception, match="priors"):
         parser.parse_object(
             {"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"priors": 1}}}
@@ -568,3 +579,63 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     found = LinearizedLaplace.load(tmp_path / "two.safetensors", model)
     assert found.summary.samples == SAMPLES
     same(found, by_hand(model, evaluate_at="tangent_mode"))
+
+
+# ---------------------------------------------------------------------- which likelihood
+
+
+def test_a_single_logit_trained_with_binary_cross_entropy() -> None:
+    class Binary(Routine):
+        num_classes, loss = 1, nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
+
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return self.loss(self.model(batch[0]).squeeze(-1), (batch[1] > 0).float())
+
+    x, y = samples()
+    dataset = TensorDataset(x, (y > 0).long())
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    routine, callback = Binary(model), FitLaplace(prior="single", evaluate_at="map")
+    trainer(callback).fit(routine, Data(dataset))
+    assert callback.laplace is not None
+    assert callback.laplace.likelihood.config() == {"pos_weight": [2.0], "ignore_index": None}
+    expected = by_hand(model, (x, y > 0), likelihood=tus.Bernoulli(pos_weight=2.0), prior="single", evaluate_at="map")
+    torch.testing.assert_close(callback.laplace.predictive(x), expected.predictive(x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_likelihood_is_that_of_the_loss() -> None:
+    class Focal(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return super().forward(input, target) ** 2
+
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.2)
+    segmenter = SegmentationRoutine(nn.Conv2d(3, 4, 1), 4, smooth)
+    normal = RegressionRoutine(nn.Linear(3, 4), 2, DistributionNLLLoss(), dist_family="normal")
+    cases: list[tuple[Any, str, dict[str, Any]]] = [
+        (ClassificationRoutine(net(), 3, smooth), "classification", {"label_smoothing": 0.2, "ignore_index": -100}),
+        (segmenter, "classification", {"label_smoothing": 0.2, "ignore_index": 255}),
+        (RegressionRoutine(nn.Linear(3, 2), 2, nn.MSELoss()), "regression", {}),
+        (normal, "heteroscedastic", {}),
+        (ClassificationRoutine(net(), 3, Focal()), "", {}),
+        (ClassificationRoutine(net(), 3, nn.MSELoss()), "", {}),
+        (Routine(), "", {}),
+    ]
+    for routine, name, options in cases:
+        found = training_likelihood(None, routine)
+        if name:
+            assert not isinstance(found, str) and found.name == name
+            assert options.items() <= found.config().items()
+        else:
+            assert found == "classification"
+        assert training_likelihood("binary", routine) == "binary"
+
+
+def test_a_normal_distribution_of_torch_uncertainty_is_read_as_mean_and_log_variance() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), get_dist_linear_layer("normal")(nn.Linear, 2, in_features=5))
+    x = samples()[0]
+    y = x[:, :2] + 0.1
+    la = LinearizedLaplace(model, "heteroscedastic", prior="single", evaluate_at="map").fit([(x, y)])
+    found, own = la.predictive(x), model(x)
+    torch.testing.assert_close(found.mean, own["loc"].detach())
+    assert bool((found.variance > own["scale"].square()).all())
+    nll = -torch.distributions.Normal(own["loc"], own["scale"]).log_prob(y).sum()
+    assert la.summary.loss == pytest.approx(float(nll), rel=1e-5)

@@ -6,7 +6,7 @@ import csv
 import logging
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ def run(model: nn.Module, folder: Path, *callbacks: Callback, **options: Any) ->
         **options,
     )
     train, test = digits()
-    log = CSVLogger(folder)
+    log = Images(folder)
     trainer = TUTrainer(
         callbacks=list(callbacks),
         max_epochs=2,
@@ -70,6 +70,15 @@ def run(model: nn.Module, folder: Path, *callbacks: Callback, **options: Any) ->
     trainer.fit(routine, DataLoader(train, 50, shuffle=True), DataLoader(test, 60))
     found = trainer.test(routine, DataLoader(test, 60), verbose=False)
     return dict(found[0]), Path(log.log_dir)
+
+
+class Images(CSVLogger):
+    """A logger that takes images beside scalars."""
+
+    taken: ClassVar[list[str]] = []
+
+    def log_image(self, key: str, images: list[Any], step: int) -> None:
+        self.taken.append(key)
 
 
 def columns(folder: Path) -> list[str]:
@@ -103,7 +112,8 @@ def test_four_callbacks_on_one_ensemble(tmp_path: Path, caplog: pytest.LogCaptur
     ours = [w for w in caught if "tu_symmetry" in str(w.filename) or "tu_symmetry" in type(w.message).__module__]
     said = [str(w.message) for w in ours] + [r.getMessage() for r in caplog.records if "tu_symmetry" in r.pathname]
     assert len(said) == len(set(said)), "something was said twice"
-    # Scalars are few, whatever the number of layers.
+    # Figures go to loggers that take them; scalars are few, whatever the number of layers.
+    assert set(Images.taken) == {"rebasin/distances", "scale/layers", "laplace/precisions"}
     own = [c for c in columns(folder) if c.startswith(("scale/", "rebasin/", "laplace/"))]
     assert len(own) <= 30 and not [c for c in own if "layer" in c or "GROUP" in c]
     assert {"laplace/log_evidence", "laplace/log_evidence_1", "laplace/gamma", "scale/ratio_1"} <= set(own)

@@ -132,7 +132,7 @@ def test_the_large_recipes_network_is_a_resnet_50_for_small_images() -> None:
     assert model(x).shape == (2, 10)
     graph = discover_symmetries(model, x)
     la = LinearizedLaplace(model, graph=graph, parameters=matrices(model))
-    groups = la._group([(x, torch.tensor([0, 1]))])
+    groups = la.group([(x, torch.tensor([0, 1]))])
     assert len(groups) == 54  # one for each of 53 normalized convolutions, one for the last layer
     assert resolve(given["class_path"])
 

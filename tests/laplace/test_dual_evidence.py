@@ -259,10 +259,10 @@ def test_linear_gaussian_likelihood():
     f = f.detach()
     assert torch.allclose(likelihood.residual(f, y), slope)
     v = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    assert torch.allclose(likelihood.hessian_product(f, v), v @ a.mT @ a)
-    root = likelihood.hessian_root(f)
+    assert torch.allclose(likelihood.hessian_product(f, y, v), v @ a.mT @ a)
+    root = likelihood.hessian_root(f, y)
     assert torch.allclose(torch.einsum("rbi,rbj->bij", root, root), (a.mT @ a).expand(3, 6, 6))
-    drawn = likelihood.sampled_root(f, 20_000, torch.Generator().manual_seed(1))[:, 0]
+    drawn = likelihood.sampled_root(f, y, 20_000, torch.Generator().manual_seed(1))[:, 0]
     expected = a.mT @ a
     scale = expected.diagonal()
     error = ((scale.unsqueeze(0) * scale.unsqueeze(1) + expected.square()) / 20_000).sqrt()

@@ -59,7 +59,7 @@ def fit(model: nn.Module, x: Any = X, y: Tensor = Y, **options: Any) -> Lineariz
 
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "tuple": (lambda h: (h, h), TypeError, "returns a tuple"),
-    "dictionary": (lambda h: {"logits": h}, TypeError, "returns a dict"),
+    "dictionary": (lambda h: {"scores": h}, TypeError, "returns a dict"),
     "none": (lambda h: None, TypeError, "returns a NoneType"),
     "integer": (lambda h: h.argmax(-1), TypeError, "int64.*logits"),
     "boolean": (lambda h: h > 0, TypeError, "bool"),
@@ -69,7 +69,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "scalar": (lambda h: h.sum(), ValueError, r"shape \(\) for a batch of 4"),
     "one_for_the_batch": (lambda h: h.mean(0, keepdim=True), ValueError, r"\(1, 3\) for a batch of 4"),
     "batch_last": (lambda h: h.T, ValueError, r"\(3, 4\) for a batch of 4"),
-    "four_axes": (lambda h: h[:, :, None, None], ValueError, r"\[batch, positions, outputs\]"),
     "nothing": (lambda h: h[:, :0], ValueError, "no values"),
 }
 

@@ -66,7 +66,8 @@ def declared_names(source: str, package: str) -> dict[str, dict[str, str]]:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             for line in node.body:
                 assert isinstance(line, ast.ImportFrom) and not any(alias.asname for alias in line.names)
-                found["typed"] |= {alias.name: str(line.module) for alias in line.names}
+                inside = line.module != package  # of the package itself: a public submodule
+                found["typed"] |= {a.name: str(line.module) if inside else f"{package}.{a.name}" for a in line.names}
     return found
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tu_symmetry._lazy import attach
 
 _EXPORTS: dict[str, str] = {
+    "EvidenceWeightDecay": "weight_decay",
     "FitCompactPosterior": "compact",
     "FitLaplace": "laplace",
     "LastCheckpoint": "checkpoint",
@@ -20,6 +21,7 @@ _EXPORTS: dict[str, str] = {
 }
 
 __all__ = [
+    "EvidenceWeightDecay",
     "FitCompactPosterior",
     "FitLaplace",
     "LastCheckpoint",
@@ -41,5 +43,6 @@ if TYPE_CHECKING:
     from tu_symmetry.callbacks.reference import PredictiveWriter, ReferencePredictive
     from tu_symmetry.callbacks.scale import ScaleCanonicalization
     from tu_symmetry.callbacks.snapshots import PosteriorSnapshots
+    from tu_symmetry.callbacks.weight_decay import EvidenceWeightDecay
 else:
     __getattr__, __dir__ = attach(__name__, _EXPORTS)

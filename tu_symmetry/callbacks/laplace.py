@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -18,12 +19,23 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tu_symmetry import plot
+from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
+from tu_symmetry.laplace.inputs import LABELS
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
+from tu_symmetry.laplace.likelihood import (
+    Categorical,
+    HeteroscedasticGaussian,
+    Likelihood,
+    LikelihoodName,
+    likelihood_of,
+)
+from tu_symmetry.laplace.mixture import LaplaceMixture
 from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
 
 T = TypeVar("T")
@@ -61,7 +73,8 @@ class FitLaplace(Callback):
     Logged to every logger of the trainer are ``laplace/log_evidence`` (nats), ``laplace/gamma`` (the number of weights
     that the data determine), for a regression ``laplace/noise_variance``, and with ``log_groups``
     ``laplace/lambda/GROUP``, ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``. Members of an ensemble have
-    ``_i`` after these names, and the name without it is their mean. The curvature is saved beside the checkpoint,
+    ``_i`` after these names, and the name without it is their mean. Loggers of images (TensorBoard, Weights & Biases,
+    MLflow, Comet) get a figure of the precisions of all groups. The curvature is saved beside the checkpoint,
     without the weights: read it again with ``load_from``, or with :meth:`LinearizedLaplace.load`.
 
     Example:
@@ -95,8 +108,10 @@ class FitLaplace(Callback):
             weights.
         prefix: first part of the logged names.
         log_groups: log three scalars for each group of weights too (a ResNet-18 has 62 groups).
-        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``likelihood``, ``prior``,
-            ``evaluate_at``, ``curvature``, ``fisher_type``, ...).
+        likelihood: see :class:`~tu_symmetry.LinearizedLaplace`. By default that of the LightningModule's ``loss`` where
+            it is one of torch's, else ``classification``.
+        options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``evaluate_at``,
+            ``curvature``, ``fisher_type``, ...).
 
     Attributes:
         laplaces: the approximations, once fitted: one, or one for each member of an ensemble.
@@ -126,10 +141,13 @@ class FitLaplace(Callback):
         load_from: str | Path | None = None,
         prefix: str = "laplace",
         log_groups: bool = False,
+        likelihood: LikelihoodName | Likelihood | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        LinearizedLaplace(nn.Linear(1, 2), **_without_names(options))  # refuses wrong options before training
+        some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
+        LinearizedLaplace(nn.Linear(1, 2), some, **_without_names(options))  # refuses wrong options before training
+        self.likelihood = likelihood
         self.train_data = train_data
         self.transform = transform
         self.batch_size = batch_size
@@ -165,6 +183,15 @@ class FitLaplace(Callback):
         return _only(self.laplaces, "laplaces")
 
     @property
+    def mixture(self) -> LaplaceMixture:
+        """The approximations of all members as one posterior.
+
+        Raises:
+            ValueError: nothing has been fitted.
+        """
+        return LaplaceMixture(self.laplaces)
+
+    @property
     def evidence_result(self) -> EvidenceResult | None:
         """What choosing the precisions of the only network gave."""
         return _only(self.evidence_results, "evidence_results")
@@ -190,14 +217,14 @@ class FitLaplace(Callback):
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
-        made = [LinearizedLaplace(network, **self.options) for network in self._find_networks(pl_module)]
+        made = [self._approximation(network, pl_module) for network in self._find_networks(pl_module)]
         for laplace in made:
             if laplace.options.curvature in ("kfac", "ekfac"):
                 find_layers(laplace.model, laplace.tangent.names)
             if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
                 raise ValueError(
-                    "num_classes=1 is a single logit, and the Laplace approximation takes a logit for each class: "
-                    "train with num_classes=2 and nn.CrossEntropyLoss()"
+                    "num_classes=1 is a single logit: train with nn.BCEWithLogitsLoss(), which is recognized, or pass "
+                    "likelihood='binary'"
                 )
         self.forget()
         _attach(pl_module, [])
@@ -275,7 +302,7 @@ class FitLaplace(Callback):
                 _leave_inference(network)
                 if trainer.world_size > 1:
                     _share_buffers(network)
-                laplace = LinearizedLaplace(network, **self.options)
+                laplace = self._approximation(network, pl_module)
                 laplace.fit(loader, progress=progress)
                 made.append(laplace)
                 if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
@@ -295,6 +322,9 @@ class FitLaplace(Callback):
         self._adopt(pl_module, made)
         self._log(trainer)
         self._save(trainer)
+
+    def _approximation(self, network: nn.Module, pl_module: LightningModule) -> LinearizedLaplace:
+        return LinearizedLaplace(network, training_likelihood(self.likelihood, pl_module), **self.options)
 
     def _find_networks(self, pl_module: LightningModule) -> list[nn.Module]:
         """The network, or the members of an ensemble; networks within parts that use an approximation are meant."""
@@ -319,6 +349,12 @@ class FitLaplace(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
             logger.save()
+        names = [row.name for row in rows[0]]
+        if all([row.name for row in one] == names for one in rows):  # members of one architecture
+            many = len(rows) > 1
+            values = {f"member {k}" if many else "lambda": [r.precision for r in one] for k, one in enumerate(rows)}
+            draw = partial(plot.bars, values, names, ylabel="prior precision", log=True)
+            log_figure(trainer, f"{self.prefix}/precisions", draw)
         for k, laplace in enumerate(self.laplaces):
             rank_zero_info(_summary(laplace, rows[k], f" of member {k}" if len(rows) > 1 else ""))
         for calibration in self.calibrations:
@@ -405,7 +441,8 @@ def _validation_loader(trainer: Trainer) -> Any:
     with isolate_rng():
         batch = next(iter(found), None)
     pairs = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(isinstance(b, torch.Tensor) for b in batch)
-    return found if pairs else None
+    named = isinstance(batch, Mapping) and any(isinstance(batch.get(name), torch.Tensor) for name in LABELS)
+    return found if pairs or named else None
 
 
 def _attach(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:
@@ -432,6 +469,34 @@ def _require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplac
                 f"{len(laplaces)}, one for each member: leave it out, and make each member a LaplaceEnsemble, "
                 "deep_ensembles([LaplaceEnsemble(network, num_samples=10), ...])"
             )
+
+
+def training_likelihood(
+    given: LikelihoodName | Likelihood | None, pl_module: LightningModule
+) -> LikelihoodName | Likelihood:
+    """The likelihood of the loss that a network is trained with, where none is given and the loss is known.
+
+    Args:
+        given: what was asked for.
+        pl_module: with a ``loss``, as TorchUncertainty's routines have.
+
+    Returns:
+        What was given, the likelihood of the loss, or ``classification``.
+    """
+    loss = getattr(pl_module, "loss", None)
+    if given is not None or not isinstance(loss, nn.Module):
+        return given or "classification"
+    from torch_uncertainty.losses import DistributionNLLLoss
+    from torch_uncertainty.routines import SegmentationRoutine
+
+    found = likelihood_of(loss)
+    if type(loss) is DistributionNLLLoss and getattr(pl_module, "dist_family", None) == "normal":
+        found = HeteroscedasticGaussian()
+    if isinstance(found, Categorical) and isinstance(pl_module, SegmentationRoutine):
+        found = Categorical(**found.config() | {"ignore_index": 255})  # which the routine leaves out itself
+    if found is None or (found.noisy and hasattr(pl_module, "num_classes")):
+        return "classification"
+    return found
 
 
 def _without_names(options: dict[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from tu_symmetry import plot
 from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
 from tu_symmetry.callbacks.base import SymmetryCallback
+from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     copy_of,
@@ -45,7 +47,8 @@ class Rebasin(SymmetryCallback):
       (relative, see :func:`~tu_symmetry.certify`), where the graph holds a network to run;
 
     and the means over the members without the index (``rebasin/NoT``), which can be monitored by other callbacks.
-    The same numbers are kept in :attr:`history`, which is part of the checkpoint.
+    The same numbers are kept in :attr:`history`, which is part of the checkpoint. Loggers of images (TensorBoard,
+    Weights & Biases, MLflow, Comet) get a figure of the distances over the run.
 
     A permutation that changes a member's outputs by more than rounding explains raises a ``SymmetryError`` before any
     weight has been changed.
@@ -311,6 +314,16 @@ class Rebasin(SymmetryCallback):
             if not self.follows_one_network:
                 scalars |= {f"{self.prefix}/{key}_{i}": float(v) for i, v in zip(moving, values, strict=True)}
         self.log_scalars(trainer, pl_module, scalars, hook)
+        log_figure(trainer, f"{self.prefix}/distances", self._draw)
+
+    def _draw(self) -> tuple[Any, Any]:
+        """Distances to the reference before and after alignment over the run, members as a band."""
+        steps = [record["step"] for record in self.history]
+        runs = {
+            when: [list(run) for run in zip(*(r[f"distance_{when}"] for r in self.history), strict=True)]
+            for when in ("before", "after")
+        }
+        return plot.bands(steps, runs, xlabel="step", ylabel="distance to the reference")
 
 
 @dataclass(frozen=True)

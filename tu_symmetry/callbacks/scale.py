@@ -9,7 +9,9 @@ from typing import Any, get_args
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from tu_symmetry import plot
 from tu_symmetry.callbacks.base import SymmetryCallback
+from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     detached_state,
@@ -90,7 +92,8 @@ class ScaleCanonicalization(SymmetryCallback):
         averages: further copies of the weights that must follow in place: attribute paths or callables as for
             ``members``, each finding as many modules as there are members.
         prefix: first part of the logged names.
-        log_layers: log the scalars of layers and groups too; they are in :attr:`history` in any case.
+        log_layers: log the scalars of layers and groups too; they are in :attr:`history` in any case, and loggers of
+            images (TensorBoard, Weights & Biases, MLflow, Comet) get a figure of the layers' masses each time.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
@@ -238,3 +241,9 @@ class ScaleCanonicalization(SymmetryCallback):
         if len(per_member) > 1:
             scalars |= {f"{key}_{i}": value for i, m in enumerate(per_member) for key, value in m.items()}
         self.log_scalars(trainer, pl_module, scalars, hook)
+        layers = list(record["layer_mass"][0])
+        values = {
+            label: [sum(member[layer] for member in record[key]) / len(record[key]) for layer in layers]
+            for label, key in (("mass", "layer_mass"), ("minimal mass", "layer_minimal_mass"))
+        }
+        log_figure(trainer, f"{self.prefix}/layers", lambda: plot.bars(values, layers, ylabel="squared L2 norm"))

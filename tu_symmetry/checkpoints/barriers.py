@@ -475,18 +475,12 @@ def _json(report: BarrierReport) -> dict[str, Any]:
 
 def draw_matrices(path: Path, report: BarrierReport) -> None:
     """Barriers between pairs as colors, before and after, two panels for each correction with one scale."""
+    from tu_symmetry import plot
     from tu_symmetry.reporting import plots
 
-    panels = [(m, w) for m in report.barriers["before"] for w in WHEN]
-    with plots.figure(path, len(panels), width=3.4, height=3.0) as axes:
-        for ax, (correction, when) in zip(axes, panels, strict=True):
-            shown, matrix = report.matrix(when, correction)
-            largest = max(p["barrier"] for w in WHEN for p in report.barriers[w][correction])
-            image = ax.imshow(matrix, vmin=0, vmax=largest or 1.0, cmap="viridis")
-            ax.set_facecolor("#dddddd")
-            ticks = range(0, len(shown), math.ceil(len(shown) / 10))
-            for axis in (ax.xaxis, ax.yaxis):
-                axis.set_ticks(list(ticks), [str(shown[k]) for k in ticks])
-            ax.set(title=f"{when}, {CORRECTIONS[correction]}", xlabel="network", ylabel="network")
-            ax.grid(visible=False)
-            ax.figure.colorbar(image, ax=ax, shrink=0.8, label=f"barrier{report.unit}")
+    corrections = list(report.barriers["before"])
+    with plots.figure(path, len(WHEN) * len(corrections), width=3.4, height=3.0) as axes:
+        for k, correction in enumerate(corrections):
+            shown = [str(network) for network in report.matrix(WHEN[0], correction)[0]]
+            matrices = {f"{when}, {CORRECTIONS[correction]}": report.matrix(when, correction)[1] for when in WHEN}
+            plot.barriers(matrices, label=f"barrier{report.unit}", names=shown, ax=axes[len(WHEN) * k :][: len(WHEN)])

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 EXTENDED: tuple[type[nn.Module], ...] = (
     nn.Linear,

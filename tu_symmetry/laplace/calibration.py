@@ -19,11 +19,11 @@ from torch import Tensor
 from tu_symmetry.laplace import prediction
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox
+from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox
 from tu_symmetry.laplace.report import Calibration, Quality
+from tu_symmetry.laplace.tangent import evaluating
 
 TEMPERATURES = (0.0, *(10 ** (i / 4) for i in range(-24, 9)))  # 0, and 1e-6 to 100 in quarters of a decade
-_BINS = 15
 
 Metric = Callable[[Tensor, Tensor], Any]
 Progress = Callable[[dict[str, Any]], None]
@@ -56,6 +56,8 @@ def calibrate(
     device = fitted.tangent.point().device
     with together(device):
         for number, (inputs, own) in enumerate(batches(loader, device), start=1):
+            with evaluating(fitted.model):
+                observed = fitted.likelihood.observed(fitted.tangent.outputs(inputs), own)
             rows = prediction.tempered_predictives(
                 fitted,
                 drawer,
@@ -68,13 +70,12 @@ def calibrate(
             )
             for kept, each in zip(found, rows, strict=True):
                 kept.append(each)
-            targets.append(fitted.likelihood.targets(rows[0][0] if isinstance(rows[0], tuple) else rows[0], own))
+            targets.append(observed)
             if progress is not None:
                 progress({"stage": "calibration", "batch": number, "samples": sum(map(len, targets))})
     labels = torch.cat(targets)
-    measure = _classified if fitted.classification else _regressed
     predictions = [_joined(kept) for kept in found]
-    qualities = [measure(p, labels) for p in predictions]
+    qualities = [_quality(fitted.likelihood.scores(p, labels)) for p in predictions]
     if metric is None:
         scores = [q.nll for q in qualities]
     else:
@@ -108,22 +109,11 @@ def _mean_over_processes(value: float, count: int, device: torch.device) -> floa
     return float(sums[0] / sums[1])
 
 
-def _classified(p: Tensor, labels: Tensor) -> Quality:
-    """NLL, accuracy, and expected calibration error over equal bins of the confidence (L1)."""
-    p, labels = p.double().flatten(0, -2), labels.flatten()
-    confidence, predicted = p.max(-1)
-    right = (predicted == labels).double()
-    nll = -p.gather(-1, labels.unsqueeze(-1)).clamp(min=1e-300).log().sum()
-    bins = torch.zeros(_BINS, dtype=torch.float64, device=p.device)
-    bins.index_add_(0, (confidence * _BINS).long().clamp(max=_BINS - 1), right - confidence)
-    sums = torch.cat([torch.stack([nll, right.sum(), right.new_tensor(len(right))]), bins])
+def _quality(sums: Tensor) -> Quality:
+    """From the sums of :meth:`tu_symmetry.laplace.likelihood.Likelihood.scores`, over all processes."""
     all_reduce(sums)
-    count = float(sums[2])
-    return Quality(float(sums[0]) / count, float(sums[1]) / count, float(sums[3:].abs().sum()) / count)
-
-
-def _regressed(p: GaussianPredictive, targets: Tensor) -> Quality:
-    """NLL of one observed value (nats)."""
-    mean, variance = p.mean.double(), p.variance.double()
-    each = 0.5 * ((targets.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-    return Quality(_mean_over_processes(float(each.mean()), each.numel(), each.device))
+    nll, count, *rest = sums.tolist()
+    if not rest:
+        return Quality(nll / count)
+    right, *bins = rest
+    return Quality(nll / count, right / count, sum(abs(b) for b in bins) / count)

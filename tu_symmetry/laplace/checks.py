@@ -24,15 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError
-from tu_symmetry.laplace.likelihood import as_outputs
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
-    batch_size,
     evaluating,
     require_independent_samples,
-    rows_of,
 )
 
 _SAMPLES = 4
@@ -109,8 +107,8 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
     if layered:
         find_layers(model, names)  # what it refuses by name may not run at all
     with evaluating(model):
-        _require_a_function(TangentModel(model, names), inputs)
-        exact, values = _in_double(model, names, inputs)
+        _require_a_function(tangent.over(names), inputs)
+        exact, values = _in_double(tangent, inputs)
         with evaluating(exact.model):
             outputs = exact.outputs(values)
             generator = torch.Generator().manual_seed(0)
@@ -169,19 +167,18 @@ def _require_a_function(tangent: TangentModel, inputs: Any) -> None:
             )
 
 
-def _in_double(model: nn.Module, names: Sequence[str], inputs: Any) -> tuple[TangentModel, Any]:
+def _in_double(tangent: TangentModel, inputs: Any) -> tuple[TangentModel, Any]:
     """The network in double precision where it can be copied and run there, else itself."""
 
-    def double(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(double(v) for v in value)
+    def double(value: Tensor) -> Tensor:
         return value.double() if value.is_floating_point() else value
 
-    own = TangentModel(model, names)
+    model, names = tangent.model, tangent.names
+    own = tangent.over(names)
     if sum(p.numel() for p in model.parameters()) > _COPIED:
         return own, inputs
     try:
-        exact, values = TangentModel(copy.deepcopy(model, _shared(model)).double(), names), double(inputs)
+        exact, values = tangent.over(names, copy.deepcopy(model, _shared(model)).double()), mapped(double, inputs)
         if exact.outputs(values).dtype == torch.float64:
             return exact, values
     except Exception:  # whatever stands in the way: constants in single precision, modules that cannot be copied
@@ -258,7 +255,7 @@ def _require_closed_form(
     tangent: LastLayerModel, exact: TangentModel, inputs: Any, cotangent: Tensor, expected: Tensor
 ) -> None:
     """The last layer is linear in its weights, and nothing else reads them."""
-    found = LastLayerModel(exact.model, tangent.layer).vjp(inputs, cotangent)
+    found = tangent.over(tangent.names, exact.model).vjp(inputs, cotangent)
     relative = 1e-6 if found.dtype == torch.float64 else 3e-2
     if not float((found - expected).norm()) <= relative * max(float(found.norm()), float(expected.norm())):
         raise ValueError(
@@ -297,7 +294,7 @@ def _recovered(
         count = batch_size(inputs)
         if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
             forward(rows_of(inputs, slice(0, count - 1)), count - 1)
-        watched = as_outputs(forward(inputs, count), count)
+        watched = tangent.read(forward(inputs, count), count)
         limit = _precision(tangent.model) * float(outputs.abs().max())
         if watched.shape != outputs.shape or float((watched.detach() - outputs).abs().max()) > limit:
             raise UnsupportedLayerError(

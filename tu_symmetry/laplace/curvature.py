@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tu_symmetry.laplace.backpack import BackpackGradients
 from tu_symmetry.laplace.blocks import (
@@ -36,10 +36,11 @@ from tu_symmetry.laplace.blocks import (
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood, check_outputs
+from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.moments import InputMoments
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
 KfacApprox = Literal["expand", "reduce"]
@@ -129,7 +130,7 @@ class _Pass:
     def _size(self, outputs: Tensor) -> None:
         """Note the number of outputs; the noise of a regression has to know that of all samples."""
         size = outputs[0].numel()
-        if self.outputs not in (0, size) and self.likelihood.name == "regression":
+        if self.outputs not in (0, size) and self.likelihood.noisy:
             raise ValueError(
                 f"the network has {self.outputs} outputs for the samples of one batch and {size} for those of another; "
                 "the noise variance of a regression needs equally many for every sample"
@@ -175,7 +176,7 @@ def fit_curvature(
             return _diagonal(tangent, likelihood, one_pass, groups, options, generator)
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
         factors = {layer.name: _Factors(layer, options) for layer in layers}
-        others = _Whole(tangent.model, whole, options)
+        others = _Whole(tangent, whole, options)
         summary = _accumulate(tangent, likelihood, one_pass, layers, factors, others, options, generator)
         blocks = [b for layer in layers for b in factors[layer.name].blocks(tangent, groups)]
         blocks += others.blocks(tangent, groups)
@@ -382,8 +383,8 @@ class _Factors:
 class _Whole:
     """Sums over the data for parameters whose gradients come from the whole network, sample by sample."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str], options: Options) -> None:
-        self.tangent = TangentModel(model, names) if names else None
+    def __init__(self, tangent: TangentModel, names: Sequence[str], options: Options) -> None:
+        self.tangent = tangent.over(names) if names else None
         self.limit = options.dense_limit
         self.sums: dict[str, Tensor] = {}
 
@@ -435,7 +436,7 @@ def _accumulate(
     with watching(tangent.model, layers, watch) as forward:
 
         def step(inputs: Any, targets: Tensor) -> Tensor:
-            outputs = check_outputs(forward(inputs, batch_size(inputs)), batch_size(inputs))
+            outputs = tangent.checked(forward(inputs, batch_size(inputs)), batch_size(inputs))
             root = _columns(likelihood, outputs, targets, options, generator)
             watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
             others.add(inputs, root)
@@ -498,7 +499,7 @@ def _correct(
             for part in _chunks(batch_size(inputs), sum(r.numel() for r in rows.values())):
                 own_inputs = rows_of(inputs, part)
                 count = batch_size(own_inputs)
-                outputs = check_outputs(forward(own_inputs, count), count)
+                outputs = tangent.checked(forward(own_inputs, count), count)
                 watch.backward(outputs, _columns(likelihood, outputs, targets[part], options, generator), add)
                 found.append(outputs.detach())
             return torch.cat(found)

@@ -1,4 +1,4 @@
-"""Reading a loader of ``(inputs, targets)``, and adding up what several processes have seen."""
+"""Reading a loader, and adding up what several processes have seen."""
 
 from __future__ import annotations
 
@@ -11,27 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tu_symmetry.laplace.tangent import batch_size, ordinary
+from tu_symmetry.laplace.inputs import batch_size, inputs_and_targets, mapped, ordinary
 
 
 def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
     """Inputs and targets on the device, batch by batch.
 
     Raises:
-        TypeError: batches that are no pairs.
+        TypeError: batches that are neither pairs nor mappings with targets.
         ValueError: a loader without batches.
     """
     empty = True
     for batch in loader:
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2 or not isinstance(batch[1], Tensor):
-            raise TypeError(
-                f"a batch of the loader is a {type(batch).__name__}; it has to be (inputs, targets), targets a tensor"
-            )
-        inputs = _to(ordinary(batch[0]), device)
+        own, targets = inputs_and_targets(batch)
+        inputs = mapped(lambda tensor: tensor.to(device), ordinary(own))
         if batch_size(inputs) == 0:
             continue
         empty = False
-        yield inputs, ordinary(batch[1]).to(device)
+        yield inputs, ordinary(targets).to(device)
     if empty:
         raise ValueError(
             "the loader gave no samples: an empty data set, drop_last with fewer samples than one batch, or a "
@@ -50,12 +47,6 @@ def opened(loader: Iterable[Any], device: torch.device) -> tuple[Any, Iterator[A
 
     inputs, _ = next(batches(reading(), device))
     return inputs, chain(read, every)
-
-
-def _to(inputs: Any, device: torch.device) -> Any:
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    return tuple(_to(i, device) for i in inputs)
 
 
 def processes() -> int:

@@ -34,18 +34,13 @@ from tu_symmetry.laplace.dual import (
 )
 from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
 from tu_symmetry.laplace.groups import PriorGroups, prior_groups
+from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
+from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.predictive import GaussianPredictive
 from tu_symmetry.laplace.storage import LaplaceFileError
 from tu_symmetry.laplace.structured import IsotropicPrior, StructuredPrior, prior_from_config
-from tu_symmetry.laplace.tangent import (
-    batch_size,
-    evaluating,
-    ordinary,
-    require_independent_samples,
-    select_parameters,
-)
+from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -274,7 +269,8 @@ class DualLaplace:
             if self.graph is None:
                 from tu_symmetry.symmetry.discovery import discover_symmetries
 
-                self.graph = discover_symmetries(self.model, inputs if isinstance(inputs, tuple) else (inputs,))
+                args, kwargs = arguments(inputs)
+                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
             normalizations = self.graph.normalizations
         groups: PriorGroups = prior_groups(slots, self.prior, normalizations=normalizations)
         members: dict[str, list[str]] = {}
@@ -487,7 +483,8 @@ class DualLaplace:
 
     def _outputs(self, inputs: Any) -> Tensor:
         with torch.no_grad():
-            return self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs)
+            args, kwargs = arguments(inputs)
+            return self.model(*args, **kwargs)
 
     def _output_shape(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         self._require_weights()
@@ -595,4 +592,4 @@ def _plain(prior: StructuredPrior) -> dict[str, Any]:
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
-    return tuple(_moved(own, device) for own in inputs) if isinstance(inputs, tuple) else inputs.to(device)
+    return mapped(lambda own: own.to(device), inputs)

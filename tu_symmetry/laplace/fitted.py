@@ -95,7 +95,7 @@ class FittedLaplace:
         curvature: blocks, summary, prior groups.
         center: the hyperprior's center of each precision, float64 ``[groups]``.
         log_precision: log of the precisions, float64 ``[groups]``.
-        noise_variance: of a regression's noise (1 for a classification).
+        noise_variance: of a regression's noise (1 for another likelihood).
         noise_fixed: whether the noise variance was given.
         hyperprior: on the precisions.
         solution: the weights ``theta`` and how well they solve their problem.
@@ -204,9 +204,9 @@ class FittedLaplace:
         return math.log(self.noise_variance)
 
     @property
-    def classification(self) -> bool:
-        """Whether the outputs are logits."""
-        return self.likelihood.name == "classification"
+    def noisy(self) -> bool:
+        """Whether observations have a noise variance that the evidence finds."""
+        return self.likelihood.noisy
 
     @cached_property
     def posterior(self) -> Posterior:
@@ -307,8 +307,8 @@ class FittedLaplace:
     # ------------------------------------------------------------------ evidence at what it holds
 
     def noise(self, mode: Mode) -> Noise | None:
-        """A regression's observations and squared residuals; None for a classification."""
-        if self.classification:
+        """A regression's observations and squared residuals; None for another likelihood."""
+        if not self.noisy:
             return None
         return Noise(self.summary.samples * self.summary.outputs, 2 * mode.loss)
 

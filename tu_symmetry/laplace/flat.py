@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 
+from tu_symmetry.laplace.inputs import arguments, batch_size, rows_of
 from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 
 class FlatTangentModel(TangentModel):
@@ -22,8 +23,8 @@ class FlatTangentModel(TangentModel):
         count = batch_size(inputs)
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
-            args = inputs if isinstance(inputs, tuple) else (inputs,)
-            found = functional_call(self.model, {**weights, **parameters}, args)
+            args, kwargs = arguments(inputs)
+            found = functional_call(self.model, {**weights, **parameters}, args, kwargs)
             if isinstance(found, Tensor) and found.ndim > 2 and len(found) == count:
                 found = found.flatten(1)
             return found

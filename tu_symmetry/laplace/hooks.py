@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
+from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of
 from tu_symmetry.laplace.modules import ModuleLayer
 
@@ -93,7 +94,8 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         watch.running = True
         try:
             with torch.enable_grad():
-                outputs = functional_call(model, weights, inputs if isinstance(inputs, tuple) else (inputs,))
+                args, kwargs = arguments(inputs)
+                outputs = functional_call(model, weights, args, kwargs)
         finally:
             watch.running = False
         silent = [layer.path for layer in layers if layer.name not in watch.seen]

@@ -23,6 +23,8 @@ from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import Slot, TangentModel, select_parameters
 
+_THEIRS = ("classification", "regression")
+
 
 def to_laplace_torch(fitted: FittedLaplace) -> Any:
     """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and noise.
@@ -38,6 +40,12 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     if fitted.options.curvature != "kfac":
         raise ValueError(
             f"curvature={fitted.options.curvature!r} has no counterpart in KronLaplace; fit curvature='kfac'"
+        )
+    plain = make_likelihood(fitted.likelihood.name) if fitted.likelihood.name in _THEIRS else None
+    if plain is None or plain.config() != fitted.likelihood.config():
+        raise ValueError(
+            f"laplace-torch's likelihoods are {' and '.join(_THEIRS)}, without options; this posterior has "
+            f"{type(fitted.likelihood).__name__}({fitted.likelihood.config()})"
         )
     if fitted.summary.positions > 1:
         raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.tangent import Linearization, TangentModel, batch_size, evaluating
+from tu_symmetry.laplace.inputs import batch_size
+from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating
 
 
 def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
@@ -77,7 +78,7 @@ class StoredJacobian(TangentModel):
         chunk: int = 50,
         shown: Callable[[int], None] = lambda done: None,
     ) -> None:
-        super().__init__(tangent.model, tangent.names)
+        super().__init__(tangent.model, tangent.names, class_axis=tangent.class_axis)
         self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._kept: list[Tensor] = []  # while they live, nothing else has their places in memory
         done = 0

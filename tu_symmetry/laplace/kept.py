@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.data import all_reduce, batches, together
+from tu_symmetry.laplace.inputs import batch_size, joined, rows_of, structure, tensors_in
 from tu_symmetry.laplace.likelihood import Likelihood
-from tu_symmetry.laplace.tangent import Linearization, TangentModel, batch_size, rows_of
+from tu_symmetry.laplace.tangent import Linearization, TangentModel
 
 BUDGET = 2 << 30  # bytes, of data and linearizations
 _CHUNK = 256 << 20  # bytes that the network keeps for the backward pass of one chunk
@@ -65,7 +66,7 @@ class KeptData:
         read, size = [], 0
         with together(device):
             for inputs, targets in batches(loader, device):
-                size += _bytes(inputs) + _bytes(targets)
+                size += sum(t.numel() * t.element_size() for t in (*tensors_in(inputs), targets))
                 if size > max(budget, BUDGET):
                     break
                 read.append((inputs, targets))
@@ -123,12 +124,6 @@ class KeptData:
         return found
 
 
-def _bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(_bytes(v) for v in value)
-
-
 def _saved(tangent: TangentModel, inputs: Any) -> int:
     """Bytes that the network keeps for a backward pass, without its weights."""
     seen: dict[int, int] = {}
@@ -151,7 +146,7 @@ def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any
     """Batches joined to chunks of up to ``rows`` samples, where they have one shape; larger ones stay as they are."""
     bounds, count = [0], 0
     for number, (inputs, _) in enumerate(read):
-        alike = number == 0 or _shapes(inputs) == _shapes(read[number - 1][0])
+        alike = number == 0 or structure(inputs) == structure(read[number - 1][0])
         alike = alike and (number == 0 or read[number][1].shape[1:] == read[number - 1][1].shape[1:])
         if number and (count + batch_size(inputs) > rows or not alike):
             bounds.append(number)
@@ -159,14 +154,4 @@ def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any
         count += batch_size(inputs)
     for start, stop in pairwise([*bounds, len(read)]):
         some = read[start:stop]
-        yield _cat([inputs for inputs, _ in some]), torch.cat([targets for _, targets in some])
-
-
-def _shapes(inputs: Any) -> Any:
-    return tuple(_shapes(i) for i in inputs) if isinstance(inputs, tuple) else (inputs.shape[1:], inputs.dtype)
-
-
-def _cat(parts: Sequence[Any]) -> Any:
-    if isinstance(parts[0], tuple):
-        return tuple(_cat(own) for own in zip(*parts, strict=True))
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+        yield joined([inputs for inputs, _ in some]), torch.cat([targets for _, targets in some])

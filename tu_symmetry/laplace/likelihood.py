@@ -1,23 +1,31 @@
 """The observation model: loss, its gradient and square roots of its Hessian with respect to the network's output.
 
 Outputs are ``[batch, outputs]``, or ``[batch, positions, outputs]`` where a sample has observations at several
-positions (the tokens of a sequence). Given the outputs observations are independent, of samples and of positions: the
-loss of a sample is the sum over its positions, and the Hessian has no entries between them. Losses are in nats. The
-Gaussian is written for unit noise; the noise variance enters where losses and eigenvalues are read (see
-:mod:`tu_symmetry.laplace.evidence`).
+positions (the tokens of a sequence, the pixels of an image). Given the outputs observations are independent, of samples
+and of positions: the loss of a sample is the sum over its positions, and the Hessian has no entries between them.
+Losses are sums in nats, whatever reduction a network was trained with: a mean over samples of a training loss is
+another prior, not another likelihood. The homoscedastic Gaussian is written for unit noise; the noise variance enters
+where losses and eigenvalues are read (see :mod:`tu_symmetry.laplace.evidence`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-LikelihoodName = Literal["classification", "regression"]
+from tu_symmetry.laplace.links import GaussianPredictive, probit_probabilities, shrunk_logits
+
+LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
 FisherType = Literal["type-2", "mc", "empirical"]
+
+BINS = 15  # of the calibration error
+_NORMALIZED = 1e-3  # error of the sum of a soft label
 
 
 class Directions(Sequence[Tensor]):
@@ -65,40 +73,100 @@ class Directions(Sequence[Tensor]):
 
 
 class Likelihood(ABC):
-    """What the curvature, the evidence and the tangent model need to know about the observations."""
+    """What the curvature, the evidence, the tangent model and the predictive need to know about the observations.
+
+    Targets come in two forms. :meth:`observed` is what was seen, checked: predictions are compared with it.
+    :meth:`targets` is what the loss takes: with label smoothing, class weights and ignored positions worked in.
+
+    Attributes:
+        name: of the kind of likelihood.
+        noisy: whether losses are divided by a noise variance that the evidence finds.
+        quadratic: whether the loss is quadratic in the outputs.
+        convex: whether it is convex in them, so that the tangent model has one mode.
+        labels: whether predictions are probabilities of labels.
+        class_axis: the axis of the network's output that holds the classes (or other outputs of one position); None
+            for the last of two or three axes and for axis 1 of four and more, torch's convention of images.
+    """
 
     name: LikelihoodName
+    noisy = False
+    quadratic = False
+    convex = True
+    labels = False
+
+    def __init__(self, *, class_axis: int | None = None) -> None:
+        self.class_axis = class_axis
+
+    def config(self) -> dict[str, Any]:
+        """The arguments to make it anew with, for files."""
+        return {} if self.class_axis is None else {"class_axis": self.class_axis}
 
     @abstractmethod
-    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Targets in the form that the other methods take.
+    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What was seen, checked against the outputs and in their order of positions.
 
         Raises:
             ValueError: outputs or targets of the wrong shape or kind, or out of range.
         """
 
+    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Targets in the form that the loss takes, one row for each sample.
+
+        Raises:
+            ValueError: outputs or targets of the wrong shape or kind, or out of range.
+        """
+        return self.observed(outputs, targets)
+
     @abstractmethod
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihood of every sample ``[batch]`` (nats), for unit noise and without constants."""
+        """Negative log-likelihood of every sample ``[batch]`` (nats); for unit noise and without constants if noisy."""
 
     @abstractmethod
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Gradient of the loss with respect to the outputs, in their shape."""
 
     @abstractmethod
-    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """Hessian of the loss with respect to the outputs, times ``vectors`` in their shape."""
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """Hessian of the loss with respect to the outputs, times ``vectors`` ``[..., *outputs.shape]``.
+
+        Where the loss is not convex, it is the Fisher information instead.
+        """
 
     @abstractmethod
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[columns, *outputs.shape]`` with ``sum_r root_r root_r^T`` equal to every observation's Hessian."""
 
     @abstractmethod
-    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Monte-Carlo version of :meth:`hessian_root`: gradients at targets drawn from the model.
 
         The generator is one of the CPU, so that every device draws the same.
         """
+
+    @abstractmethod
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """What the outputs of one function predict: probabilities, or the outputs themselves."""
+
+    @abstractmethod
+    def predict(
+        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+    ) -> Any:
+        """The predictive, from Gaussian outputs.
+
+        Args:
+            mean: of the outputs.
+            variance: of every output, in the same shape.
+            deviations: samples ``[samples, *outputs.shape]`` of the outputs less their mean, or None for the closed
+                form.
+            temperature: factor of the variance; at 0 the prediction is exactly the network's own.
+            noise: variance of the noise.
+        """
+
+    @abstractmethod
+    def scores(self, prediction: Any, observed: Tensor) -> Tensor:
+        """Sums over observations, float64: NLL (nats), their number, and for labels right ones, and of every bin of
+        the confidence (:data:`BINS`) the right ones less the confidences.
+        """  # noqa: D205
 
     def root(
         self,
@@ -111,122 +179,171 @@ class Likelihood(ABC):
     ) -> Directions:
         """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample.
 
+        Args:
+            outputs: of the network.
+            targets: as :meth:`targets` gives them.
+            fisher_type: which Fisher.
+            mc_samples: targets that the Monte-Carlo Fisher draws.
+            generator: of these.
+
         Raises:
             ValueError: the Monte-Carlo Fisher without a generator.
         """
         if fisher_type == "type-2":
-            return Directions(self.hessian_root(outputs), joint=False)
+            return Directions(self.hessian_root(outputs, targets), joint=False)
         if fisher_type == "mc":
             if generator is None:
                 raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
-            return Directions(self.sampled_root(outputs, mc_samples, generator), joint=True)
+            return Directions(self.sampled_root(outputs, targets, mc_samples, generator), joint=True)
         return Directions(self.residual(outputs, targets).unsqueeze(0), joint=False)
 
-
-def as_outputs(found: Any, batch: int) -> Tensor:
-    """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``.
-
-    Args:
-        found: what it returned.
-        batch: number of samples that it was given.
-
-    Raises:
-        TypeError: something else than a tensor of real numbers, in half precision for example.
-        ValueError: another first axis than the batch, or too many axes.
-    """
-    if not isinstance(found, Tensor):
-        raise TypeError(
-            f"the network returns a {type(found).__name__}; it has to return one tensor of outputs. Wrap it in a "
-            "module whose forward gives that tensor alone (the logits)"
-        )
-    if found.dtype not in (torch.float32, torch.float64):
-        cause = "only real numbers have a derivative (return logits, not the classes chosen by argmax)"
-        if found.is_floating_point():
-            cause = (
-                "half precision has too few digits for a curvature: call model.float(), and leave out torch.autocast "
-                "inside the network"
-            )
-        raise TypeError(f"the network's outputs are of type {found.dtype}; {cause}")
-    if found.ndim == 0 or len(found) != batch:
-        raise ValueError(
-            f"the network's output has shape {tuple(found.shape)} for a batch of {batch} samples; its first axis has "
-            "to be the batch. Positions of a sample that were flattened into it (tokens, pixels) are no independent "
-            "samples: return them as [batch, positions, outputs]. Networks that take the batch as the second axis "
-            "need a wrapper that transposes inputs and outputs"
-        )
-    if found.ndim == 1:
-        found = found.unsqueeze(-1)
-    if found.ndim > 3:
-        raise ValueError(
-            f"the network's output has shape {tuple(found.shape)}; linearized Laplace takes [batch, outputs], or "
-            "[batch, positions, outputs] for dense prediction: move the outputs (classes) to the last axis and flatten "
-            "the others between it and the batch, in the targets too"
-        )
-    if found.numel() == 0 and batch > 0:
-        raise ValueError(f"the network's output has shape {tuple(found.shape)}: it holds no values")
-    return found
-
-
-def check_outputs(found: Any, batch: int) -> Tensor:
-    """The same, where NaN and infinite values are refused too.
-
-    Raises:
-        TypeError: something else than a tensor of real numbers.
-        ValueError: outputs of another shape, or values that are not finite.
-    """
-    outputs = as_outputs(found, batch)
-    if not torch.isfinite(outputs.detach()).all():
-        raise ValueError(
-            "the network's output holds NaN or infinite values: its weights come from a diverged run, or the inputs "
-            "are not finite; no curvature of it would mean anything"
-        )
-    return outputs
+    def _aligned(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Real targets with the classes last and positions on one axis, where they came in the network's own shape."""
+        axes, axis = targets.ndim, self.class_axis
+        if min(axes, outputs.ndim) < 3 or (axes == 3 and axis is None):
+            return targets
+        axis = 1 if axis is None else axis
+        if -axes < axis < axes and targets.shape[axis] == outputs.shape[-1]:
+            return targets.movedim(axis, -1).flatten(1, -2)
+        return targets
 
 
 class Categorical(Likelihood):
-    """Softmax classification; targets are class numbers ``[batch]``, or ``[batch, positions]``."""
+    """Softmax classification: class numbers or soft labels, with label smoothing, class weights, and ignored labels.
+
+    Class numbers are ``[batch]``, ``[batch, positions]`` or ``[batch, height, width]``; soft labels have the shape of
+    the network's output, and add up to 1 over the classes. With labels ``q`` (one-hot, or soft), ``C`` classes,
+    smoothing ``e`` and class weights ``w`` the loss of an observation is torch's cross entropy, summed::
+
+        loss = -sum_c q'_c log softmax(f)_c,    q'_c = w_c ((1 - e) q_c + e / C)
+
+    whose gradient is ``|q'| softmax(f) - q'`` and whose Hessian ``|q'| (diag p - p p^T)``, with ``|q'|`` the sum of
+    ``q'``: a label of weight 2 counts as two. Predictions are compared with the labels as they are.
+
+    Args:
+        label_smoothing: ``e``, between 0 and 1.
+        class_weights: ``w``, one for each class, none negative.
+        ignore_index: class number of observations that are left out; torch's -100 unless another is given, None to
+            take every class number for one.
+        class_axis: see :class:`Likelihood`.
+
+    Raises:
+        ValueError: options out of range.
+    """
 
     name: LikelihoodName = "classification"
+    labels = True
 
-    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Class numbers as int64, checked against the number of outputs."""
+    def __init__(
+        self,
+        *,
+        label_smoothing: float = 0.0,
+        class_weights: Sequence[float] | Tensor | None = None,
+        ignore_index: int | None = -100,
+        class_axis: int | None = None,
+    ) -> None:
+        super().__init__(class_axis=class_axis)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"label_smoothing={label_smoothing} has to be at least 0 and below 1")
+        self.label_smoothing, self.ignore_index = float(label_smoothing), ignore_index
+        self.class_weights = None if class_weights is None else _weights(class_weights, "class_weights")
+
+    def config(self) -> dict[str, Any]:
+        """The arguments to make it anew with."""
+        return super().config() | {
+            "label_smoothing": self.label_smoothing,
+            "class_weights": None if self.class_weights is None else list(self.class_weights),
+            "ignore_index": self.ignore_index,
+        }
+
+    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Class numbers as int64 (ignored ones as they are), or soft labels in the shape and type of the outputs."""
         classes = outputs.shape[-1]
         if classes < 2:
             raise ValueError(
-                "classification needs at least two outputs (logits); a single logit is a two-class problem whose "
-                "first logit is 0: let the network return both"
+                "classification needs at least two outputs (logits); for a single logit choose likelihood='binary'"
             )
-        if targets.ndim == outputs.ndim and targets.shape[-1] == 1:
+        if targets.is_floating_point():
+            soft = self._aligned(outputs, targets)
+            if soft.shape == outputs.shape:
+                return _soft_labels(soft.to(outputs))
+        if targets.ndim == outputs.ndim and targets.shape[-1] == 1 and outputs.ndim < 3:
             targets = targets.squeeze(-1)
-        if targets.shape != outputs.shape[:-1] or targets.is_floating_point() or targets.is_complex():
+        found = targets
+        if outputs.ndim == 3 and targets.ndim > 1 and targets.shape != outputs.shape[:-1]:
+            found = targets.flatten(1)  # [batch, height, width], or with an axis of length 1
+        if found.shape != outputs.shape[:-1] or targets.is_floating_point() or targets.is_complex():
             raise ValueError(
                 f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, classification with outputs "
-                f"{tuple(outputs.shape)} needs {tuple(outputs.shape[:-1])} class numbers (classes are the outputs' "
-                "last axis); likelihood='regression' takes real targets"
+                f"{tuple(outputs.shape)} [batch, positions, outputs] needs {tuple(outputs.shape[:-1])} class numbers, "
+                "or soft labels in the shape of the outputs. Classes are the outputs' last axis, axis 1 of four and "
+                "more; Categorical(class_axis=1) says where they are elsewhere. likelihood='regression' takes real "
+                "targets"
             )
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= classes:
+        found = found.long()
+        seen = found if self.ignore_index is None else found[found != self.ignore_index]
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise ValueError(f"there are {len(self.class_weights)} class weights for {classes} outputs")
+        if len(seen) and (int(seen.min()) < 0 or int(seen.max()) >= classes):
             raise ValueError(
-                f"targets lie in [{low}, {high}], but the network has {classes} outputs, classes 0 to {classes - 1}; "
-                "drop ignored labels from the loader, or use the network that was trained on these labels"
+                f"targets lie in [{int(seen.min())}, {int(seen.max())}], but the network has {classes} outputs, "
+                f"classes 0 to {classes - 1}; leave labels out with Categorical(ignore_index=...), or use the network "
+                "that was trained on these labels"
             )
-        return targets.long()
+        return found
+
+    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Class numbers, or ``q'`` in the shape of the outputs where there is more to it."""
+        found = self.observed(outputs, targets)
+        if not (found.is_floating_point() or self.label_smoothing or self.class_weights is not None):
+            return found
+        labels = found if found.is_floating_point() else self._onehot(outputs, found)
+        classes = outputs.shape[-1]
+        if self.label_smoothing:
+            share = self.label_smoothing * labels.sum(-1, keepdim=True) / classes  # an ignored label has none
+            labels = (1 - self.label_smoothing) * labels + share
+        if self.class_weights is not None:
+            if len(self.class_weights) != classes:
+                raise ValueError(f"there are {len(self.class_weights)} class weights for {classes} outputs")
+            labels = labels * torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
+        return labels
+
+    def _onehot(self, outputs: Tensor, numbers: Tensor) -> Tensor:
+        """One row for each class number, of zeros for ignored ones."""
+        present = self._present(numbers)
+        rows = F.one_hot(torch.where(present, numbers, 0), outputs.shape[-1]).to(outputs)
+        return rows * present.unsqueeze(-1)
+
+    def _present(self, numbers: Tensor) -> Tensor:
+        if self.ignore_index is None:
+            return torch.ones_like(numbers, dtype=torch.bool)
+        return numbers != self.ignore_index
+
+    def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``|q'|`` of every observation, ``[..., 1]``."""
+        if targets.is_floating_point():
+            return targets.sum(-1, keepdim=True)
+        return self._present(targets).to(outputs).unsqueeze(-1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy."""
-        found = torch.nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none")
+        if targets.is_floating_point():
+            return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
+        ignored = -100 if self.ignore_index is None else self.ignore_index
+        found = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignored)
         return found.view(len(targets), -1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``softmax(outputs) - onehot(targets)``."""
-        return outputs.softmax(-1) - torch.nn.functional.one_hot(targets, outputs.shape[-1]).to(outputs)
+        """``|q'| softmax(outputs) - q'``."""
+        labels = targets if targets.is_floating_point() else self._onehot(outputs, targets)
+        return self._mass(outputs, targets) * outputs.softmax(-1) - labels
 
-    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
-        """``(diag p - p p^T) vectors``."""
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """``|q'| (diag p - p p^T) vectors``."""
         p = outputs.softmax(-1)
-        return p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        return self._mass(outputs, targets) * p * (vectors - (p * vectors).sum(-1, keepdim=True))
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Exact root with one column less than classes.
 
         ``diag p - p p^T = diag(q) (I - q q^T) diag(q)`` with ``q = sqrt(p)`` a unit vector, and a Householder
@@ -239,35 +356,177 @@ class Categorical(Likelihood):
         basis = torch.eye(classes, dtype=q.dtype, device=q.device)[:, 1:] - (
             reflector.unsqueeze(-1) * (q[..., 1:] / (1 + q[..., :1])).unsqueeze(-2)
         )
+        q = q * self._mass(outputs, targets).sqrt()
         return (q.unsqueeze(-1) * basis).movedim(-1, 0)
 
-    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at classes drawn from the softmax, over the square root of their number."""
         p = outputs.softmax(-1)
         uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype).to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
-        onehot = torch.nn.functional.one_hot(labels, p.shape[-1]).to(p)
-        return (p.unsqueeze(-2) - onehot).movedim(-2, 0) / mc_samples**0.5
+        onehot = F.one_hot(labels, p.shape[-1]).to(p)
+        root = (p.unsqueeze(-2) - onehot).movedim(-2, 0) / mc_samples**0.5
+        return root * self._mass(outputs, targets).sqrt()
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """Class probabilities."""
+        return outputs.softmax(-1)
+
+    def predict(
+        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+    ) -> Tensor:
+        """Class probabilities."""
+        if temperature == 0:
+            return mean.softmax(-1)
+        if deviations is None:
+            return probit_probabilities(mean, temperature * variance)
+        return (mean + temperature**0.5 * deviations).softmax(-1).mean(0)
+
+    def scores(self, prediction: Tensor, observed: Tensor) -> Tensor:
+        """The confidence is the largest probability; soft labels count as their largest class where labels do."""
+        p = prediction.double().flatten(0, -2)
+        if observed.is_floating_point():
+            soft = observed.double().flatten(0, -2)
+            numbers = soft.argmax(-1)
+            nll = -(soft * p.clamp(min=1e-300).log()).sum(-1)
+        else:
+            present = self._present(observed).flatten()
+            p, numbers = p[present], observed.flatten()[present]
+            nll = -p.gather(-1, numbers.unsqueeze(-1)).squeeze(-1).clamp(min=1e-300).log()
+        confidence, predicted = p.max(-1)
+        return _label_scores(nll, confidence, predicted == numbers)
+
+
+class Bernoulli(Likelihood):
+    """Yes or no, for one output or several independent ones: binary cross entropy with logits, summed.
+
+    Targets are 0, 1 or probabilities between them, in the shape of the outputs; the last axis may be left out for a
+    single output. With ``y`` a target, ``w`` the positive weight of its output and ``s`` the sigmoid::
+
+        loss = -(w y log s(f) + (1 - y) log(1 - s(f)))
+
+    Args:
+        pos_weight: ``w``, one number or one for each output, none negative.
+        ignore_index: target of observations that are left out.
+        class_axis: see :class:`Likelihood`.
+
+    Raises:
+        ValueError: negative weights.
+    """
+
+    name: LikelihoodName = "binary"
+    labels = True
+
+    def __init__(
+        self,
+        *,
+        pos_weight: float | Sequence[float] | Tensor | None = None,
+        ignore_index: float | None = None,
+        class_axis: int | None = None,
+    ) -> None:
+        super().__init__(class_axis=class_axis)
+        if isinstance(pos_weight, (int, float)):
+            pos_weight = [pos_weight]
+        self.pos_weight = None if pos_weight is None else _weights(pos_weight, "pos_weight")
+        self.ignore_index = ignore_index
+
+    def config(self) -> dict[str, Any]:
+        """The arguments to make it anew with."""
+        return super().config() | {
+            "pos_weight": None if self.pos_weight is None else list(self.pos_weight),
+            "ignore_index": self.ignore_index,
+        }
+
+    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Targets in the shape and type of the outputs, ignored ones as they are."""
+        found = self._aligned(outputs, targets)
+        if outputs.shape[-1] == 1 and found.shape != outputs.shape:
+            found = targets.reshape(outputs.shape) if targets.numel() == outputs.numel() else targets
+        if found.shape != outputs.shape or found.is_complex():
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, likelihood='binary' with outputs "
+                f"{tuple(outputs.shape)} needs one number between 0 and 1 for every output; class numbers belong to "
+                "likelihood='classification'"
+            )
+        found = found.to(outputs.dtype)
+        seen = found if self.ignore_index is None else found[found != self.ignore_index]
+        if not bool(((seen >= 0) & (seen <= 1)).all()):
+            raise ValueError(
+                f"targets lie in [{float(seen.min()):g}, {float(seen.max()):g}]; likelihood='binary' needs them from "
+                "0 to 1 (Bernoulli(ignore_index=...) leaves others out)"
+            )
+        return found
+
+    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Weights of yes and no, ``[*outputs.shape, 2]``."""
+        y = self.observed(outputs, targets)
+        present = torch.ones_like(y) if self.ignore_index is None else (y != self.ignore_index).to(y)
+        weight: float | Tensor = 1.0
+        if self.pos_weight is not None:
+            if len(self.pos_weight) not in (1, outputs.shape[-1]):
+                raise ValueError(f"there are {len(self.pos_weight)} positive weights for {outputs.shape[-1]} outputs")
+            weight = torch.tensor(self.pos_weight, dtype=y.dtype, device=y.device)
+        return torch.stack([present * weight * y, present * (1 - y)], dim=-1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Binary cross entropy."""
+        yes, no = targets.unbind(-1)
+        return (yes * F.softplus(-outputs) + no * F.softplus(outputs)).flatten(1).sum(1)
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``(yes + no) s - yes``."""
+        return targets.sum(-1) * outputs.sigmoid() - targets[..., 0]
+
+    def _curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid()
+
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """``(yes + no) s (1 - s)`` times the vectors."""
+        return self._curvature(outputs, targets) * vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One column for each output."""
+        return _diagonal(self._curvature(outputs, targets).sqrt())
+
+    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+        """Residuals at answers drawn from the model, over the square root of their number."""
+        p = outputs.sigmoid()
+        uniform = torch.rand(mc_samples, *p.shape, generator=generator, dtype=p.dtype).to(p.device)
+        return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt() / mc_samples**0.5
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """Probability of yes, of every output."""
+        return outputs.sigmoid()
+
+    def predict(
+        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+    ) -> Tensor:
+        """Probability of yes, of every output."""
+        if temperature == 0:
+            return mean.sigmoid()
+        if deviations is None:
+            return shrunk_logits(mean, temperature * variance).sigmoid()
+        return (mean + temperature**0.5 * deviations).sigmoid().mean(0)
+
+    def scores(self, prediction: Tensor, observed: Tensor) -> Tensor:
+        """Every output is an observation; the confidence is the probability of the answer that is predicted."""
+        p, y = prediction.double().flatten(), observed.double().flatten()
+        if self.ignore_index is not None:
+            p, y = p[y != self.ignore_index], y[y != self.ignore_index]
+        nll = -(y * p.clamp(min=1e-300).log() + (1 - y) * (1 - p).clamp(min=1e-300).log())
+        return _label_scores(nll, torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
 
 
 class Gaussian(Likelihood):
     """Regression with homoscedastic noise; written for unit noise variance."""
 
     name: LikelihoodName = "regression"
+    noisy = True
+    quadratic = True
 
-    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Real targets in the shape of the outputs; the last axis may be left out for a single output."""
-        if targets.ndim == outputs.ndim - 1:
-            targets = targets.unsqueeze(-1)
-        if targets.shape != outputs.shape:
-            raise ValueError(
-                f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(outputs.shape)}; regression "
-                "needs them equal"
-            )
-        targets = targets.to(outputs.dtype)
-        if not torch.isfinite(targets).all():
-            raise ValueError("regression targets hold NaN or infinite values")
-        return targets
+        return _real_targets(self._aligned(outputs, targets), outputs)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error."""
@@ -277,28 +536,217 @@ class Gaussian(Likelihood):
         """``outputs - targets``."""
         return outputs - targets
 
-    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """The vectors themselves."""
         return vectors
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The identity."""
         eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
         return eye.view(len(eye), *[1] * (outputs.ndim - 1), -1).expand(-1, *outputs.shape[:-1], -1)
 
-    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal noise, over the square root of the number of samples."""
         noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype)
         return noise.to(outputs.device) / mc_samples**0.5
 
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """The outputs, without noise."""
+        return outputs
 
-def make_likelihood(name: str) -> Likelihood:
-    """The likelihood of that name.
+    def predict(
+        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+    ) -> GaussianPredictive:
+        """Mean and variances."""
+        epistemic = temperature * variance
+        return GaussianPredictive(mean, epistemic + noise, epistemic)
+
+    def scores(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """NLL of every observed value."""
+        return _gaussian_scores(prediction, observed)
+
+
+class HeteroscedasticGaussian(Likelihood):
+    """Regression in which the network also gives the variance of the noise, for every sample.
+
+    Of ``2 D`` outputs the first ``D`` are means ``m``, the others *log variances* ``s`` (not natural parameters: those
+    of a tangent model may leave their domain)::
+
+        loss = 1/2 exp(-s) (y - m)^2 + s / 2 + 1/2 log(2 pi)
+
+    with all constants. It is not convex in ``s``. The curvature is the Fisher information ``exp(-s)`` of ``m`` and
+    ``1/2`` of ``s``, which is never negative and, as a generalized Gauss-Newton matrix, that of the natural parameters
+    seen from these. At ``tangent_mode`` the weights are therefore a stationary point of which nothing says that it is
+    the only one, and the evidence has no certificate (``gap`` is NaN); ``map`` needs none. The predictive variance is
+    ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the variance of ``m``.
+
+    Args:
+        class_axis: see :class:`Likelihood`.
+    """
+
+    name: LikelihoodName = "heteroscedastic"
+    convex = False
+
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        if outputs.shape[-1] % 2:
+            raise ValueError(
+                f"likelihood='heteroscedastic' needs a mean and a log variance for each target: an even number of "
+                f"outputs, but there are {outputs.shape[-1]}"
+            )
+        mean, log_variance = outputs.chunk(2, dim=-1)
+        return mean, log_variance
+
+    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Real targets in the shape of the means; the last axis may be left out for a single one."""
+        mean = self._split(outputs)[0]
+        return _real_targets(self._aligned(mean, targets), mean)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Negative log density."""
+        mean, s = self._split(outputs)
+        each = 0.5 * ((-s).exp() * (targets - mean).square() + s + math.log(2 * math.pi))
+        return each.flatten(1).sum(1)
+
+    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``exp(-s) (m - y)`` and ``1/2 - 1/2 exp(-s) (y - m)^2``."""
+        mean, s = self._split(outputs)
+        difference, precision = mean - targets, (-s).exp()
+        return torch.cat([precision * difference, 0.5 - 0.5 * precision * difference.square()], dim=-1)
+
+    def _fisher(self, outputs: Tensor) -> Tensor:
+        _, s = self._split(outputs)
+        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
+
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """The Fisher information times the vectors."""
+        return self._fisher(outputs) * vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Root of the Fisher information, one column for each output."""
+        return _diagonal(self._fisher(outputs).sqrt())
+
+    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+        """Residuals at targets drawn from the model, over the square root of their number."""
+        mean, s = self._split(outputs)
+        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
+        root = torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1)
+        return root / mc_samples**0.5
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """The outputs: means and log variances."""
+        return outputs
+
+    def predict(
+        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+    ) -> GaussianPredictive:
+        """Mean, and the variance of mean and noise together."""
+        own, s = self._split(mean)
+        epistemic, spread = self._split(temperature * variance)
+        return GaussianPredictive(own, epistemic + (s + spread / 2).exp(), epistemic)
+
+    def scores(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """NLL of every observed value."""
+        return _gaussian_scores(prediction, observed)
+
+
+def _weights(values: Sequence[float] | Tensor, option: str) -> tuple[float, ...]:
+    found = tuple(float(v) for v in values)
+    if not all(v >= 0 and math.isfinite(v) for v in found):
+        raise ValueError(f"{option}={list(found)} has to be finite and not negative")
+    return found
+
+
+def _soft_labels(found: Tensor) -> Tensor:
+    sums = found.sum(-1)
+    if not bool((found >= 0).all() and ((sums - 1).abs() <= _NORMALIZED).all()):
+        raise ValueError(
+            "real targets in the shape of the outputs are soft labels, which have to be positive and add up to 1 over "
+            f"the classes; theirs lie in [{float(found.min()):g}, {float(found.max()):g}] with sums in "
+            f"[{float(sums.min()):g}, {float(sums.max()):g}]. likelihood='regression' takes real targets, 'binary' "
+            "several independent labels"
+        )
+    return found
+
+
+def _real_targets(targets: Tensor, outputs: Tensor) -> Tensor:
+    if targets.ndim == outputs.ndim - 1:
+        targets = targets.unsqueeze(-1)
+    if targets.shape != outputs.shape:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(outputs.shape)}; regression "
+            "needs them equal"
+        )
+    targets = targets.to(outputs.dtype)
+    if not torch.isfinite(targets).all():
+        raise ValueError("regression targets hold NaN or infinite values")
+    return targets
+
+
+def _diagonal(roots: Tensor) -> Tensor:
+    """Columns of diagonal matrices ``[columns, *shape]``, of their entries."""
+    return torch.diag_embed(roots).movedim(-1, 0)
+
+
+def _label_scores(nll: Tensor, confidence: Tensor, right: Tensor) -> Tensor:
+    hits = right.double()
+    bins = torch.zeros(BINS, dtype=torch.float64, device=nll.device)
+    bins.index_add_(0, (confidence * BINS).long().clamp(max=BINS - 1), hits - confidence)
+    return torch.cat([torch.stack([nll.sum(), hits.new_tensor(float(len(hits))), hits.sum()]), bins])
+
+
+def _gaussian_scores(p: GaussianPredictive, targets: Tensor) -> Tensor:
+    mean, variance = p.mean.double(), p.variance.double()
+    each = 0.5 * ((targets.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+    return torch.stack([each.sum(), each.new_tensor(float(each.numel()))])
+
+
+KINDS: dict[str, type[Likelihood]] = {
+    "classification": Categorical,
+    "regression": Gaussian,
+    "binary": Bernoulli,
+    "heteroscedastic": HeteroscedasticGaussian,
+}
+
+
+def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, Any] | None = None) -> Likelihood:
+    """A likelihood by its name, by the loss that a network was trained with, or as it is.
+
+    Args:
+        kind: ``classification``, ``regression``, ``binary``, ``heteroscedastic``; ``nn.CrossEntropyLoss``,
+            ``nn.NLLLoss``, ``nn.BCEWithLogitsLoss`` or ``nn.MSELoss`` with their options; or a likelihood.
+        options: of the likelihood, with a name.
 
     Raises:
-        ValueError: a name other than ``classification`` and ``regression``.
+        ValueError: another name, or a loss that is no likelihood here.
     """
-    kinds: dict[str, type[Likelihood]] = {"classification": Categorical, "regression": Gaussian}
-    if name not in kinds:
-        raise ValueError(f"likelihood={name!r} is not known; choose one of {sorted(kinds)}")
-    return kinds[name]()
+    if isinstance(kind, Likelihood):
+        return kind
+    if isinstance(kind, nn.Module):
+        found = likelihood_of(kind)
+        if found is None:
+            raise ValueError(
+                f"{type(kind).__name__} is no likelihood that is known here; pass one of {sorted(KINDS)}, or a "
+                "Categorical, Bernoulli, Gaussian or HeteroscedasticGaussian with options"
+            )
+        return found
+    if kind not in KINDS:
+        raise ValueError(f"likelihood={kind!r} is not known; choose one of {sorted(KINDS)}")
+    return KINDS[kind](**(options or {}))
+
+
+_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
+
+
+def likelihood_of(loss: nn.Module) -> Likelihood | None:
+    """The likelihood whose negative logarithm a loss is, summed over observations; None where that is not known."""
+    if all(type(loss).forward is not kind.forward for kind in _LOSSES):
+        return None  # a focal loss may be derived from the cross entropy
+    if isinstance(loss, nn.CrossEntropyLoss):
+        return Categorical(
+            label_smoothing=loss.label_smoothing, class_weights=loss.weight, ignore_index=loss.ignore_index
+        )
+    if isinstance(loss, nn.NLLLoss):  # of log-probabilities, which a softmax does not change
+        return Categorical(class_weights=loss.weight, ignore_index=loss.ignore_index)
+    if isinstance(loss, nn.BCEWithLogitsLoss) and loss.weight is None:
+        return Bernoulli(pos_weight=None if loss.pos_weight is None else loss.pos_weight.reshape(-1))
+    return Gaussian() if isinstance(loss, nn.MSELoss) else None

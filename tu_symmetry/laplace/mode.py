@@ -76,6 +76,11 @@ def duality_gap(gradient: Tensor, precision: Tensor) -> float:
     return 0.5 * float((gradient.double().square() / precision.double()).sum())
 
 
+def certificate(likelihood: Likelihood, gradient: Tensor, precision: Tensor) -> float:
+    """:func:`duality_gap` where the loss is convex, else NaN: nothing bounds the distance to the lowest mode."""
+    return duality_gap(gradient, precision) if likelihood.convex else math.nan
+
+
 class _Objective:
     """Passes over the data: value and gradient, curvature products, values along a line."""
 
@@ -124,10 +129,12 @@ class _Objective:
     def product(self, vector: Tensor) -> Tensor:
         """``(J^T H J / v + Lambda) vector`` at the last point of :meth:`gradient`."""
         found = torch.zeros_like(vector)
-        for number, (inputs, _) in enumerate(batches(self.loader, vector.device)):
+        for number, (inputs, targets) in enumerate(batches(self.loader, vector.device)):
             outputs, change = self.tangent.jvp(inputs, vector)
             linear = self._linear(number, inputs, outputs)
-            found += self.tangent.vjp(inputs, self.likelihood.hessian_product(linear, change))
+            found += self.tangent.vjp(
+                inputs, self.likelihood.hessian_product(linear, self.likelihood.targets(linear, targets), change)
+            )
         all_reduce(found)
         return found / self.noise + self.precision * vector
 
@@ -203,12 +210,14 @@ def solve_mode(
         if progress is not None:
             progress({"stage": "mode", "newton": steps, "products": products, "gradient_norm": norm, "loss": loss})
         if norm <= tolerance or steps >= max_iterations:
-            return Mode(theta, loss, norm, steps, products, norm <= tolerance, duality_gap(gradient, precision))
-        forcing = 0.3 * tolerance if likelihood.name == "regression" else max(0.3 * tolerance, min(0.1, norm) * norm)
+            return Mode(
+                theta, loss, norm, steps, products, norm <= tolerance, certificate(likelihood, gradient, precision)
+            )
+        forcing = 0.3 * tolerance if likelihood.quadratic else max(0.3 * tolerance, min(0.1, norm) * norm)
         direction, used = _conjugate_gradients(problem, posterior, gradient, forcing, max_products)
         products += used
         steps += 1
-        if likelihood.name == "classification":
+        if not likelihood.quadratic:
             before = loss / posterior.noise + 0.5 * _dot(theta * precision, theta)
             for _ in range(_RETRIES):  # far from the mode, where probabilities saturate, steps are far too long
                 values = problem.line(direction) / posterior.noise + _ridge(theta, direction, precision)
@@ -217,7 +226,7 @@ def solve_mode(
                     break
                 direction = direction * float(_STEPS[-1]) / 2
             else:  # at the resolution of the floating-point type
-                return Mode(theta, loss, norm, steps, products, False, duality_gap(gradient, precision))
+                return Mode(theta, loss, norm, steps, products, False, certificate(likelihood, gradient, precision))
             direction = direction * float(_STEPS[best])
         theta = theta + direction
         loss, gradient = problem.gradient(theta)

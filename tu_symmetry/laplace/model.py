@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace import interop, prediction, storage
-from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import TEMPERATURES, Metric, calibrate
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
@@ -28,11 +27,12 @@ from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
+from tu_symmetry.laplace.inputs import arguments, rows_of
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.kept import BUDGET
-from tu_symmetry.laplace.likelihood import FisherType, LikelihoodName, make_likelihood
+from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
+from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
-from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox
 from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
@@ -48,9 +48,11 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
+    closed_form_layer,
     full_precision,
+    last_called,
     last_linear,
-    rows_of,
+    last_module,
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -93,7 +95,12 @@ class LinearizedLaplace:
     Args:
         model: the trained network; it is never edited and has to keep its weights while this object is used. It runs
             in evaluation mode.
-        likelihood: ``classification`` (softmax over the outputs) or ``regression`` (homoscedastic Gaussian noise).
+        likelihood: ``classification`` (softmax over the outputs), ``binary`` (one or several independent logits),
+            ``regression`` (homoscedastic Gaussian noise) or ``heteroscedastic`` (the outputs are means and log
+            variances); with options an object: :class:`tu_symmetry.laplace.likelihood.Categorical` (label smoothing,
+            class weights, ignored labels), ``Bernoulli``, ``Gaussian``, ``HeteroscedasticGaussian``; or the loss of the
+            training with its options: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, ``nn.BCEWithLogitsLoss``,
+            ``nn.MSELoss``.
         graph: the symmetry graph, whose normalization groups ``per_group`` and ``per_filter`` use; without it (and
             without ``groups``) the graph is discovered at :meth:`fit` from the first batch.
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
@@ -106,8 +113,10 @@ class LinearizedLaplace:
         fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``:
             curvlinops' words.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
-        parameters: names, or prefixes of names, of the parameters to be uncertain; None for all that require a
-            gradient. All others are fixed.
+        parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; None for
+            all that require a gradient. All others are fixed. ``"last_layer"``: those of the module that is called last
+            in a forward pass, of any kind. With ``curvature="last_layer"`` the name of one linear layer, None to find
+            it.
         groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
@@ -134,7 +143,7 @@ class LinearizedLaplace:
     def __init__(
         self,
         model: nn.Module,
-        likelihood: LikelihoodName = "classification",
+        likelihood: LikelihoodName | Likelihood | nn.Module = "classification",
         *,
         graph: SymmetryGraph | None = None,
         prior: Prior = "per_group",
@@ -142,7 +151,7 @@ class LinearizedLaplace:
         curvature: Curvature = "kfac",
         fisher_type: FisherType = "type-2",
         kfac_approx: KfacApprox = "expand",
-        parameters: Sequence[str] | None = None,
+        parameters: Sequence[str] | Literal["last_layer"] | None = None,
         groups: Mapping[str, Sequence[str]] | None = None,
         bias: BiasCurvature = "exact",
         mc_samples: int = 1,
@@ -169,17 +178,18 @@ class LinearizedLaplace:
         ):
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
+        self.likelihood = make_likelihood(likelihood)
         if backend == "backpack" and curvature not in ("diag", "full"):
             raise ValueError(
                 f"backend='backpack' makes curvatures of single samples' gradients, 'diag' and 'full'; "
                 f"curvature={curvature!r} has hooks of its own, which know weight sharing, groups and attention"
             )
-        if fisher_type == "empirical" and likelihood == "regression":
+        if fisher_type == "empirical" and self.likelihood.noisy:
             raise ValueError(
                 "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
                 "choose fisher_type='type-2', which costs one backward pass for each output"
             )
-        if noise_variance is not None and likelihood != "regression":
+        if noise_variance is not None and not self.likelihood.noisy:
             raise ValueError("noise_variance belongs to likelihood='regression'")
         if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
             raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
@@ -188,7 +198,7 @@ class LinearizedLaplace:
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
         if mc_samples < 1:
             raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
-        self.model, self.likelihood, self.graph = model, make_likelihood(likelihood), graph
+        self.model, self.graph = model, graph
         self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
         self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit, backend)
         self.generator = generator
@@ -196,12 +206,23 @@ class LinearizedLaplace:
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
         self._initial = prior_precision
         self.train_loader: Iterable[Any] | None = None
+        class_axis = self.likelihood.class_axis
         if curvature == "last_layer":
-            if parameters is not None:
-                raise ValueError("curvature='last_layer' chooses its parameters itself; for a subset use 'full'")
-            self.tangent: TangentModel = LastLayerModel(model, last_linear(model))
+            named = [] if parameters is None or parameters == "last_layer" else list(parameters)
+            if len(named) > 1:
+                raise ValueError(
+                    f"curvature='last_layer' has the closed form of one linear layer, parameters={named} names several "
+                    "things; use curvature='full'"
+                )
+            self._traced = not named
+            layer = named[0] if named else last_linear(model)
+            if layer not in dict(model.named_modules()):
+                raise ValueError(f"parameters={named}: the model has no module {layer!r}")
+            self.tangent: TangentModel = LastLayerModel(model, layer, class_axis=class_axis)
         else:
-            self.tangent = TangentModel(model, select_parameters(model, parameters))
+            self._traced = parameters == "last_layer"
+            wanted = [last_module(model)] if parameters == "last_layer" else parameters
+            self.tangent = TangentModel(model, select_parameters(model, wanted), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
         self._drawer = prediction.Drawer()
 
@@ -217,7 +238,9 @@ class LinearizedLaplace:
         own share, and all get the same result.
 
         Args:
-            train_loader: batches ``(inputs, targets)``; :meth:`optimize_evidence` reads it again.
+            train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
+                a mapping of keyword arguments; or mappings of these with ``labels`` among them.
+                :meth:`optimize_evidence` reads it again.
             progress: called after each batch with ``{"stage", "batch", "samples"}``.
 
         Raises:
@@ -229,11 +252,13 @@ class LinearizedLaplace:
         Warns:
             ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module.
         """
+        if self._traced:
+            self._find_last_layer(train_loader)
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
         device = self.tangent.point().device
         with together(device):
-            groups = self._group(train_loader)
+            groups = self.group(train_loader)
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
             kind = self.options.curvature
             found = examine(
@@ -287,17 +312,17 @@ class LinearizedLaplace:
             fitted: the state, for example ``la.fitted.restarted(evaluate_at="map")``.
             train_loader: the training data, where they will be read again.
         """
-        last_layer = fitted.options.curvature == "last_layer"
+        layer = fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None
         la = cls(
             fitted.model,
-            fitted.likelihood.name,
+            fitted.likelihood,
             prior=fitted.prior,
             evaluate_at=fitted.evaluate_at,
-            parameters=None if last_layer else fitted.tangent.names,
+            parameters=fitted.tangent.names if layer is None else [layer],
             noise_variance=fitted.noise_variance if fitted.noise_fixed else None,
             **vars(fitted.options),
         )
-        la.tangent, la.likelihood = fitted.tangent, fitted.likelihood
+        la.tangent = fitted.tangent
         la._fitted, la.train_loader = fitted, train_loader
         return la
 
@@ -324,7 +349,7 @@ class LinearizedLaplace:
 
     @property
     def noise_variance(self) -> float:
-        """Of a regression's noise (1 for a classification)."""
+        """Of a regression's noise (1 for another likelihood)."""
         return self.fitted.noise_variance
 
     @property
@@ -357,7 +382,23 @@ class LinearizedLaplace:
         """A digest of the network's weights and buffers at the fit."""
         return self.fitted.snapshot.fingerprint
 
-    def _group(self, loader: Iterable[Any]) -> PriorGroups:
+    def _find_last_layer(self, loader: Iterable[Any]) -> None:
+        """The last layer in the order of a forward pass, where the constructor had only that of definition."""
+        inputs = rows_of(next(batches(loader, next(self.model.parameters()).device))[0], slice(0, 2))
+        if isinstance(self.tangent, LastLayerModel):
+            layer = closed_form_layer(self.model, inputs)
+            self.tangent = LastLayerModel(self.model, layer, class_axis=self.tangent.class_axis)
+        else:
+            self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
+
+    def group(self, loader: Iterable[Any]) -> PriorGroups:
+        """The groups of weights that would share a precision, without a fit; see ``prior``.
+
+        Args:
+            loader: of which the first batch is read, where the symmetries have to be discovered.
+        """
+        if self._traced:
+            self._find_last_layer(loader)
         normalizations = self.graph.normalizations if self.graph is not None else ()
         if self.graph is None and self.groups is None and self.prior in ("per_group", "per_filter"):
             from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -366,7 +407,8 @@ class LinearizedLaplace:
             training = [m for m in self.model.modules() if m.training]
             self.model.eval()
             try:
-                self.graph = discover_symmetries(self.model, rows_of(inputs, slice(0, 2)))
+                args, kwargs = arguments(rows_of(inputs, slice(0, 2)))
+                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
             finally:
                 for module in training:
                     module.training = True
@@ -531,7 +573,7 @@ class LinearizedLaplace:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
         """
         self.fitted.require_weights()
-        outputs_posterior.check_link_approx(link_approx)
+        check_link_approx(link_approx)
         self._fitted, found = calibrate(
             self.fitted,
             self._drawer,
@@ -584,7 +626,7 @@ class LinearizedLaplace:
         self.fitted.require_weights()
         inputs = prediction.on_device(self.fitted, inputs)
         outputs, changes = prediction.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
-        return outputs + changes
+        return prediction.in_own_shape(self.fitted, inputs, outputs + changes)
 
     @_apart
     def predictive(
@@ -610,9 +652,10 @@ class LinearizedLaplace:
             seed: of the samples; the same seed gives the same functions in every call.
 
         Returns:
-            Classification: probabilities ``[batch, classes]``, or ``[batch, positions, classes]``. Regression:
+            Classification: probabilities ``[batch, classes]``, or in the shape of the network's output where that has
+            several positions. Binary: the probability of yes, of every output. Regression and heteroscedastic:
             :class:`GaussianPredictive`. With ``joint`` the samples: probabilities with an axis of the samples in front,
-            or outputs without noise for a regression.
+            or outputs without noise for a regression (means and log variances for a heteroscedastic one).
         """
         self.fitted.require_weights()
         return prediction.predictive(
@@ -630,7 +673,8 @@ class LinearizedLaplace:
         """Stream over a loader: :meth:`predictive` of one batch after the other.
 
         Args:
-            loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read).
+            loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read); of a
+                mapping all but the targets.
             options: of :meth:`predictive`. Monte-Carlo samples are those of its seed in every batch, so that results
                 do not depend on the batch size, and joint ones are joint over the whole loader.
         """

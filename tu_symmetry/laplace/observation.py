@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.likelihood import Likelihood, LikelihoodName
+from tu_symmetry.laplace.likelihood import Gaussian
 
 _DOT_ERROR = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -183,18 +183,17 @@ class LinearObservation:
         return float((values[values > values[0] * 1e-12] ** -2).sum() / outputs)
 
 
-class LinearGaussian(Likelihood):
+class LinearGaussian(Gaussian):
     """Regression whose targets are linear observations ``[batch, values]`` of the outputs; written for unit noise.
 
     Outputs are ``[batch, outputs]``; every sample is observed by the same map.
     """
 
-    name: LikelihoodName = "regression"
-
     def __init__(self, observation: LinearObservation) -> None:
+        super().__init__()
         self.observation = observation
 
-    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Measurements ``[batch, values]``, checked against the outputs.
 
         Raises:
@@ -216,16 +215,16 @@ class LinearGaussian(Likelihood):
         """``A^T (A f - y)``."""
         return self.observation.adjoint(self.observation.forward(outputs) - targets)
 
-    def hessian_product(self, outputs: Tensor, vectors: Tensor) -> Tensor:
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """``A^T A v``."""
         return self.observation.adjoint(self.observation.forward(vectors))
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The rows of ``A``, ``[values, batch, outputs]``."""
         matrix = self.observation.matrix(outputs.shape[1]).to(outputs)
         return matrix.unsqueeze(1).expand(-1, len(outputs), -1)
 
-    def sampled_root(self, outputs: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
+    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """``A^T`` of standard normal noise, over the square root of the number of samples."""
         values = outputs.shape[1] if self.observation.values is None else self.observation.values
         noise = torch.randn(mc_samples, len(outputs), values, generator=generator, dtype=outputs.dtype)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.predictive import GaussianPredictive, LinkApprox, WeightSamples
-from tu_symmetry.laplace.tangent import batch_size, evaluating, ordinary
+from tu_symmetry.laplace.inputs import batch_size, mapped, ordinary
+from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry.laplace.predictive import WeightSamples
+from tu_symmetry.laplace.tangent import evaluating
 
 Covariance = Literal["auto", "exact", "samples"]
 
@@ -41,12 +43,8 @@ def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
         ValueError: a batch without samples.
     """
     device = next(fitted.model.parameters()).device
-
-    def move(value: Any) -> Any:
-        return tuple(move(v) for v in value) if isinstance(value, tuple) else value.to(device)
-
     with torch.inference_mode(False):
-        found = move(ordinary(inputs))
+        found = mapped(lambda own: own.to(device), ordinary(inputs))
     if batch_size(found) == 0:
         raise ValueError("the batch holds no samples, so that there is nothing to predict")
     return found
@@ -91,17 +89,16 @@ def predictive(
     """Posterior predictive of a batch, as :meth:`tu_symmetry.LinearizedLaplace.predictive` has it."""
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} has to be at least 1")
-    outputs_posterior.check_link_approx(link_approx)
+    check_link_approx(link_approx)
     if covariance not in ("auto", "exact", "samples"):
         raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
-    classify = fitted.classification
     inputs = on_device(fitted, inputs)
     if joint:
         outputs, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
-        return (outputs + changes).softmax(-1) if classify else outputs + changes
-    if classify and link_approx == "mean":
+        return in_own_shape(fitted, inputs, fitted.likelihood.of_function(outputs + changes))
+    if fitted.likelihood.labels and link_approx == "mean":
         with evaluating(fitted.model):
-            return fitted.tangent.outputs(inputs).softmax(-1)
+            return in_own_shape(fitted, inputs, fitted.likelihood.of_function(fitted.tangent.outputs(inputs)))
     (found,) = tempered_predictives(
         fitted,
         drawer,
@@ -112,7 +109,14 @@ def predictive(
         covariance=covariance,
         seed=seed,
     )
-    return found
+    return in_own_shape(fitted, inputs, found)
+
+
+def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
+    """Predictions of several positions, in the shape that the network gives its outputs."""
+    if isinstance(found, tuple):
+        return type(found)(*(in_own_shape(fitted, inputs, own) for own in found))
+    return found if fitted.summary.positions == 1 else fitted.tangent.in_own_shape(inputs, found)
 
 
 def tempered_predictives(
@@ -138,7 +142,7 @@ def tempered_predictives(
         covariance: as in :func:`predictive`.
         seed: of the samples.
     """
-    fitted, classify = replace(fitted, temperature=1.0), fitted.classification
+    fitted, likelihood = replace(fitted, temperature=1.0), fitted.likelihood
     deviations: Tensor | None = None
     if not any(temperatures):
         with evaluating(fitted.model):
@@ -148,22 +152,12 @@ def tempered_predictives(
         mean, matrix = function_covariance(fitted, inputs)
         matrix = outputs_posterior.within_positions(mean, matrix)
         variance = matrix.diagonal(dim1=-2, dim2=-1)
-        if classify and link_approx == "mc":
+        if likelihood.labels and link_approx == "mc":
             deviations = outputs_posterior.gaussian_samples(matrix, num_samples, seed)
     else:
         mean, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
         variance = changes.square().mean(0)
-        if classify and link_approx == "mc":
+        if likelihood.labels and link_approx == "mc":
             deviations = changes
-    found: list[Any] = []
-    for temperature in temperatures:
-        if not classify:
-            epistemic = temperature * variance
-            found.append(GaussianPredictive(mean, epistemic + fitted.noise_variance, epistemic))
-        elif temperature == 0:
-            found.append(mean.softmax(-1))
-        elif deviations is not None:
-            found.append((mean + temperature**0.5 * deviations).softmax(-1).mean(0))
-        else:
-            found.append(outputs_posterior.probit_probabilities(mean, temperature * variance))
-    return found
+    noise = fitted.noise_variance
+    return [likelihood.predict(mean, variance, deviations, temperature=t, noise=noise) for t in temperatures]

@@ -1,4 +1,4 @@
-"""The posterior of the outputs: exact covariances, samples shared by all inputs, and links to probabilities.
+"""The posterior of the outputs: exact covariances, and samples shared by all inputs.
 
 The outputs of the tangent linear model are Gaussian with mean ``f(x)`` and covariance ``J Sigma J^T``. Neither way
 materializes Jacobians of a batch: covariances are added up layer by layer, samples are Jacobian-vector products.
@@ -8,37 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.hooks import Watch, watching
+from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.likelihood import check_outputs
-from tu_symmetry.laplace.tangent import TangentModel, batch_size, evaluating, rows_of
-
-LinkApprox = Literal["mc", "probit", "mean"]
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
 _PASSES = 64  # multiplications in the time of one pass over an entry in memory
-
-
-class GaussianPredictive(NamedTuple):
-    """Predictive distribution of a regression.
-
-    Attributes:
-        mean: ``f(x)``, ``[batch, outputs]``.
-        variance: of a new observation: ``epistemic`` plus the noise variance.
-        epistemic: variance of the network's outputs.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    epistemic: Tensor
 
 
 def function_covariance(
@@ -75,7 +59,7 @@ def function_covariance(
             watch = Watch(lambda layer, rows: None)
             with watching(tangent.model, layers, watch) as forward:
                 forward(rows_of(inputs, slice(0, 1)), 1)
-            other = TangentModel(tangent.model, whole) if whole else None
+            other = tangent.over(whole) if whole else None
             longest = max(watch.outputs, _longest_vector(layers), other.size if other is not None else 0)
             step = max(1, _ELEMENTS // (longest * width))
             pieces = []
@@ -129,7 +113,7 @@ def _layered_covariance(
 
     watch = Watch(lambda layer, rows: entered.update({layer.name: rows[:count]}))
     with watching(tangent.model, layers, watch) as forward:
-        outputs = check_outputs(forward(_repeated(inputs, copies), copies * count), copies * count)
+        outputs = tangent.checked(forward(_repeated(inputs, copies), copies * count), copies * count)
         eye = torch.eye(turns * copies, width, dtype=outputs.dtype, device=outputs.device)
         directions = eye.repeat_interleave(count, 0).view(turns, copies * count, *shape)
         watch.backward(outputs, list(directions), keep)
@@ -163,9 +147,7 @@ def _layered_covariance(
 
 def _repeated(inputs: Any, copies: int) -> Any:
     """Copies of a batch, one after the other: one backward pass serves as many outputs as there are copies."""
-    if isinstance(inputs, tuple):
-        return tuple(_repeated(i, copies) for i in inputs)
-    return inputs.repeat(copies, *[1] * (inputs.ndim - 1))
+    return mapped(lambda own: own.repeat(copies, *[1] * (own.ndim - 1)), inputs)
 
 
 def _block(tangent: TangentModel, starts: dict[int, Block], part: Part) -> Block:
@@ -311,33 +293,3 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     )
     noise = torch.special.ndtri(points.clamp(1e-12, 1 - 1e-12)).to(covariance)
     return torch.einsum("...cd,sd->s...c", root, noise)
-
-
-def check_link_approx(link_approx: str) -> None:
-    """Refuse link approximations that are not known.
-
-    The Laplace bridge (arXiv 2003.01227) is none of them. It divides the concentration of each class by the variance of
-    that class's logit, so that the class with the least variance wins where variances are large, whatever the means
-    say; and it conditions the logits on a sum of zero, which a softmax does not know of.
-
-    Raises:
-        ValueError: another one.
-    """
-    if link_approx == "bridge":
-        raise ValueError(
-            "link_approx='bridge' is left out: with the variances that a Laplace approximation of several classes "
-            "has, it changes which class is predicted, and its probabilities are far from the true ones; choose "
-            "'mc', or 'probit' in closed form"
-        )
-    if link_approx not in ("mc", "probit", "mean"):
-        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc', 'probit' or 'mean'")
-
-
-def probit_probabilities(mean: Tensor, variance: Tensor) -> Tensor:
-    """Class probabilities from Gaussian logits in closed form, by MacKay's ``softmax(f / sqrt(1 + pi/8 var))``.
-
-    Args:
-        mean: of the logits, ``[..., classes]``.
-        variance: of every logit, in the same shape.
-    """
-    return (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)

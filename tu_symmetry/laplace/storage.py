@@ -27,7 +27,7 @@ from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, last_linear
 
 _FORMAT = "tu_symmetry.laplace"
-_VERSION = 3
+_VERSION = 4
 _KINDS: dict[str, type[Block]] = {
     "kronecker": KroneckerBlock,
     "dense": DenseBlock,
@@ -59,10 +59,12 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "version": _VERSION,
         "fingerprint": fitted.snapshot.fingerprint,
         "likelihood": fitted.likelihood.name,
+        "likelihood_options": fitted.likelihood.config(),
         "prior": fitted.prior,
         "evaluate_at": fitted.evaluate_at,
         "options": asdict(fitted.options),
         "parameters": list(fitted.tangent.names),
+        "layer": fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None,
         "whole": list(fitted.curvature.whole),
         "groups": list(fitted.groups.names),
         "noise_variance": fitted.noise_variance,
@@ -98,10 +100,13 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     if foreign:
         raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
     options = Options(**content["options"])
+    likelihood = make_likelihood(content["likelihood"], content.get("likelihood_options"))  # options since version 4
     if options.curvature == "last_layer":
-        tangent: TangentModel = LastLayerModel(model, last_linear(model))
+        tangent: TangentModel = LastLayerModel(
+            model, content.get("layer") or last_linear(model), class_axis=likelihood.class_axis
+        )
     else:
-        tangent = TangentModel(model, content["parameters"])
+        tangent = TangentModel(model, content["parameters"], class_axis=likelihood.class_axis)
     if tangent.fingerprint() != content["fingerprint"]:
         raise LaplaceFileError(
             f"{path} was fitted at other weights than this network's; load the checkpoint that it belongs to (weights "
@@ -117,7 +122,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     groups = PriorGroups(tangent.slots, labels)
     return FittedLaplace.begin(
         tangent,
-        make_likelihood(content["likelihood"]),
+        likelihood,
         options,
         FittedCurvature(blocks, Summary(**content["summary"]), groups, tuple(content.get("whole", ()))),
         prior=content["prior"],
@@ -156,7 +161,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise
     except (FileError, json.JSONDecodeError) as error:
         raise LaplaceFileError(f"{path} cannot be read: {error}") from error
-    if content.get("format") != _FORMAT or content.get("version") not in (1, 2, _VERSION):
+    if content.get("format") != _FORMAT or content.get("version") not in range(1, _VERSION + 1):
         raise LaplaceFileError(
             f"{path} has format {content.get('format')} {content.get('version')}; this version of the library reads "
             f"{_FORMAT} 1 to {_VERSION}"

@@ -41,7 +41,7 @@ from tu_symmetry.laplace.evidence import Noise
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.kept import KeptData
-from tu_symmetry.laplace.mode import Mode, duality_gap
+from tu_symmetry.laplace.mode import Mode, certificate
 
 _DIRECTIONS = 48  # kept at most
 _BYTES = 1 << 30  # of the directions and their products
@@ -185,7 +185,7 @@ class _Search:
 
     def noise(self, loss: float) -> Noise | None:
         """A regression's noise, where it is to be found."""
-        if self.fitted.classification or self.fitted.noise_fixed:
+        if not self.fitted.noisy or self.fitted.noise_fixed:
             return None
         return Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss)
 
@@ -195,7 +195,7 @@ class _Search:
         rho, tau = self.determinants.step(norms, rho, tau, self.center, self.hyperprior, self.noise(loss))
         rho = torch.where(self.held, self.high, rho)
         data = loss
-        if not self.fitted.classification:
+        if self.fitted.noisy:
             data = Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss).energy(tau)
         prior = 0.5 * (float((rho.exp() * norms).sum()) + self.determinants.log_det_ratio(rho, tau))
         return rho, tau, data + prior + self.hyperprior.energy(rho, self.center)
@@ -281,7 +281,7 @@ class _Search:
             rows = products[:k]
             flat = rows.flatten(1)
             slope += (flat @ self.likelihood.residual(own, targets).flatten()).double()
-            curvature += (self.likelihood.hessian_product(own, rows).reshape(k, -1) @ flat.T).double()
+            curvature += (self.likelihood.hessian_product(own, targets, rows).reshape(k, -1) @ flat.T).double()
         all_reduce(slope, curvature)
         return slope.cpu(), (curvature + curvature.T).cpu() / 2
 
@@ -379,7 +379,7 @@ def joint_optimum(
         norm = math.sqrt(max(0.0, float(torch.dot(gradient.double(), direction.double()))))
         if not math.isfinite(norm) or not math.isfinite(point.value):
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
-        gap = duality_gap(gradient, search.precision(point))
+        gap = certificate(fitted.likelihood, gradient, search.precision(point))
         if progress is not None:
             progress(
                 {

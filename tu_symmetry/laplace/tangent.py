@@ -10,15 +10,18 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
-from tu_symmetry.laplace.likelihood import as_outputs, check_outputs
+from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of
+from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, raw_shape
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -36,8 +39,9 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
 
     Args:
         model: the module.
-        wanted: None for every parameter that requires a gradient; else names, or prefixes of names (``"head"`` takes
-            everything below that module). A tied weight may be given by any of its names.
+        wanted: None for every parameter that requires a gradient; else names, prefixes of names (``"head"`` takes
+            everything below that module), or patterns with ``*``, ``?`` or ``[...]`` (``"*lora_*"``). A tied weight may
+            be given by any of its names.
 
     Raises:
         ValueError: a name that nothing matches, no parameters at all, NaN or infinite weights.
@@ -51,7 +55,12 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
     else:
         chosen = set()
         for key in wanted:
-            found = [id(p) for name, p in every if name == key or name.startswith(key + ".")]
+            pattern = any(sign in key for sign in "*?[")
+            found = [
+                id(p)
+                for name, p in every
+                if (fnmatchcase(name, key) if pattern else name == key or name.startswith(key + "."))
+            ]
             if not found:
                 raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
             chosen.update(found)
@@ -108,47 +117,6 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def ordinary(inputs: Any) -> Any:
-    """Inputs without a gradient history, and outside of inference mode."""
-    if isinstance(inputs, Tensor):
-        return inputs.clone() if inputs.is_inference() else inputs.detach()
-    if isinstance(inputs, (tuple, list)):
-        return tuple(ordinary(i) for i in inputs)
-    raise TypeError(f"the network's input is a {type(inputs).__name__}; give a tensor, or a tuple of tensors")
-
-
-def batch_size(inputs: Any) -> int:
-    """Length of the first axis of the inputs.
-
-    Raises:
-        ValueError: no tensor, one without axes, or tensors of several lengths.
-    """
-    found: list[Tensor] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, tuple):
-            for own in value:
-                collect(own)
-        else:
-            found.append(value)
-
-    collect(inputs)
-    if not found or any(t.ndim == 0 or len(t) != len(found[0]) for t in found):
-        shapes = ", ".join(str(tuple(t.shape)) for t in found)
-        raise ValueError(f"the network's inputs have shapes {shapes or 'of none'}; the first axis of each is the batch")
-    return len(found[0])
-
-
-def rows_of(inputs: Any, rows: slice) -> Any:
-    """The samples ``rows`` of a batch of inputs."""
-    return tuple(rows_of(i, rows) for i in inputs) if isinstance(inputs, tuple) else inputs[rows]
-
-
-def _alone(row: Any) -> Any:
-    """A sample as a batch of one."""
-    return tuple(_alone(i) for i in row) if isinstance(row, tuple) else row.unsqueeze(0)
-
-
 class Linearization(NamedTuple):
     """The network on one batch, with all that products with its Jacobian need.
 
@@ -171,13 +139,16 @@ class TangentModel:
         names: the parameters that vary.
         slots: their places in the flat vector.
         size: length of the flat vector.
+        class_axis: the axis of the network's output that holds the classes, see
+            :func:`tu_symmetry.laplace.outputs.class_axis_of`.
         joins: whether batches may be joined to larger ones.
     """
 
     joins = True
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str], *, class_axis: int | None = None) -> None:
         self.model = model
+        self.class_axis = class_axis
         self.names = tuple(names)
         self.slots: dict[str, Slot] = {}
         self.size = 0
@@ -189,6 +160,25 @@ class TangentModel:
         self._forward_mode = True
         self._vectorized = True
         self._linearizes = True
+
+    def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
+        """The same for other parameters, or for a copy of the network."""
+        return TangentModel(self.model if model is None else model, names, class_axis=self.class_axis)
+
+    def read(self, found: Any, batch: int) -> Tensor:
+        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
+        return as_outputs(found, batch, self.class_axis)
+
+    def checked(self, found: Any, batch: int) -> Tensor:
+        """The same, with NaN and infinite values refused."""
+        return check_outputs(found, batch, self.class_axis)
+
+    def in_own_shape(self, inputs: Any, values: Tensor) -> Tensor:
+        """Values ``[..., batch, positions, outputs]`` in the shape that the network itself gives its outputs."""
+        with evaluating(self.model), torch.no_grad():
+            args, kwargs = arguments(rows_of(inputs, slice(0, 1)))
+            found = self.model(*args, **kwargs)
+        return in_own_shape(values, raw_shape(found, self.class_axis), self.class_axis)
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, without gradient history; shared with the module."""
@@ -223,8 +213,8 @@ class TangentModel:
         weights = self.weights()
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
-            args = inputs if isinstance(inputs, tuple) else (inputs,)
-            return as_outputs(functional_call(self.model, {**weights, **parameters}, args), batch_size(inputs))
+            args, kwargs = arguments(inputs)
+            return self.read(functional_call(self.model, {**weights, **parameters}, args, kwargs), batch_size(inputs))
 
         return outputs
 
@@ -334,7 +324,7 @@ class TangentModel:
         point = self.parameters()
 
         def one(row: Any, direction: Tensor) -> dict[str, Tensor]:
-            pullback = vjp(self.function(_alone(row)), point)[1]
+            pullback = vjp(self.function(mapped(lambda own: own.unsqueeze(0), row)), point)[1]
             return pullback(direction.unsqueeze(0))[0]
 
         with torch.enable_grad():
@@ -353,7 +343,7 @@ class TangentModel:
 class LastLayerModel(TangentModel):
     """The same for the last linear layer alone, where the Jacobian is the layer's input: exact and without autograd."""
 
-    def __init__(self, model: nn.Module, layer: str) -> None:
+    def __init__(self, model: nn.Module, layer: str, *, class_axis: int | None = None) -> None:
         module = model.get_submodule(layer)
         if not isinstance(module, nn.Linear):
             raise ValueError(f"the last layer {layer!r} is a {type(module).__name__}; only nn.Linear has a closed form")
@@ -367,7 +357,13 @@ class LastLayerModel(TangentModel):
                 f"the last layer {layer!r} does not own its {lacking}: tied to another layer, or parametrized "
                 "(weight_norm). It has no closed form then; choose curvature='full' or 'diag' with parameters=[...]"
             )
-        super().__init__(model, names)
+        super().__init__(model, names, class_axis=class_axis)
+
+    def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
+        """The same for a copy of the network; of other parameters there is no closed form."""
+        if tuple(names) != self.names:
+            return super().over(names, model)
+        return LastLayerModel(self.model if model is None else model, self.layer, class_axis=self.class_axis)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """The layer's input with a 1 for the bias ``[batch, features]``, and the outputs.
@@ -444,3 +440,78 @@ def last_linear(model: nn.Module) -> str:
     if not found:
         raise ValueError("the model has no nn.Linear layer, so that there is no last layer with a closed form")
     return found[-1]
+
+
+def last_module(model: nn.Module) -> str:
+    """Name of the module that owns the last parameters, in the order of definition.
+
+    Raises:
+        ValueError: no parameters at all.
+    """
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    if not owners:
+        raise ValueError("the model has no parameters, so that it has no last layer")
+    return owners[-1].partition(".parametrizations.")[0]
+
+
+def last_called(model: nn.Module, inputs: Any) -> str:
+    """Name of the module with parameters that finishes last in a forward pass, apart from those that contain another.
+
+    Only the innermost counts: a transformer that owns its class token finishes after its head, and contains it.
+
+    Args:
+        model: the network.
+        inputs: a few samples.
+    """
+    order = [name for name, _ in _called(model, inputs)]
+    owners = {name.rpartition(".")[0].partition(".parametrizations.")[0] for name, _ in model.named_parameters()}
+    called = [name for name in order if name in owners]
+    innermost = [
+        n for n in called if not any(other != n and other.startswith(n + "." if n else "") for other in called)
+    ]
+    return innermost[-1] if innermost else last_module(model)
+
+
+def closed_form_layer(model: nn.Module, inputs: Any) -> str:
+    """Name of the linear layer whose output is the network's output; where there is none, of the last that is defined.
+
+    Args:
+        model: the network.
+        inputs: a few samples.
+
+    Raises:
+        ValueError: no linear layer at all.
+    """
+    called = _called(model, inputs)
+    final = called[-1][1] if called else None
+    found = [
+        name
+        for name, output in called
+        if name and isinstance(model.get_submodule(name), nn.Linear) and _is_output(output, final)
+    ]
+    return found[-1] if found else last_linear(model)
+
+
+def _is_output(output: Any, final: Any) -> bool:
+    for inner in (final, getattr(final, "logits", None), final.get("logits") if isinstance(final, Mapping) else None):
+        if isinstance(inner, Tensor) and isinstance(output, Tensor) and inner.shape == output.shape:
+            return torch.equal(inner, output)
+    return False
+
+
+def _called(model: nn.Module, inputs: Any) -> list[tuple[str, Any]]:
+    """Modules with their outputs in the order in which they finish; the network itself, named ``""``, is last."""
+    seen: list[tuple[str, Any]] = []
+    handles = [
+        module.register_forward_hook(lambda _module, _args, output, name=name: seen.append((name, output)))
+        for name, module in model.named_modules()
+        if not isinstance(module, ParametrizationList)
+    ]
+    try:
+        with evaluating(model), torch.no_grad():
+            args, kwargs = arguments(inputs)
+            model(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen

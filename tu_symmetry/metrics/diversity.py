@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from tu_symmetry.metrics.axes import new_axes
 from tu_symmetry.metrics.functional.diversity import DiversitySummary, diversity_summary, pairwise_mutual_information
+from tu_symmetry.plot import new_axes
 
 
 class PairwiseMutualInformation(Metric):

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from tu_symmetry.metrics.axes import new_axes
 from tu_symmetry.metrics.functional.homogeneity import (
     HomogeneityTest,
     LargestWeight,
@@ -20,6 +19,7 @@ from tu_symmetry.metrics.functional.homogeneity import (
     uniform_counts,
     unit_samples,
 )
+from tu_symmetry.plot import new_axes
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, PURPLE, GRAY = "#0072B2", "#D55E00", "#009E73", "#AA4499", "#777777"
+COLORS = (BLUE, ORANGE, GREEN, PURPLE, GRAY)
 STYLE: Any = {
     "figure.dpi": 100,
     "savefig.dpi": 160,
@@ -40,13 +38,10 @@ STYLE: Any = {
 @contextmanager
 def figure(path: Path, panels: int, width: float = 3.6, height: float = 2.9) -> Iterator[list[Axes]]:
     """A row of panels in the common style, written as PNG to ``path`` at the end."""
-    with plt.rc_context(STYLE):
-        made, axes = plt.subplots(1, panels, figsize=(width * panels, height), squeeze=False)
-        try:
-            yield list(axes[0])
-            made.savefig(path)
-        finally:
-            plt.close(made)
+    with matplotlib.rc_context(STYLE):
+        made = Figure(figsize=(width * panels, height))  # of no window system, whatever backend is in use
+        yield list(made.subplots(1, panels, squeeze=False)[0])
+        made.savefig(path)
 
 
 def band(axes: Axes, x: Sequence[float], runs: Any, color: str, label: str | None, **style: Any) -> None:
@@ -56,26 +51,6 @@ def band(axes: Axes, x: Sequence[float], runs: Any, color: str, label: str | Non
     axes.plot(x, mean, color=color, label=label, **style)
     if len(values) > 1:
         axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0)
-
-
-def sigma_histograms(path: Path, sigmas: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Distribution of the weights' standard deviations before (sigma_d) and after (sigma_r) alignment.
-
-    Args:
-        path: of the PNG.
-        sigmas: panel title to ``{"before": [n], "after": [n]}``.
-    """
-    with figure(path, len(sigmas)) as axes:
-        for ax, (title, pair) in zip(axes, sigmas.items(), strict=True):
-            top = max(float(np.quantile(s, 0.998)) for s in pair.values())
-            bins = np.linspace(0, top, 60).tolist()
-            for (name, values), color, symbol in zip(pair.items(), (GRAY, BLUE), ("d", "r"), strict=True):
-                label = rf"$\sigma_{symbol}$, {name} (median {np.median(values):.2g})"
-                ax.hist(values, bins=bins, color=color, alpha=0.55, label=label, density=True)
-                ax.axvline(float(np.median(values)), color=color, linewidth=1, linestyle=(0, (3, 2)))
-            ax.set(title=title, xlabel="standard deviation of a weight", ylabel="density", xlim=(0, top))
-            ax.set_ylim(0, ax.get_ylim()[1] * 1.25)
-            ax.legend(loc="upper right")
 
 
 def pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
@@ -100,21 +75,6 @@ def pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[flo
                 ax.plot(removed, [100 * v for v in values], label=label, color=color, linestyle=line, marker=mark)
             ax.set(title=title, xlabel="weights pruned (%)", ylabel="test accuracy (%)", ylim=(0, 101), xlim=(-2, 101))
             ax.legend(loc="lower left")
-
-
-def interpolation(path: Path, ratios: Sequence[float], paths: Mapping[str, Mapping[str, Any]]) -> None:
-    """Training loss along the segments between networks before and after alignment, one panel for each source."""
-    with figure(path, 2) as axes:
-        for ax, (source, title) in zip(
-            axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True
-        ):
-            for when, color in (("before", GRAY), ("after", BLUE)):
-                found = paths[f"{source}/{when}"]
-                mean = sum(found["barrier"]) / len(found["barrier"])
-                band(ax, ratios, found["loss"], color, f"{when} alignment (barrier {mean:.3g})")
-            ax.set(title=title, xlabel=r"interpolation $\lambda$", ylabel="training loss (nats)", xlim=(0, 1))
-            ax.set_ylim(0, ax.get_ylim()[1] * 1.3)
-            ax.legend(loc="upper left")
 
 
 def transpositions(path: Path, initial: Sequence[float], panels: Mapping[str, Any], walk: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A self-contained HTML page of a symmetry graph: the network's tensors with their axes colored by group."""
+"""A self-contained HTML page of a symmetry graph: the network drawn with its groups, its tensors, and tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tu_symmetry.files import write_text
 from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.layout import Lane, hues_of, lay_out
 from tu_symmetry.symmetry.report import member_text, shape_text, summary
 
 if TYPE_CHECKING:
@@ -29,7 +30,19 @@ rect { stroke: #555; stroke-width: .5; }
 rect:hover { stroke: #000; stroke-width: 2; }
 @media (prefers-color-scheme: dark) {
   body { background: #17181a; color: #ddd; } th, td { border-color: #333; } text { fill: #ddd; }
+  .layer { fill: #26282b; } .made { stroke: #17181a; } .read { fill: #17181a; }
 }
+.network { overflow-x: auto; }
+.network text { font: 11px ui-monospace, monospace; }
+.network text.size { font-size: 10px; opacity: .65; }
+.layer { fill: #f4f4f2; stroke: #8a8a86; stroke-width: 1; }
+.lane path { fill: none; stroke-width: 2; }
+.lane.nested path { stroke-width: 1; }
+.lane.scale path { stroke-width: 1.2; stroke-dasharray: 4 3; }
+.lane.normalization path { stroke-width: 1.2; stroke-dasharray: 1 3; }
+.lane:hover path { stroke-width: 4; }
+.made { stroke: #fff; stroke-width: 1; }
+.read { fill: #fff; stroke-width: 1.5; }
 """
 
 _PINNED = "#b9b9b9"
@@ -37,10 +50,15 @@ _PLAIN = "#ffffff"
 
 
 def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) -> str:
-    """Draw the network's tensors in order, each axis a bar colored by the group that moves it, and list all groups.
+    """Draw the network with its groups, then its tensors, and list all groups.
 
-    A bar is as long as the logarithm of its axis; an axis that several groups share (fused projections, concatenated
-    features) is divided among them. Gray is pinned, white moves with no group. Hovering names the group or the reason.
+    In the drawing of the network each box is a layer, and each line a group, which branches to the layers whose tensors
+    it moves: to a dot where it moves what the layer makes, to a ring where it moves what the layer reads. Permutations
+    are solid, permutations within blocks thin, positive scales dashed, normalizations dotted.
+
+    In the table of tensors each axis is a bar, colored by the group that moves it and as long as the logarithm of its
+    size; an axis that several groups share (fused projections, concatenated features) is divided among them. Gray is
+    pinned, white moves with no group. Hovering names the group or the reason.
 
     Args:
         graph: the symmetry graph.
@@ -58,6 +76,11 @@ def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) ->
             f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
             f"<h1>{title}</h1>",
             f"<table>{facts}</table>",
+            "<h2>Network</h2>",
+            "<p>A box is a layer, a line is a group. A dot: the group moves what the layer makes. A ring: it moves "
+            "what the layer reads. Solid lines are permutations, thin ones permutations within blocks, dashed ones "
+            "positive scales, dotted ones normalizations.</p>",
+            _network(graph),
             "<h2>Tensors</h2>",
             "<p>In the order of the state dict. Each bar is an axis, colored by the permutation group that moves it; "
             "gray is pinned. Hover for names.</p>",
@@ -72,15 +95,66 @@ def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) ->
     return page
 
 
+_BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
+_SHOWN = 34  # characters of a layer's name
+
+
+def _network(graph: SymmetryGraph) -> str:
+    """Layers as boxes in rows, groups as lines in lanes beside them, their names at the right where they begin."""
+    layout = lay_out(graph)
+    labels = _BOX + 24 + _SPACING * layout.columns
+    longest = max((len(f"{lane.name} {_size(lane)}") for lane in layout.lanes), default=0)
+    parts = []
+    for layer in layout.layers:
+        name = layer.name if len(layer.name) <= _SHOWN else f"…{layer.name[1 - _SHOWN :]}"
+        middle = layer.top + layer.height / 2 + 4
+        sizes = "×".join(map(str, layer.shape)) or "scalar"
+        parts.append(
+            f'<g><title>{escape(layer.name)}</title><rect class="layer" x="1" y="{layer.top:.1f}" width="{_BOX}" '
+            f'height="{layer.height:.1f}" rx="4"/><text x="8" y="{middle:.1f}">{escape(name)}</text>'
+            f'<text class="size" x="{_BOX - 6}" y="{middle:.1f}" text-anchor="end">{sizes}</text></g>'
+        )
+    for lane in layout.lanes:
+        parts.append(_lane(lane, _BOX + 16 + _SPACING * lane.column, labels))
+    width, height = labels + 7 * longest + 16, max(layout.height, 20)
+    return (
+        f'<div class="network"><svg id="network" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">{"".join(parts)}</svg></div>'
+    )
+
+
+def _lane(lane: Lane, x: float, labels: float) -> str:
+    """One group: its line, the branches to its layers, and its name."""
+    color = f"hsl({lane.hue:.0f} 65% {56 if lane.kind == 'nested' else 45}%)"
+    first, last = lane.branches[0], lane.branches[-1]
+    path = f"M{x:.1f} {first.y:.1f}V{last.y:.1f}" + "".join(f"M{_BOX + 1} {b.y:.1f}H{x:.1f}" for b in lane.branches)
+    marks = []
+    for branch in lane.branches:
+        if branch.makes:
+            marks.append(f'<circle class="made" cx="{x:.1f}" cy="{branch.y:.1f}" r="3.2" fill="{color}"/>')
+        if branch.reads:
+            left = _BOX + 1 if branch.makes else x
+            marks.append(f'<circle class="read" cx="{left:.1f}" cy="{branch.y:.1f}" r="2.8" stroke="{color}"/>')
+    return (
+        f'<g class="lane {lane.kind}"><title>{escape(f"{lane.name}, {_size(lane)}")}</title>'
+        f'<path d="{path}" stroke="{color}"/>{"".join(marks)}'
+        f'<path d="M{x:.1f} {first.y:.1f}H{labels - 4:.1f}" stroke="{color}" style="stroke-width:.5;opacity:.4"/>'
+        f'<text class="group" x="{labels:.1f}" y="{first.y + 4:.1f}" style="fill:{color}">{escape(lane.name)} '
+        f'<tspan class="size">{escape(_size(lane))}</tspan></text></g>'
+    )
+
+
+def _size(lane: Lane) -> str:
+    return lane.size + {"permutation": "", "nested": " in each block"}.get(lane.kind, f" {lane.kind}")
+
+
 def _colors(graph: SymmetryGraph) -> dict[str, str]:
-    """Hues by the golden angle, so that neighbors differ; a nested group is a shade of its parent."""
-    colors, hues, shades = {}, dict[str, float](), defaultdict[str, int](int)
+    """The hues of the drawing of the network; groups nested in one parent are lighter and darker by turns."""
+    colors, shades = {}, defaultdict[str, int](int)
+    hues = hues_of(graph)
     for group in graph.permutations:
-        if group.parent is None:
-            hues[group.name] = len(hues) * 137.508 % 360
-            light = 62
-        else:
-            hues[group.name] = hues[group.parent]
+        light = 62
+        if group.parent is not None:
             shades[group.parent] += 1
             light = 62 + (18 if shades[group.parent] % 2 else -18)
         colors[group.name] = f"hsl({hues[group.name]:.0f} 65% {light}%)"

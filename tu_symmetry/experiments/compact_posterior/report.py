@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tu_symmetry import plot
+from tu_symmetry.alignment.barrier import LossBarrier
 from tu_symmetry.experiments.compact_posterior.sources import Q_D, Q_R, SAMPLES, Runs
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
@@ -56,16 +58,28 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
         chain_table(runs),
     ]
     out.mkdir(parents=True, exist_ok=True)
-    plots.sigma_histograms(
-        out / "sigma.png",
-        {
-            title: {"before": _sigma(run / Q_D), "after": _sigma(run / Q_R)}
-            for title, run in (("HMC", runs.hmc), ("Ensemble", runs.ensemble))
-        },
-    )
+    sigmas = {
+        title: {"before": _sigma(run / Q_D), "after": _sigma(run / Q_R)}
+        for title, run in (("HMC", runs.hmc), ("Ensemble", runs.ensemble))
+    }
+    with plots.figure(out / "sigma.png", len(sigmas)) as axes:
+        plot.sigma_histograms(sigmas, ax=axes)
     plots.pruning(out / "pruning.png", found["pruning"]["keep"], found["pruning"]["curves"])
     paths = {k: v for k, v in found["interpolation"].items() if "/" in k}
-    plots.interpolation(out / "interpolation.png", found["interpolation"]["ratios"], paths)
+    with plots.figure(out / "interpolation.png", 2) as axes:
+        for ax, (source, title) in zip(
+            axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True
+        ):
+            lines = {
+                f"{when} alignment": [
+                    LossBarrier(barrier, found["interpolation"]["ratios"], losses, [], [])
+                    for barrier, losses in zip(
+                        *(paths[f"{source}/{when}"][k] for k in ("barrier", "loss")), strict=True
+                    )
+                ]
+                for when in ("before", "after")
+            }
+            plot.interpolation(lines, ylabel="training loss (nats)", title=title, ax=ax)
     pairs = len(found["interpolation"]["ensemble/before"]["loss"])
     sections = [
         *(f"## {g.title}\n\n{g.markdown()}" for g in grids),

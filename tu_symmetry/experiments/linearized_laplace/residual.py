@@ -170,14 +170,15 @@ class OutputsAt(Categorical):
     """Softmax classification whose Hessian is taken at given logits, row by row in the order of one pass."""
 
     def __init__(self, network: Tensor, logits: Tensor) -> None:
+        super().__init__()
         self.network, self.logits, self.read = network, logits, 0
 
-    def hessian_root(self, outputs: Tensor) -> Tensor:
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Root of the Hessian at the next rows of the given logits, in place of the network's outputs."""
         rows = slice(self.read, self.read + len(outputs))
         torch.testing.assert_close(outputs, self.network[rows], rtol=1e-3, atol=1e-3)
         self.read += len(outputs)
-        return super().hessian_root(self.logits[rows])
+        return super().hessian_root(self.logits[rows], targets)
 
 
 class Work:

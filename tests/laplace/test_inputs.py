@@ -1,0 +1,209 @@
+"""Batches and outputs of other libraries' models, and which parameters are uncertain."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import dense_curvature, randomize
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+SAMPLES, TOKENS, WORDS, CLASSES = 6, 4, 7, 3
+
+
+@dataclass
+class ModelOutput:
+    """As Hugging Face's libraries have it."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class LoraLinear(nn.Module):
+    """``W x + B A x``, the adapter of rank 2."""
+
+    def __init__(self, features: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(features, outputs)
+        self.lora_A, self.lora_B = nn.Linear(features, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+class Tagger(nn.Module):
+    """Keyword arguments, a padding mask, an output with logits for every token, as ``AutoModelForTokenClassification``.
+
+    The head is defined first and called last.
+    """
+
+    def __init__(self, output: str = "object", pooled: bool = False) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, CLASSES)
+        self.table, self.query, self.mix = nn.Embedding(WORDS, 4), LoraLinear(4, 5), nn.Linear(5, 5)
+        self.output, self.pooled = output, pooled
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> ModelOutput | dict[str, Tensor] | Tensor:
+        assert labels is None
+        h = torch.tanh(self.query(self.table(input_ids)))
+        mask = torch.ones_like(h[..., :1]) if attention_mask is None else attention_mask.unsqueeze(-1).to(h)
+        h = torch.tanh(self.mix(h + (h * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)))
+        logits = self.head((h * mask).sum(1) if self.pooled else h)
+        if self.output == "object":
+            return ModelOutput(logits=logits)
+        return {"logits": logits} if self.output == "mapping" else logits
+
+
+def batch(pooled: bool = False) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(SAMPLES, TOKENS, dtype=torch.long)
+    mask[::2, -1] = 0
+    labels = torch.randint(0, CLASSES, (SAMPLES,) if pooled else (SAMPLES, TOKENS), generator=generator)
+    return {
+        "input_ids": torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=generator),
+        "attention_mask": mask,
+        "labels": labels if pooled else torch.where(mask > 0, labels, -100),
+    }
+
+
+def halves(whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{k: v[rows] for k, v in whole.items()} for rows in (slice(0, 4), slice(4, None))]
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("output", ["object", "mapping"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag", "last_layer"])
+def test_a_mapping_is_a_call_with_keywords(curvature: Any, output: str, pooled: bool) -> None:
+    """Everything is as with positional arguments and a plain tensor."""
+    whole, options = batch(pooled), {"curvature": curvature, "prior": "per_layer"}
+    model, plain = randomize(Tagger(output, pooled)), randomize(Tagger("plain", pooled))
+    la = LinearizedLaplace(model, **options).fit(halves(whole))
+    inputs = (whole["input_ids"], whole["attention_mask"])
+    pairs = [((inputs[0][rows], inputs[1][rows]), whole["labels"][rows]) for rows in (slice(0, 4), slice(4, None))]
+    expected = LinearizedLaplace(plain, **options).fit(pairs)
+    torch.testing.assert_close(dense_curvature(la), dense_curvature(expected))
+    for one in (la, expected):
+        one.solve_mode()
+    torch.testing.assert_close(la.theta, expected.theta, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(la.predictive(UserDict(whole)), expected.predictive(inputs))
+    rows = list(la.predict(halves(whole), link_approx="probit"))
+    torch.testing.assert_close(torch.cat(rows), expected.predictive(inputs, link_approx="probit"))
+
+
+def test_evidence_calibration_and_normalization_groups_of_mappings() -> None:
+    """The symmetries are found from a call with keywords, and data are joined to chunks."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(3, 4, bias=False), nn.LayerNorm(4), nn.Linear(4, CLASSES)
+
+        def forward(self, values: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.norm(self.first(values))))
+
+    model, generator = randomize(Normed()), torch.Generator().manual_seed(2)
+    x = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, CLASSES, (12,), generator=generator)
+    loader = [{"values": x[i : i + 4], "targets": y[i : i + 4]} for i in range(0, 12, 4)]
+    la = LinearizedLaplace(model).fit(loader)
+    assert len(la.prior_groups) > 1
+    found = la.optimize_evidence()
+    expected = LinearizedLaplace(model).fit([(x, y)]).optimize_evidence()
+    assert found.log_marginal_likelihood == pytest.approx(expected.log_marginal_likelihood, rel=1e-6)
+    assert la.calibrate(loader).samples == 12
+
+
+def test_batches_that_are_no_calls() -> None:
+    model = randomize(Tagger())
+    whole = batch()
+    for wrong, message in (
+        ({k: v for k, v in whole.items() if k != "labels"}, "have to be a tensor under one of"),
+        ({**whole, "targets": whole["labels"]}, "have to be a tensor under one of"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            LinearizedLaplace(model, prior="single").fit([wrong])
+    with pytest.raises(TypeError, match="is a str"):
+        LinearizedLaplace(model, prior="single").fit([{**whole, "text": "words"}])
+
+
+# ---------------------------------------------------------------------- which parameters
+
+
+def names_of(model: nn.Module, **options: Any) -> tuple[str, ...]:
+    loader = (
+        [batch()] if isinstance(model, Tagger) else [(torch.randn(4, 2, 5, 5).double(), torch.tensor([0, 1, 2, 0]))]
+    )
+    return LinearizedLaplace(model, prior="single", **options).fit(loader).tangent.names
+
+
+def test_adapters_are_the_uncertain_subset() -> None:
+    model = randomize(Tagger())
+    adapters = ("query.lora_A.weight", "query.lora_B.weight")
+    assert names_of(model, parameters=["*lora_*"]) == adapters
+    la = LinearizedLaplace(model, parameters=["*lora_*"], prior="single", curvature="full").fit([batch()])
+    by_name = LinearizedLaplace(model, parameters=list(adapters), prior="single", curvature="full").fit([batch()])
+    assert torch.equal(dense_curvature(la), dense_curvature(by_name))
+    assert names_of(model, parameters=["query.lora_?.weight", "head"]) == ("head.weight", "head.bias", *adapters)
+    with pytest.raises(ValueError, match=r"'\*adapter\*' matches no parameter"):
+        names_of(model, parameters=["*adapter*"])
+
+
+class Classifier(nn.Module):
+    """Owns a parameter itself, and finishes after its head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+        self.scale, self.body = nn.Parameter(torch.ones(2, 1, 1)), nn.Conv2d(2, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.scale * x))).flatten(2).mean(2)
+
+
+HEADS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(4, 3, 1), ("head.weight", "head.bias")),
+    "norm": (lambda: nn.Sequential(nn.Conv2d(4, 3, 1), nn.GroupNorm(1, 3), nn.Tanh()),
+             ("head.1.weight", "head.1.bias")),
+    "parametrized": (lambda: weight_norm(nn.Conv2d(4, 3, 1, bias=False)),
+                     ("head.parametrizations.weight.original0", "head.parametrizations.weight.original1")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+@pytest.mark.parametrize("head", list(HEADS))
+def test_any_module_is_a_last_layer(head: str, curvature: Any) -> None:
+    build, expected = HEADS[head]
+    assert names_of(randomize(Classifier(build())), parameters="last_layer", curvature=curvature) == expected
+
+
+def test_the_last_layer_is_the_one_that_is_called_last(tmp_path: Any) -> None:
+    """The tagger's head is defined first; where the closed form applies, it is found in the same way, or named."""
+    model = randomize(Tagger())
+    for options in (
+        {"parameters": "last_layer", "curvature": "full"},
+        {"curvature": "last_layer"},
+        {"parameters": "last_layer", "curvature": "last_layer"},
+        {"parameters": ["head"], "curvature": "last_layer"},
+    ):
+        la = LinearizedLaplace(model, prior="single", evaluate_at="map", **options).fit([batch()])
+        assert la.tangent.names == ("head.weight", "head.bias")
+        reference = LinearizedLaplace(model, prior="single", evaluate_at="map", curvature="full", parameters=["head"])
+        torch.testing.assert_close(dense_curvature(la), dense_curvature(reference.fit([batch()])))
+        la.save(tmp_path / "la.safetensors")
+        again = LinearizedLaplace.load(tmp_path / "la.safetensors", model)
+        assert again.tangent.names == la.tangent.names
+        assert torch.equal(again.predictive(batch()), la.predictive(batch()))
+    with pytest.raises(ValueError, match="no module 'tail'"):
+        LinearizedLaplace(model, parameters=["tail"], curvature="last_layer")
+    with pytest.raises(ValueError, match="one linear layer"):
+        LinearizedLaplace(model, parameters=["head", "mix"], curvature="last_layer")
+    with pytest.raises(ValueError, match="is not the network's output"):
+        LinearizedLaplace(model, parameters=["mix"], curvature="last_layer", prior="single").fit([batch()])

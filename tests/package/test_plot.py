@@ -1,0 +1,147 @@
+"""``tus.plot``: each function returns (figure, axes), shows the numbers it was given, and leaves the backend alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from torch import nn
+
+import tu_symmetry as tus
+from tu_symmetry.alignment.barrier import LossBarrier
+from tu_symmetry.callbacks.figures import log_figure
+from tu_symmetry.symmetry.layout import lay_out
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Any:
+    yield
+    plt.close("all")
+
+
+def line(barrier: float, losses: list[float]) -> LossBarrier:
+    return LossBarrier(barrier, [0.0, 0.5, 1.0], losses, [0.0] * 3, [1.0] * 3)
+
+
+def graph() -> tus.SymmetryGraph:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    return tus.discover_symmetries(network, torch.randn(2, 1, 4, 4))
+
+
+def test_lines_and_bands_show_means_and_spreads() -> None:
+    given = {"as given": [line(2.0, [1, 4, 1]), line(4.0, [1, 6, 3])], "aligned": line(0.5, [1, 1.5, 1])}
+    figure, ax = tus.plot.interpolation(given, ylabel="nats")
+    assert isinstance(figure, Figure) and ax.get_ylabel() == "nats"
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), [1, 5, 2])
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), [1, 1.5, 1])
+    said = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert said == ["as given (barrier 3)", "aligned (barrier 0.5)"]
+    with pytest.raises(ValueError, match="at least one is needed"):
+        tus.plot.interpolation({"none": []})
+    figure, ax = tus.plot.bands([0, 1], {"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": [5.0, 6.0]}, ax=ax)
+    np.testing.assert_allclose(ax.lines[-2].get_ydata(), [2, 3])
+    assert figure is ax.figure  # axes that were given
+
+
+def test_histograms_hold_every_sample() -> None:
+    pair = {"before": {"w": torch.linspace(0, 1, 90), "b": torch.zeros(10)}, "after": np.full(50, 0.25)}
+    _, axes = tus.plot.sigma_histograms({"one": pair, "two": pair})
+    assert [ax.get_title() for ax in axes] == ["one", "two"]
+    for patches, count in zip(axes[0].containers, (100, 50), strict=True):
+        shares = [bar.get_height() * bar.get_width() for bar in patches]
+        assert sum(shares) == pytest.approx(1) and count
+    assert "median 0.25" in axes[0].get_legend().get_texts()[1].get_text()
+    _, ax = tus.plot.marginals({"chain": torch.randn(3, 40), "aligned": torch.randn(40)})
+    assert [sum(b.get_height() * b.get_width() for b in bars) for bars in ax.containers] == [pytest.approx(1)] * 2
+    for empty in (lambda: tus.plot.marginals({}), lambda: tus.plot.sigma_histograms({})):
+        with pytest.raises(ValueError):
+            empty()
+
+
+def test_matrices_and_bars() -> None:
+    matrix = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
+    _, axes = tus.plot.barriers({"before": matrix, "after": matrix / 4}, names=["a", "b"])
+    np.testing.assert_allclose(axes[1].images[0].get_array(), matrix / 4)
+    assert axes[0].images[0].get_clim() == axes[1].images[0].get_clim() == (0, 2)  # one scale
+    assert [t.get_text() for t in axes[0].get_xticklabels()] == ["a", "b"]
+    with pytest.raises(ValueError, match="square"):
+        tus.plot.barriers([1.0, 2.0])
+    with pytest.raises(ValueError, match="2 axes are needed, and 1"):
+        tus.plot.barriers({"before": matrix, "after": matrix}, ax=axes[0])
+    _, ax = tus.plot.bars({"mass": [1, 2, 3], "least": [1, 1, 2]}, ["x", "y", "z"], log=True)
+    assert [bar.get_height() for bar in ax.containers[0]] == [1, 2, 3] and ax.get_yscale() == "log"
+
+
+def test_the_group_graph_names_layers_and_groups() -> None:
+    found = graph()
+    figure, ax = tus.plot.group_graph(found)
+    said = " ".join(text.get_text() for text in ax.texts)
+    layout = lay_out(found)
+    assert all(layer.name in said for layer in layout.layers) and all(lane.name in said for lane in layout.lanes)
+    assert len(ax.patches) == len(layout.layers) and len(ax.lines) > len(layout.lanes)
+    figure.canvas.draw()
+    assert np.asarray(figure.canvas.buffer_rgba())[..., :3].std() > 5, "an empty picture"
+
+
+def test_importing_it_draws_nothing_and_keeps_the_backend() -> None:
+    code = (
+        "import sys, tu_symmetry as tus; tus.plot; assert 'matplotlib' not in sys.modules\n"
+        "import matplotlib; matplotlib.use('svg'); tus.plot.bars({'a': [1]}, ['x'])\n"
+        "assert matplotlib.get_backend() == 'svg'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Experiment:
+    def __init__(self) -> None:
+        self.figures: list[tuple[str, Any, int]] = []
+
+    def add_figure(self, name: str, figure: Any, global_step: int, close: bool) -> None:
+        self.figures.append((name, figure, global_step))
+
+
+class TensorBoardLike:
+    def __init__(self) -> None:
+        self.experiment = Experiment()
+
+
+class WandbLike:
+    def __init__(self) -> None:
+        self.images: list[Any] = []
+
+    def log_image(self, key: str, images: list[Any], step: int) -> None:
+        self.images.append((key, images[0], step))
+
+
+class CSVLike:
+    experiment = None
+
+
+class FakeTrainer:
+    global_step, is_global_zero = 7, True
+
+    def __init__(self, *loggers: Any) -> None:
+        self.loggers = list(loggers)
+
+
+def test_figures_go_to_loggers_of_images_and_are_not_drawn_for_others() -> None:
+    board, wandb, drawn = TensorBoardLike(), WandbLike(), []
+
+    def draw() -> Any:
+        drawn.append(1)
+        return tus.plot.bars({"a": [1.0]}, ["x"])
+
+    assert log_figure(FakeTrainer(CSVLike()), "scale/layers", draw) == 0 and not drawn  # type: ignore[arg-type]
+    assert log_figure(FakeTrainer(board, CSVLike(), wandb), "scale/layers", draw) == 2  # type: ignore[arg-type]
+    assert len(drawn) == 1 and not plt.get_fignums()
+    assert [(n, s) for n, _, s in board.experiment.figures] == [("scale/layers", 7)]
+    assert wandb.images[0][0] == "scale/layers" and wandb.images[0][1] is board.experiment.figures[0][1]
