@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BlockKind = Literal["kronecker", "dense", "diagonal", "coupled"]
+BlockKind = Literal["kronecker", "dense", "diagonal", "coupled", "lowrank"]
 
 
 def rotate(rows: Tensor, basis: Tensor) -> Tensor:
@@ -267,6 +267,77 @@ class CoupledBlock(Block):
     def tensors(self) -> dict[str, Tensor]:
         """The matrix."""
         return {"matrix": self.matrix}
+
+
+class LowRankBlock(Block):
+    """``R^T R`` of a few rows over all parameters, in one prior group or several.
+
+    With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``, where ``V e V^T`` has the rank of the rows
+    ``R L^-1/2 / sqrt(noise)``; ``V`` and ``e`` come from their small Gram matrix, anew where the precisions change.
+    With one row ``r`` and one precision ``l`` it is ``e = |r|^2 / (l noise)``, and the variance along ``r`` is
+    ``1 / (l + |r|^2 / noise)``.
+
+    Attributes:
+        rows: ``[rank, size]``.
+    """
+
+    kind: BlockKind = "lowrank"
+
+    def __init__(self, name: str, start: int, groups: Tensor, rows: Tensor) -> None:
+        super().__init__(name, start, groups)
+        self.rows = rows
+        self._key: tuple[bytes, float] | None = None
+        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def stop(self) -> int:
+        """End of the piece."""
+        return self.start + self.rows.shape[1]
+
+    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``(L^-1/2, V, e)``, with zero columns of ``V`` where ``e`` is zero."""
+        key = (log_precision.cpu().double().numpy().tobytes(), noise)
+        if self._key != key or self._cached is None:
+            device = self.rows.device
+            root = (-0.5 * log_precision).exp().double().to(device)[self.groups.to(device)]
+            rows = self.rows.double() * root / noise**0.5
+            values, small = decompose(rows @ rows.mT)
+            vectors = rows.mT @ (small * torch.where(values > 0, values, torch.inf).rsqrt())
+            self._key, self._cached = key, (root.to(self.rows), vectors.to(self.rows), values.to(self.rows))
+        return self._cached
+
+    def eigenvalues(self) -> Tensor:
+        """A low-rank block has no eigenvalues apart from the prior."""
+        raise NotImplementedError
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """A low-rank block has no basis apart from the prior."""
+        raise NotImplementedError
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """A low-rank block has no basis apart from the prior."""
+        raise NotImplementedError
+
+    def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
+        """The inverse of the precision (power -1), or the root ``L^-1/2 (1 + V e V^T)^-1/2`` of it (-1/2)."""
+        root, basis, values = self.scaled(log_precision, noise)
+        if power not in (-1.0, -0.5):
+            raise ValueError(f"power {power} of a low-rank block; only -1 and -1/2 are defined")
+        return _shrunk(vectors * root if power == -1.0 else vectors, basis, values, power) * root
+
+    def whiten(self, vectors: Tensor, log_precision: Tensor, noise: float) -> Tensor:
+        """Coefficients whose inner products are those of ``vectors`` under the posterior covariance."""
+        root, basis, values = self.scaled(log_precision, noise)
+        return _shrunk(vectors * root, basis, values, -0.5)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The rows."""
+        return {"rows": self.rows}
+
+
+def _shrunk(vectors: Tensor, basis: Tensor, values: Tensor, power: float) -> Tensor:
+    """``(1 + V e V^T)^power v`` for orthonormal columns ``V``."""
+    return vectors + ((vectors @ basis) * ((1 + values).pow(power) - 1)) @ basis.mT
 
 
 class Posterior:

@@ -29,11 +29,12 @@ from tu_symmetry.laplace.blocks import (
     DenseBlock,
     DiagonalBlock,
     KroneckerBlock,
+    LowRankBlock,
     decompose,
     rotate,
     within_groups,
 )
-from tu_symmetry.laplace.data import all_reduce, batches, together
+from tu_symmetry.laplace.data import all_reduce, batches, processes, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
@@ -42,7 +43,7 @@ from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
-Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer"]
+Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer", "lowrank"]
 KfacApprox = Literal["expand", "reduce"]
 BiasCurvature = Literal["exact", "shared"]
 Backend = Literal["hooks", "backpack"]
@@ -65,6 +66,7 @@ class Options:
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
         dense_limit: longest vector (bias, affine parameter) that gets a dense block; a longer one gets a diagonal.
         backend: where the gradients of single samples come from that ``diag`` and ``full`` are made of.
+        rank: number of directions of a low-rank curvature.
     """
 
     curvature: Curvature = "kfac"
@@ -74,6 +76,7 @@ class Options:
     mc_samples: int = 1
     dense_limit: int = 4096
     backend: Backend = "hooks"
+    rank: int = 100
 
 
 @dataclass
@@ -172,6 +175,8 @@ def fit_curvature(
     with evaluating(tangent.model):
         if options.curvature in ("full", "last_layer"):
             return _full(tangent, likelihood, one_pass, groups, options, generator)
+        if options.curvature == "lowrank":
+            return _low_rank(tangent, likelihood, one_pass, groups, options, generator)
         if options.curvature == "diag":
             return _diagonal(tangent, likelihood, one_pass, groups, options, generator)
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
@@ -250,6 +255,51 @@ def _full(
         return [CoupledBlock("all", 0, number, matrix)], summary
     values, vectors = decompose(matrix)
     return [DenseBlock("all", 0, torch.tensor(0), vectors, values)], summary
+
+
+def _low_rank(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    one_pass: _Pass,
+    groups: PriorGroups,
+    options: Options,
+    generator: torch.Generator | None,
+) -> tuple[list[Block], Summary]:
+    """The main directions of the curvature, in one pass: gradients join the rows kept so far, and the rest is dropped.
+
+    What is dropped each time is the part below the largest ``rank`` singular values, so that ``R^T R`` never exceeds
+    the curvature, and is equal to it where its rank is not larger.
+    """
+    rank, point = min(options.rank, tangent.size), tangent.point()
+    rows: list[Tensor] = []
+
+    def compress() -> None:
+        joined = torch.cat(rows)
+        if len(joined) > rank:
+            _, vectors = decompose(joined @ joined.mT)
+            joined = vectors[:, -rank:].mT @ joined
+        rows[:] = [joined]
+
+    def step(inputs: Any, targets: Tensor) -> Tensor:
+        outputs = tangent.outputs(inputs)
+        root = _columns(likelihood, outputs, targets, options, generator)
+        for part in _chunks(len(outputs), tangent.size):
+            for column in root.of(part):
+                rows.append(tangent.sample_gradients(rows_of(inputs, part), column))
+                if sum(map(len, rows)) > 4 * rank:
+                    compress()
+        return outputs
+
+    summary = one_pass.run(step)
+    compress()
+    if processes() > 1:
+        every = point.new_zeros(processes(), rank, tangent.size)
+        every[torch.distributed.get_rank(), : len(rows[0])] = rows[0]
+        all_reduce(every)
+        rows[:] = [every.flatten(0, 1)]
+        compress()
+    number = groups.spread(torch.arange(len(groups)))
+    return [LowRankBlock("all", 0, number if len(groups) > 1 else torch.tensor(0), rows[0])], summary
 
 
 def _diagonal(

@@ -21,7 +21,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, CoupledBlock
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, LowRankBlock
 from tu_symmetry.laplace.groups import PriorGroups
 
 _EXACT = 4096  # as many eigenvalues of a group are kept as they are
@@ -237,7 +237,7 @@ class CoupledDeterminants(Determinants):
     def __init__(self, block: CoupledBlock, count: int) -> None:
         self.matrix = block.matrix.double()
         self.groups = block.groups.to(self.matrix.device)
-        self.count = count
+        self.count, self.entries = count, len(self.matrix)
 
     def _scaled(self, rho: Tensor, tau: float) -> Tensor:
         root = (-0.5 * (rho + tau)).exp().to(self.matrix)[self.groups]
@@ -288,7 +288,7 @@ class CoupledDeterminants(Determinants):
 
         point = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)]).clamp(low, high)
         value = energy(point)
-        unsure = 0.1 * _ROUNDING * (len(self.matrix) + (0 if noise is None else noise.values))  # of a gradient
+        unsure = 0.1 * _ROUNDING * (self.entries + (0 if noise is None else noise.values))  # of a gradient
         for _ in range(_NEWTON_STEPS):
             gradient, hessian = self.derivatives(norms, point[:-1], float(point[-1]), noise)
             gradient[:-1] += weight * (point[:-1] - log_center)
@@ -332,6 +332,45 @@ class CoupledDeterminants(Determinants):
         return _assembled(norms, rho, tau, noise, sizes - free, torch.diag(free) - coupling.cpu())
 
 
+class LowRankDeterminants(CoupledDeterminants):
+    """Few rows over one prior group or several, from the Gram matrices of each group's part of them.
+
+    With ``A_g = R_g R_g^T / (v lambda_g)`` the log-determinant ratio is ``log det(1 + sum_g A_g)``, and ``gamma_g`` the
+    trace of ``(1 + sum A)^-1 A_g``.
+    """
+
+    def __init__(self, block: LowRankBlock, count: int) -> None:
+        rows = block.rows.double()
+        number = block.groups.to(rows.device).expand(rows.shape[1])
+        parts = (rows[:, number == g] for g in range(count))
+        self.grams = torch.stack([part @ part.mT for part in parts]).cpu()
+        self.count, self.entries = count, rows.shape[1]
+
+    def _parts(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+        """``A_g``, and the Cholesky factor of one plus their sum."""
+        parts = self.grams * (-rho - tau).exp().view(-1, 1, 1)
+        whole = parts.sum(0)
+        whole.diagonal().add_(1)
+        return parts, torch.linalg.cholesky(whole)
+
+    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
+        """``log det(1 + sum A)``."""
+        return 2 * float(self._parts(rho, tau)[1].diagonal().log().sum())
+
+    def gamma(self, rho: Tensor, tau: float) -> Tensor:
+        """``tr (1 + sum A)^-1 A_g``."""
+        parts, factor = self._parts(rho, tau)
+        return (parts * torch.cholesky_inverse(factor)).sum((1, 2))
+
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Second derivatives are ``gamma_g`` on the diagonal less ``tr K A_g K A_h``, ``K = (1 + sum A)^-1``."""
+        parts, factor = self._parts(rho, tau)
+        inner = torch.cholesky_inverse(factor) @ parts
+        gamma = inner.diagonal(dim1=1, dim2=2).sum(1)
+        coupling = torch.einsum("gij,hji->gh", inner, inner)
+        return _assembled(norms, rho, tau, noise, gamma, torch.diag(gamma) - coupling)
+
+
 def _assembled(
     norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, gamma: Tensor, curvature: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -361,6 +400,8 @@ def _assembled(
 
 def determinants(blocks: Sequence[Block], groups: PriorGroups) -> Determinants:
     """The determinants of a posterior's blocks."""
+    if isinstance(blocks[0], LowRankBlock):
+        return LowRankDeterminants(blocks[0], len(groups))
     if isinstance(blocks[0], CoupledBlock):
         return CoupledDeterminants(blocks[0], len(groups))
     return Spectrum.of(blocks, groups)

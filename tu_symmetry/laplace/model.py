@@ -108,8 +108,9 @@ class LinearizedLaplace:
             (each module), ``single``.
         evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at the weights ``theta*``, the
             mode of the tangent model) or ``map`` (at the linearization point, the trained weights).
-        curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``, or
-            ``last_layer`` (exact, for the last linear layer alone).
+        curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``,
+            ``lowrank`` (the main directions of the full one, over all weights together), or ``last_layer`` (exact, for
+            the last linear layer alone).
         fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``:
             curvlinops' words.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
@@ -125,6 +126,7 @@ class LinearizedLaplace:
             for the diagonal of fully connected networks (32 times on 784-512-10), and slower for convolutions.
         dense_limit: longest parameter apart from weight matrices (biases, affine parameters, whatever else a module
             owns) that gets its exact dense block; a longer one gets the exact diagonal.
+        rank: number of directions of ``curvature="lowrank"``.
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
         prior_precision: initial precision, one for all groups or by group name; None starts each group at its center
             (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
@@ -157,6 +159,7 @@ class LinearizedLaplace:
         mc_samples: int = 1,
         dense_limit: int = 4096,
         backend: Backend = "hooks",
+        rank: int = 100,
         noise_variance: float | None = None,
         prior_precision: float | Mapping[str, float] | None = None,
         generator: torch.Generator | None = None,
@@ -170,7 +173,7 @@ class LinearizedLaplace:
         for option, value, allowed in (
             ("prior", prior, ("per_group", "per_filter", "per_layer", "single")),
             ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
-            ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer")),
+            ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer", "lowrank")),
             ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
             ("kfac_approx", kfac_approx, ("expand", "reduce")),
             ("bias", bias, ("exact", "shared")),
@@ -196,11 +199,13 @@ class LinearizedLaplace:
         for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
             if precision is not None and not (precision > 0 and math.isfinite(precision)):
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
+        if rank < 1:
+            raise ValueError(f"rank={rank} has to be at least 1")
         if mc_samples < 1:
             raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
         self.model, self.graph = model, graph
         self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
-        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit, backend)
+        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit, backend, rank)
         self.generator = generator
         self.noise_fixed = noise_variance is not None
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
@@ -265,7 +270,7 @@ class LinearizedLaplace:
                 self.tangent,
                 inputs,
                 layered=kind in ("kfac", "ekfac"),
-                functional=kind in ("full", "diag"),
+                functional=kind in ("full", "diag", "lowrank"),
             )
         marked = torch.tensor([float(name in found) for name in self.tangent.names], device=device)
         all_reduce(marked)  # other processes have other samples

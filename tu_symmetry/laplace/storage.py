@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock
 from tu_symmetry.laplace.curvature import Options, Summary
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
@@ -33,6 +33,7 @@ _KINDS: dict[str, type[Block]] = {
     "dense": DenseBlock,
     "diagonal": DiagonalBlock,
     "coupled": CoupledBlock,
+    "lowrank": LowRankBlock,
 }
 
 
