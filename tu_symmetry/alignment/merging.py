@@ -192,13 +192,19 @@ def merge(
         if progress is not None:
             progress({"step": step, "done": done, "total": len(members)})
 
-    options = {"match_on": match_on, "solver": solver, "similarity": similarity, "model": model, "dataloader": data}
+    options: dict[str, Any] = {
+        "match_on": match_on,
+        "solver": solver,
+        "similarity": similarity,
+        "model": model,
+        "dataloader": data,
+    }
     options["certify"] = certify
     permutations, certificates, uncertified = _align(graph, members, reference, options, done, tell)
     own: list[Scores] = []
     if functions:
         for k in range(len(members)):
-            own.append(_once(done, f"scores/{k}", lambda k=k: measure(members[k])))
+            own.append(_once(done, f"scores/{k}", partial(_measured, measure, members, k)))
             tell("measure", k + 1)
     aligned = _Aligned(graph, members, permutations)
 
@@ -257,13 +263,16 @@ def _lines(
     """Losses along the lines from the first of the chosen networks to the others; inner points are corrected."""
     found = []
     for k in chosen[1:]:
-        ends = [networks[chosen[0]], networks[k]]
+        one, other = networks[chosen[0]], networks[k]
+        ends = [one, other]
 
         def between(state: State, ratio: float, ends: list[State] = ends) -> State:
             assert correct is not None
             return correct(ends, [1 - ratio, ratio], state)
 
-        found.append(loss_barrier(model, *ends, data, loss, points=points, merge=None if correct is None else between))
+        found.append(
+            loss_barrier(model, one, other, data, loss, points=points, merge=None if correct is None else between)
+        )
     return found
 
 
@@ -431,7 +440,7 @@ def _align(
     first = isinstance(reference, str) and reference == "first"
     anchor: State = {}
     if not together:
-        anchor = members[0] if first else _read(cast(Network, reference), "reference")
+        anchor = members[0] if first else _read(reference, "reference")
         graph.check_state(anchor, name="states[0]" if first else "reference")
     permutations, certificates, uncertified = [identity] if first else [], [], ""
     for k in range(len(permutations), len(members)):
@@ -501,6 +510,20 @@ def _narrow(state: State, like: Mapping[str, torch.dtype]) -> State:
     return {n: t.to(like[n]) for n, t in state.items()}
 
 
+def _measured(measure: Callable[[State], Scores], networks: Sequence[State], k: int) -> Scores:
+    return measure(networks[k])
+
+
+def _measured_mean(
+    measure: Callable[[State, Sequence[int], Sequence[float]], Scores],
+    mean: State,
+    like: Mapping[str, torch.dtype],
+    chosen: Sequence[int],
+    shares: Sequence[float],
+) -> Scores:
+    return measure(_narrow(mean, like), chosen, shares)
+
+
 def _greedy(
     aligned: Sequence[State],
     order: Sequence[int],
@@ -520,7 +543,8 @@ def _greedy(
             continue  # known to be worse: it is not even read
         network = aligned[k]
         candidate = _towards(soup, network, like, ratio)
-        found = _once(done, key, lambda c=candidate, t=trial: measure(_narrow(c, like), t, [1 / len(t)] * len(t)))
+        shares = [ratio] * len(trial)
+        found = _once(done, key, partial(_measured_mean, measure, candidate, like, trial, shares))
         if found["loss"] <= best:
             best, soup, chosen = found["loss"], candidate, trial
         del candidate, network

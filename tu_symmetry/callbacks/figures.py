@@ -43,7 +43,7 @@ def _taker(logger: Any, name: str, step: int) -> Callable[[Any], Any] | None:
     kind = type(logger).__name__
     if hasattr(logger, "log_image"):
         return lambda figure: logger.log_image(key=name, images=[figure], step=step)
-    experiment = getattr(logger, "experiment", None)
+    experiment: Any = getattr(logger, "experiment", None)
     if hasattr(experiment, "add_figure"):
         return lambda figure: experiment.add_figure(name, figure, global_step=step, close=False)
     if kind == "MLFlowLogger":

@@ -38,9 +38,25 @@ STYLE: Any = {
 @contextmanager
 def figure(path: Path, panels: int, width: float = 3.6, height: float = 2.9) -> Iterator[list[Axes]]:
     """A row of panels in the common style, written as PNG to ``path`` at the end."""
+    with grid(path, 1, panels, width, height) as axes:
+        yield list(axes[0])
+
+
+@contextmanager
+def grid(path: Path, rows: int, columns: int, width: float, height: float, **options: Any) -> Iterator[Any]:
+    """Rows of panels in the common style (``[rows, columns]``), written as PNG to ``path`` at the end.
+
+    Args:
+        path: of the PNG.
+        rows: of panels.
+        columns: of panels.
+        width: of a panel, in inches.
+        height: of a panel, in inches.
+        options: of ``Figure.subplots`` (``sharex``, ...).
+    """
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(width * panels, height))  # of no window system, whatever backend is in use
-        yield list(made.subplots(1, panels, squeeze=False)[0])
+        made = Figure(figsize=(width * columns, height * rows))  # of no window system, whatever backend is in use
+        yield made.subplots(rows, columns, squeeze=False, **options)
         made.savefig(path)
 
 

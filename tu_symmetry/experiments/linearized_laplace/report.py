@@ -334,23 +334,18 @@ def draw_bands(path: Path, found: Mapping[str, Any]) -> None:
     chosen = [name for name in rows if "/" in name]
     width = max(len(fixed), len(chosen))
     grid = torch.tensor(found["grid"]).numpy()
-    with plots.plt.rc_context(plots.STYLE):
-        made, axes = plots.plt.subplots(2, width, figsize=(2.6 * width, 4.8), sharex=True, sharey=True, squeeze=False)
-        try:
-            for line, names, color in zip(axes, (fixed, chosen), (plots.GRAY, plots.BLUE), strict=True):
-                for ax in line[len(names) :]:
-                    ax.set_visible(False)
-                for ax, name in zip(line, names, strict=False):
-                    mean, spread = (torch.tensor(rows[name][key]).numpy() for key in ("mean", "epistemic"))
-                    for times, alpha in ((1, 0.3), (2, 0.15)):
-                        low, high = mean - times * spread, mean + times * spread
-                        ax.fill_between(grid, low, high, color=color, alpha=alpha, linewidth=0)
-                    ax.plot(grid, mean, color=color)
-                    ax.plot(found["train_x"], found["train_y"], linestyle="", marker=".", color="black", markersize=2.5)
-                    ax.set_title(band_title(name).replace("θ~", r"$\tilde\theta$").replace("θ*", r"$\theta_*$"))
-                    text = f"test NLL {rows[name]['nll']:.2f}{'' if rows[name]['converged'] else ' (not converged)'}"
-                    ax.text(0.03, 0.03, text, transform=ax.transAxes, fontsize=8)
-            axes[0, 0].set(ylim=(-4, 4), xlim=(float(grid[0]), float(grid[-1])))
-            made.savefig(path)
-        finally:
-            plots.plt.close(made)
+    with plots.grid(path, 2, width, 2.6, 2.4, sharex=True, sharey=True) as axes:
+        for line, names, color in zip(axes, (fixed, chosen), (plots.GRAY, plots.BLUE), strict=True):
+            for ax in line[len(names) :]:
+                ax.set_visible(False)
+            for ax, name in zip(line, names, strict=False):
+                mean, spread = (torch.tensor(rows[name][key]).numpy() for key in ("mean", "epistemic"))
+                for times, alpha in ((1, 0.3), (2, 0.15)):
+                    low, high = mean - times * spread, mean + times * spread
+                    ax.fill_between(grid, low, high, color=color, alpha=alpha, linewidth=0)
+                ax.plot(grid, mean, color=color)
+                ax.plot(found["train_x"], found["train_y"], linestyle="", marker=".", color="black", markersize=2.5)
+                ax.set_title(band_title(name).replace("θ~", r"$\tilde\theta$").replace("θ*", r"$\theta_*$"))
+                text = f"test NLL {rows[name]['nll']:.2f}{'' if rows[name]['converged'] else ' (not converged)'}"
+                ax.text(0.03, 0.03, text, transform=ax.transAxes, fontsize=8)
+        axes[0, 0].set(ylim=(-4, 4), xlim=(float(grid[0]), float(grid[-1])))
