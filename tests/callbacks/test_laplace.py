@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 from torch_uncertainty.layers.distributions import get_dist_linear_layer
 from torch_uncertainty.losses import DistributionNLLLoss
+from torch_uncertainty.methods import deep_ensembles
 from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine, SegmentationRoutine
 
 import tu_symmetry as tus
@@ -639,3 +640,18 @@ def test_a_normal_distribution_of_torch_uncertainty_is_read_as_mean_and_log_vari
     assert bool((found.variance > own["scale"].square()).all())
     nll = -torch.distributions.Normal(own["loc"], own["scale"]).log_prob(y).sum()
     assert la.summary.loss == pytest.approx(float(nll), rel=1e-5)
+
+
+def test_members_of_a_deep_ensemble_are_a_mixture() -> None:
+    class Together(Routine):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            outputs = self.model(batch[0])
+            return nn.functional.cross_entropy(outputs, batch[1].repeat(len(outputs) // len(batch[1])))
+
+    model, x = deep_ensembles([net(), net()]), samples()[0]
+    routine, callback = Together(model), FitLaplace(prior="single", evaluate_at="map")
+    routine.user = None  # type: ignore[assignment]
+    trainer(callback).fit(routine, Data())
+    each = [la.predictive(x, link_approx="probit") for la in callback.laplaces]
+    assert [la.model for la in callback.laplaces] == list(model.core_models)
+    torch.testing.assert_close(callback.mixture.predictive(x, link_approx="probit"), (each[0] + each[1]) / 2)
