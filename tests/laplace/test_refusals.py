@@ -264,7 +264,7 @@ def test_empty_batches(covariance: Any) -> None:
         (torch.tensor(1.0), ValueError, "first axis"),
         ((X, X[:4]), ValueError, r"\(9, 4\), \(4, 4\)"),
         ((), ValueError, "of none"),
-        ({"x": X}, TypeError, "a dict"),
+        ({"x": X}, TypeError, "keyword argument 'x'"),
         ([X, None], TypeError, "NoneType"),
     ],
 )

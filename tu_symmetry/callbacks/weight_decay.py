@@ -47,13 +47,13 @@ class EvidenceWeightDecay(Callback):
             default the trainer's, see :class:`~tu_symmetry.callbacks.FitLaplace`.
         every_n_epochs: how often.
         start_epoch: number of epochs before the first time; before it the optimizer's own decay holds.
-        scale: of the training loss: its value over the sum of the losses of all samples. By default that of a mean over
+        scale: the training loss over the sum of the losses of all samples. By default that of a mean over
             observations: one over their number, two over it for ``nn.MSELoss``.
-        transform, batch_size: of the training data, see :class:`~tu_symmetry.callbacks.FitLaplace`.
+        transform, batch_size: for the training data, see :class:`~tu_symmetry.callbacks.FitLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
         log_groups: log the precision of each group, too.
         prefix: first part of the logged names.
-        likelihood: of the loss by default, see :class:`~tu_symmetry.callbacks.FitLaplace`.
+        likelihood: by default that of the loss, see :class:`~tu_symmetry.callbacks.FitLaplace`.
         options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``curvature``, ...).
 
     Attributes:
@@ -221,7 +221,7 @@ def split_groups(optimizer: torch.optim.Optimizer, labels: Mapping[int, str], sc
     Args:
         optimizer: changed in place; it has no state yet.
         labels: ``id`` of a parameter to its label.
-        schedulers: of this optimizer, or of others.
+        schedulers: those of this optimizer, or others.
     """
     parts: list[dict[str, Any]] = []
     origin: list[int] = []
