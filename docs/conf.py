@@ -79,7 +79,14 @@ html_static_path: list[str] = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_sidebars = {"mathematics": [], "architecture": [], "glossary": [], "contributing": [], "changelog": []}
+html_sidebars = {
+    "mathematics": [],
+    "architecture": [],
+    "laplace": [],
+    "glossary": [],
+    "contributing": [],
+    "changelog": [],
+}
 html_theme_options = {
     "navbar_align": "left",
     "show_toc_level": 2,
