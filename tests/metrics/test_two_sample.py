@@ -19,6 +19,7 @@ from tu_symmetry.metrics.functional import (
     removal,
     stream_discrepancy,
 )
+from tu_symmetry.metrics.functional.two_sample import _u_statistics
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.scaling.removal import removal_element
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
@@ -98,19 +99,40 @@ def test_the_interval_covers_the_value_of_the_distributions() -> None:
 
 
 def test_replicates_weigh_whole_runs() -> None:
-    """Ten copies of five networks tell no more than the five: by runs the interval does not shrink."""
+    """Ten copies of five networks tell as much as the five: by runs the interval is as wide as theirs."""
     few, y = normal(5, 3), {"w": normal(20, 3, seed=1) + 1}
     copies = few.repeat_interleave(10, 0) + 1e-3 * normal(50, 3, seed=2)
     runs = torch.arange(5).repeat_interleave(10)
 
-    def width(groups: tuple[Tensor | None, None]) -> float:
+    def width(x: Tensor, groups: tuple[Tensor | None, None]) -> float:
         generator = torch.Generator().manual_seed(0)
-        low, high = discrepancy_test({"w": copies}, y, permutations=1, groups=groups, generator=generator).interval
+        low, high = discrepancy_test({"w": x}, y, permutations=1, groups=groups, generator=generator).interval
         return high - low
 
-    assert width((runs, None)) > 1.5 * width((None, None))
+    assert width(copies, (runs, None)) == pytest.approx(width(few, (None, None)), rel=0.15)
+    assert width(copies, (None, None)) < 0.8 * width(few, (None, None))  # what networks alone would claim
     with pytest.raises(ValueError, match="groups has the shape"):
-        width((runs[:4], None))
+        width(copies, (runs[:4], None))
+
+
+def test_a_run_that_is_drawn_twice_is_not_twice_as_close() -> None:
+    """The interval by runs surrounds the estimate: networks of one run are alike, whichever copy they are in."""
+    centers = 3 * normal(10, 4, seed=3)
+    x = {"w": centers.repeat_interleave(10, 0) + 0.1 * normal(100, 4, seed=4)}
+    y = {"w": 3 * normal(60, 4, seed=5)}
+    runs = torch.arange(10).repeat_interleave(10)
+    generator = torch.Generator().manual_seed(0)
+    found = discrepancy_test(x, y, permutations=1, bootstraps=400, groups=(runs, None), generator=generator)
+    assert found.interval[0] < found.value < found.interval[1]
+    kernel = torch.rand(6, 6, dtype=torch.float64)
+    kernel = (kernel + kernel.T).fill_diagonal_(0)
+    own = torch.tensor([0, 0, 1, 1, 2, 2])  # the first set is runs 0 (drawn twice) and 1, the second run 2
+    weights = torch.tensor([[2, 2, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]], dtype=torch.float64).T
+    drawn = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (2, 3)]  # (copy of a run, network)
+    pairs = [(p, q) for p in drawn for q in drawn if p[1] != q[1] and (p[0] == q[0] or p[1] // 2 != q[1] // 2)]
+    inside = torch.stack([kernel[p[1], q[1]] for p, q in pairs]).mean()
+    across = torch.stack([kernel[p[1], j] for p in drawn for j in (4, 5)]).mean()
+    assert float(_u_statistics(kernel, weights, own)[0]) == pytest.approx(float(inside + kernel[4, 5] - 2 * across))
 
 
 def test_equal_sizes_and_what_was_aggregated() -> None:

@@ -97,7 +97,8 @@ def discrepancy_test(
     the *networks* are exchangeable; several from one run are not independent, and it then says that of the run.
 
     *Interval*: networks of both sets are drawn with replacement. A pair of equal draws counts nothing, so that each
-    replicate is an unbiased estimate as well. With ``groups`` whole runs are drawn. Near zero, where the estimate is
+    replicate is an unbiased estimate as well. With ``groups`` whole runs are drawn, and pairs of two draws of one run
+    count nothing. Near zero, where the estimate is
     degenerate, the interval is too wide.
 
     Args:
@@ -347,8 +348,8 @@ def _test(
     if not held:
         raise ValueError("there is nothing to compare: no tensors")
 
-    def largest(weights: Tensor) -> Tensor:
-        return torch.stack([_u_statistics(k, weights) for k in held]).amax(0)
+    def largest(weights: Tensor, runs: Tensor | None = None) -> Tensor:
+        return torch.stack([_u_statistics(k, weights, runs) for k in held]).amax(0)
 
     value = float(largest(observed)[0])
     null = largest(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
@@ -356,7 +357,8 @@ def _test(
     p_value = (1 + int((null >= value - 1e-12 - 1e-9 * abs(value)).sum())) / (1 + permutations)
     interval = (math.nan, math.nan)
     if bootstraps:
-        replicates = largest(drawn)
+        first, second = (g.unique(return_inverse=True)[1] for g in groups)
+        replicates = largest(drawn, torch.cat([first, second + len(first)]))
         replicates = replicates[torch.isfinite(replicates)]
         tail = (1 - confidence) / 2
         ends = (
@@ -382,18 +384,29 @@ def _test(
     )
 
 
-def _u_statistics(kernel: Tensor, weights: Tensor) -> Tensor:
+def _u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -> Tensor:
     """U-statistics for many pairs of weights: ``(N, 2 K)``, two columns for each, over a kernel with zero diagonal.
 
-    With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks.
+    With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks. With
+    ``runs`` ``(N,)``, whose networks have equal weights, pairs of two draws of one run are left out as pairs of two
+    draws of one network are: networks of a run are alike, and a run that is drawn twice would make the set look closer
+    to itself than it is. Drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not
+    ``m n (m n - 1)``.
     """
     w = weights.to(kernel).view(len(kernel), -1, 2)
     a, b = w[..., 0], w[..., 1]
     ka, kb = kernel @ a, kernel @ b
-    same_a, same_b = a.sum(0).square() - a.square().sum(0), b.sum(0).square() - b.square().sum(0)
-    within = (a * ka).sum(0) / same_a + (b * kb).sum(0) / same_b
+    if runs is None:
+        runs = torch.arange(len(kernel))
+    same = (runs.unsqueeze(1) == runs).to(kernel)
+    alike, sizes = (kernel * same).sum(1, keepdim=True), same.sum(1, keepdim=True)  # sums over the own run, (N, 1)
+
+    def within(x: Tensor, kx: Tensor) -> Tensor:
+        pairs = x.sum(0).square() - (x.square() * sizes).sum(0) + (x * (sizes - 1)).sum(0)
+        return ((x * kx).sum(0) - ((x.square() - x) * alike).sum(0)) / pairs
+
     # no network is in both sets
-    return (within - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))).cpu()
+    return (within(a, ka) + within(b, kb) - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))).cpu()
 
 
 def _bootstrap_weights(groups: Sequence[Tensor], draws: int, generator: torch.Generator) -> Tensor:
