@@ -78,9 +78,20 @@ def halves(whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{k: v[rows] for k, v in whole.items()} for rows in (slice(0, 4), slice(4, None))]
 
 
-@pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize("output", ["object", "mapping"])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag", "last_layer"])
+@pytest.mark.parametrize(
+    ("curvature", "output", "pooled"),
+    [
+        ("kfac", "object", False),
+        ("full", "mapping", True),
+        ("last_layer", "object", True),
+        *(
+            pytest.param(c, o, p, marks=pytest.mark.slow)
+            for c in ("kfac", "ekfac", "full", "diag", "last_layer")
+            for o in ("object", "mapping")
+            for p in (False, True)
+        ),
+    ],
+)
 def test_a_mapping_is_a_call_with_keywords(curvature: Any, output: str, pooled: bool) -> None:
     """Everything is as with positional arguments and a plain tensor."""
     whole, options = batch(pooled), {"curvature": curvature, "prior": "per_layer"}

@@ -164,8 +164,14 @@ def dense_hessian(model: nn.Module, names: Any, x: Tensor, y: Tensor, name: str)
     return jac.T @ h @ jac
 
 
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        pytest.param(n, p, marks=pytest.mark.slow if p and n not in ("all", "binary_soft") else ())
+        for n in CASES
+        for p in (False, True)
+    ],
+)
 def test_curvature_mode_and_evidence_by_their_definition(name: str, positions: bool) -> None:
     model, x, y = data(name, positions)
     likelihood = CASES[name][0]
@@ -199,7 +205,10 @@ def test_curvature_mode_and_evidence_by_their_definition(name: str, positions: b
     assert found == pytest.approx(float(expected), rel=1e-7)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in ("all", "binary_soft", "heteroscedastic") else pytest.mark.slow) for n in CASES],
+)
 def test_the_joint_optimum_is_the_same_by_both_solvers(name: str) -> None:
     """A convex objective has one; the log variances of a heteroscedastic network are followed to the same one here."""
     model, x, y = data(name, False)
@@ -388,8 +397,14 @@ class Segmenter(nn.Module):
 LAYOUTS = {"torch": None, "last": -1, "flat": None, "middle": 1}
 
 
-@pytest.mark.parametrize("labels", ["numbers", "soft", "binary", "real", "heteroscedastic"])
-@pytest.mark.parametrize("layout", ["torch", "last", "middle"])
+@pytest.mark.parametrize(
+    ("layout", "labels"),
+    [
+        pytest.param(a, b, marks=() if a == "torch" or b == "soft" else pytest.mark.slow)
+        for a in ("torch", "last", "middle")
+        for b in ("numbers", "soft", "binary", "real", "heteroscedastic")
+    ],
+)
 def test_images_are_positions(layout: str, labels: str) -> None:
     model, x = randomize(Segmenter(layout)), real(3, 2, 4, 2, seed=4)
     flat = randomize(Segmenter("flat"))
