@@ -75,6 +75,7 @@ _EXPORTS: dict[str, str] = {
     "CompactPosterior": "posterior.compact",
     "SampleStore": "posterior.samples",
     "load_state": "states",
+    "show_progress": "reporting.progress",
     "FitCompactPosterior": "callbacks",
     "EvidenceWeightDecay": "callbacks",
     "FitLaplace": "callbacks",
@@ -185,6 +186,7 @@ __all__ = [
     "representation_cost",
     "require_certificate",
     "scale_with_epsilon",
+    "show_progress",
     "transposition_count",
     "verify_symmetries",
     "weight_matching",
@@ -231,6 +233,7 @@ if TYPE_CHECKING:
     )
     from tu_symmetry.posterior.compact import CompactPosterior
     from tu_symmetry.posterior.samples import SampleStore
+    from tu_symmetry.reporting.progress import show_progress
     from tu_symmetry.routines import (
         DeepImagePriorRoutine,
         HMCRoutine,

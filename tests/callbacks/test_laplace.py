@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from tu_symmetry.laplace.model import LinearizedLaplace
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAMPLES, CLASSES = 42, 3
+Fit = partial(FitLaplace, calibrate=False)  # see test_held_out.py for the temperature
 
 
 def net() -> nn.Sequential:
@@ -152,7 +154,7 @@ def same(found: LinearizedLaplace | None, expected: LinearizedLaplace) -> None:
 def test_fits_the_trained_network_on_all_training_data(evaluate_at: str) -> None:
     routine, callback, logger = (
         Routine(),
-        FitLaplace(evaluate_at=evaluate_at, batch_size=30, log_groups=True),
+        Fit(evaluate_at=evaluate_at, batch_size=30, log_groups=True),
         Numbers(),
     )
     untrained = by_hand(Routine().model, evaluate_at=evaluate_at)
@@ -175,7 +177,7 @@ def test_fits_the_trained_network_on_all_training_data(evaluate_at: str) -> None
 
 
 def test_tests_reuse_what_belongs_to_the_weights_and_fit_anew_what_does_not(tmp_path: Path) -> None:
-    routine, callback = Routine(), FitLaplace(evaluate_at="map")
+    routine, callback = Routine(), Fit(evaluate_at="map")
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
     runner = trainer(callback, keep)
     runner.fit(routine, Data())
@@ -191,7 +193,7 @@ def test_tests_reuse_what_belongs_to_the_weights_and_fit_anew_what_does_not(tmp_
 
 def test_without_a_fit_before() -> None:
     for stage in ("test", "validate", "predict"):
-        routine, callback = Routine(), FitLaplace(evaluate_at="map", at_fit_end=False)
+        routine, callback = Routine(), Fit(evaluate_at="map", at_fit_end=False)
         data = Data()
         data.val_dataloader = data.test_dataloader  # type: ignore[method-assign]
         getattr(trainer(callback), stage)(routine, datamodule=data)
@@ -200,7 +202,7 @@ def test_without_a_fit_before() -> None:
 
 
 def test_at_fit_end_can_be_left_out() -> None:
-    routine, callback = Routine(), FitLaplace(evaluate_at="map", at_fit_end=False)
+    routine, callback = Routine(), Fit(evaluate_at="map", at_fit_end=False)
     runner = trainer(callback)
     runner.fit(routine, Data())
     assert callback.laplace is None
@@ -215,7 +217,7 @@ def test_weights_made_under_inference_mode() -> None:
     model.add_module("tied", nn.Identity())
     model.tied.weight = model[3].weight
     assert model[3].weight.is_inference()
-    routine, callback = Routine(model), FitLaplace(evaluate_at="map", curvature="diag")
+    routine, callback = Routine(model), Fit(evaluate_at="map", curvature="diag")
     trainer(callback).test(routine, Data(), verbose=False)
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
     assert model.tied.weight is model[3].weight
@@ -229,7 +231,7 @@ def test_training_again_takes_the_old_approximation_back() -> None:
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
             seen.append(pl_module.user.laplace)  # type: ignore[union-attr]
 
-    routine, callback = Routine(), FitLaplace(evaluate_at="map")
+    routine, callback = Routine(), Fit(evaluate_at="map")
     trainer(callback).fit(routine, Data())
     first = callback.laplace
     trainer(callback, Look()).fit(routine, Data())
@@ -239,7 +241,7 @@ def test_training_again_takes_the_old_approximation_back() -> None:
 
 def test_random_state_is_left_alone() -> None:
     states = []
-    for callbacks in ([], [FitLaplace(evaluate_at="map", fisher_type="mc")]):
+    for callbacks in ([], [Fit(evaluate_at="map", fisher_type="mc")]):
         torch.manual_seed(5)
         trainer(*callbacks).fit(Routine(), Data())
         states.append(torch.get_rng_state())
@@ -257,17 +259,17 @@ class Averaged(nn.Module):
 
 def test_which_network() -> None:
     with pytest.raises(ValueError, match=r"core_model, ema_model.*network='model.ema_model'"):
-        trainer(FitLaplace()).fit(Routine(Averaged()), Data())
-    routine, callback = Routine(Averaged()), FitLaplace(evaluate_at="map", network="model.ema_model")
+        trainer(Fit()).fit(Routine(Averaged()), Data())
+    routine, callback = Routine(Averaged()), Fit(evaluate_at="map", network="model.ema_model")
     trainer(callback).fit(routine, Data())
     assert callback.laplace is not None and callback.laplace.model is routine.model.ema_model
     other = Routine()
     other.backbone = other.model
     del other.model
-    assert FitLaplace()._find_networks(other) == [other.backbone]  # whatever it is called
+    assert Fit()._find_networks(other) == [other.backbone]  # whatever it is called
     other.second = net()
     with pytest.raises(ValueError, match="network="):
-        FitLaplace()._find_networks(other)
+        Fit()._find_networks(other)
 
 
 def test_what_would_fail_at_the_end_fails_at_the_start() -> None:
@@ -280,12 +282,12 @@ def test_what_would_fail_at_the_end_fails_at_the_start() -> None:
         routine = Routine(model)
         before = routine.model[3].weight.clone()
         with pytest.raises(ValueError, match=message):
-            trainer(FitLaplace(**options)).fit(routine, Data())
+            trainer(Fit(**options)).fit(routine, Data())
         assert torch.equal(routine.model[3].weight, before)
     binary = Routine()
     binary.num_classes = 1
     with pytest.raises(ValueError, match="single logit"):
-        trainer(FitLaplace()).fit(binary, Data())
+        trainer(Fit()).fit(binary, Data())
 
 
 # ---------------------------------------------------------------------- which data
@@ -317,7 +319,7 @@ def test_augmented_data_are_refused_before_training() -> None:
     routine = Routine()
     before = routine.model[0].weight.clone()
     with pytest.raises(ValueError, match=r"augmented.*transform="):
-        trainer(FitLaplace()).fit(routine, Data(Augmented(noise)))
+        trainer(Fit()).fit(routine, Data(Augmented(noise)))
     assert torch.equal(routine.model[0].weight, before)
 
 
@@ -327,7 +329,7 @@ def test_augmenting_collate_functions_are_refused() -> None:
         return noise(x), y
 
     with pytest.raises(ValueError, match="augmented"):
-        trainer(FitLaplace()).fit(Routine(), Data(collate_fn=mix))
+        trainer(Fit()).fit(Routine(), Data(collate_fn=mix))
 
 
 def test_the_evaluation_transform_takes_the_place_of_augmentation() -> None:
@@ -335,7 +337,7 @@ def test_the_evaluation_transform_takes_the_place_of_augmentation() -> None:
     for split in (False, True):
         rows = torch.arange(5, 35)
         data = Subset(Augmented(noise), rows.tolist()) if split else Augmented(noise)
-        routine, callback = Routine(), FitLaplace(evaluate_at="map", transform=double)
+        routine, callback = Routine(), Fit(evaluate_at="map", transform=double)
         trainer(callback).fit(routine, Data(data))
         same(
             callback.laplace, by_hand(routine.model, (2 * x[rows], y[rows]) if split else (2 * x, y), evaluate_at="map")
@@ -343,7 +345,7 @@ def test_the_evaluation_transform_takes_the_place_of_augmentation() -> None:
         own = data.dataset if isinstance(data, Subset) else data
         assert own.transform is noise  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="no attribute 'transform'"):
-        trainer(FitLaplace(transform=double)).fit(Routine(), Data())
+        trainer(Fit(transform=double)).fit(Routine(), Data())
 
 
 def test_a_data_modules_own_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +354,7 @@ def test_a_data_modules_own_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tu_symmetry.callbacks.training_data.rank_zero_info", said.append)
     data = Data(Augmented(noise))
     data.train_transform, data.test_transform = noise, double
-    routine, callback = Routine(), FitLaplace(evaluate_at="map")
+    routine, callback = Routine(), Fit(evaluate_at="map")
     trainer(callback).fit(routine, data)
     x, y = samples()
     same(callback.laplace, by_hand(routine.model, (2 * x, y), evaluate_at="map"))
@@ -363,7 +365,7 @@ def test_given_data() -> None:
     x, y = samples()
     given = TensorDataset(x[:20], y[:20])
     for data in (given, DataLoader(given, batch_size=3, shuffle=True, drop_last=True)):
-        routine, callback = Routine(), FitLaplace(data, evaluate_at="map")  # type: ignore[arg-type]
+        routine, callback = Routine(), Fit(data, evaluate_at="map")  # type: ignore[arg-type]
         trainer(callback).fit(routine, Data(Augmented(noise)))
         same(callback.laplace, by_hand(routine.model, (x[:20], y[:20]), evaluate_at="map"))
 
@@ -407,7 +409,7 @@ def test_loaders_without_a_known_order_are_refused() -> None:
     with pytest.raises(ValueError, match="are a list"):
         plain(Data(), given=[samples()])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no training data here"):
-        trainer(FitLaplace()).test(Routine(), Data().test_dataloader(), verbose=False)
+        trainer(Fit()).test(Routine(), Data().test_dataloader(), verbose=False)
 
 
 def test_batches_that_are_changed_on_their_way_are_refused() -> None:
@@ -416,7 +418,7 @@ def test_batches_that_are_changed_on_their_way_are_refused() -> None:
             return double(batch[0]), batch[1]
 
     with pytest.raises(ValueError, match="Normalizing changes batches in on_after_batch_transfer"):
-        trainer(FitLaplace()).fit(Routine(), Normalizing())
+        trainer(Fit()).fit(Routine(), Normalizing())
 
 
 def test_every_process_has_its_share_and_no_sample_twice() -> None:
@@ -436,7 +438,7 @@ def test_every_process_has_its_share_and_no_sample_twice() -> None:
 
 
 def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None:
-    routine, callback = Routine(), FitLaplace(evaluate_at="tangent_mode", prior="single", batch_size=30)
+    routine, callback = Routine(), Fit(evaluate_at="tangent_mode", prior="single", batch_size=30)
     trainer(callback, ModelCheckpoint(tmp_path, filename="net")).fit(routine, Data())
     assert callback.saved_to == tmp_path / "laplace.safetensors"
     content = torch.load(tmp_path / "net.ckpt", weights_only=True)
@@ -449,27 +451,27 @@ def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None
     assert callback.laplace is not None
     expected = torch.cat([callback.laplace.predictive(x) for x in samples()[0].split(20)])
 
-    again, other = Routine(), FitLaplace(load_from=callback.saved_to)
+    again, other = Routine(), Fit(load_from=callback.saved_to)
     trainer(other).test(again, Data(), ckpt_path=tmp_path / "net.ckpt", verbose=False)
     assert torch.equal(torch.cat(again.predictions), expected)
     with pytest.raises(ValueError, match=r"laplace\.safetensors"):
-        trainer(FitLaplace(load_from=callback.saved_to)).test(Routine(), Data(), verbose=False)
+        trainer(Fit(load_from=callback.saved_to)).test(Routine(), Data(), verbose=False)
 
 
 def test_a_path_of_ones_own_and_nothing_without_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer(callback := FitLaplace(evaluate_at="map")).fit(Routine(), Data())
+    trainer(callback := Fit(evaluate_at="map")).fit(Routine(), Data())
     assert callback.saved_to is None and not list(tmp_path.iterdir())
-    trainer(callback := FitLaplace(evaluate_at="map", path=tmp_path / "deep" / "la.safetensors")).fit(Routine(), Data())
+    trainer(callback := Fit(evaluate_at="map", path=tmp_path / "deep" / "la.safetensors")).fit(Routine(), Data())
     assert LinearizedLaplace.load(tmp_path / "deep" / "la.safetensors", callback.laplace.model).prior == "per_group"
 
 
 def test_evidence_and_hyperprior() -> None:
     routine, logger = Routine(), Numbers()
-    callback = FitLaplace(evidence=False, prior_precision=7.0, prior="single", log_groups=True)
+    callback = Fit(evidence=False, prior_precision=7.0, prior="single", log_groups=True)
     trainer(callback, logger=logger).fit(routine, Data())
     assert logger.metrics["laplace/lambda/all"] == pytest.approx(7) and "laplace/log_evidence" not in logger.metrics
-    flat = FitLaplace(evaluate_at="map", hyperprior=None)
+    flat = Fit(evaluate_at="map", hyperprior=None)
     trainer(flat).fit(routine := Routine(), Data())
     assert flat.laplace is not None
     la = LinearizedLaplace(routine.model, evaluate_at="map").fit([samples()])
@@ -494,7 +496,7 @@ def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(LinearizedLaplace, "optimize_evidence", noted)
     given = {"tolerance": 0.2, "mode_tolerance": 0.4, "solver": "subspace", "max_iterations": 30, "memory": 1 << 20}
-    callback = FitLaplace(**given)  # type: ignore[arg-type]
+    callback = Fit(**given)  # type: ignore[arg-type]
     trainer(callback).fit(Routine(), Data())
     assert {name: seen[0][name] for name in given} == given
 
@@ -509,7 +511,7 @@ class HeldOut(Data):
 
 @pytest.mark.parametrize("fitting", [True, False])
 def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
-    routine, callback, logger = Routine(), FitLaplace(evaluate_at="map", calibrate=True), Numbers()
+    routine, callback, logger = Routine(), Fit(evaluate_at="map", calibrate=True), Numbers()
     run = trainer(callback, logger=logger, limit_val_batches=0)
     (run.fit if fitting else run.test)(routine, HeldOut())
     found, la = callback.calibration, callback.laplace
@@ -522,24 +524,24 @@ def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
     assert logger.metrics["laplace/temperature"] == found.temperature
     for name in ("network", "evidence", "calibrated"):
         assert logger.metrics[f"laplace/held_out/{name}/nll"] == getattr(found, name).nll
-    callback = FitLaplace(evaluate_at="map")
+    callback = Fit(evaluate_at="map", calibrate=False)
     trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
     assert callback.calibration is None and callback.laplace is not None and callback.laplace.temperature == 1
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(2, 16), (0.5, 21), (1.0, SAMPLES), (100, SAMPLES)])
 def test_limited_training_batches_are_those_of_the_fit(limit: float, expected: int) -> None:
-    callback = FitLaplace(evaluate_at="map")
+    callback = Fit(evaluate_at="map")
     trainer(callback, limit_train_batches=limit).fit(Routine(), Data())
     assert callback.laplace is not None and callback.laplace.summary.samples == expected
 
 
 def test_wrong_options_are_refused_at_once() -> None:
     with pytest.raises(ValueError, match="prior='per_unit' is not known"):
-        FitLaplace(prior="per_unit")
+        Fit(prior="per_unit")
     with pytest.raises(TypeError, match="priors"):
-        FitLaplace(priors="single")
-    FitLaplace(parameters=["head"], groups={"head": ["head.weight"]})
+        Fit(priors="single")
+    Fit(parameters=["head"], groups={"head": ["head.weight"]})
 
 
 def test_in_yaml(tmp_path: Path) -> None:
@@ -569,7 +571,7 @@ callback:
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     runner = Trainer(
-        callbacks=[FitLaplace(path=tmp_path / "two.safetensors"), ModelCheckpoint(tmp_path)],
+        callbacks=[Fit(path=tmp_path / "two.safetensors"), ModelCheckpoint(tmp_path)],
         max_epochs=1, accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip

@@ -179,6 +179,91 @@ def test_one_pass_gives_all_temperatures() -> None:
         assert torch.equal(LinearizedLaplace.from_fitted(replaced(la, temperature)).predictive(x, **options), row)
 
 
+# ---------------------------------------------------------------------- links, and precisions by held-out data
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_better_link_is_chosen_and_kept(seed: int, tmp_path: Path) -> None:
+    batches = held_out(seed=seed)
+    each = {link: fit().calibrate(batches, link_approx=link) for link in ("mc", "probit")}  # type: ignore[arg-type]
+    la = fit()
+    found = la.calibrate(batches, link_approx="auto")
+    assert found.calibrated.nll == min(one.calibrated.nll for one in each.values())
+    assert found.calibrated == each[found.link_approx].calibrated
+    assert nll(la, batches) == pytest.approx(found.calibrated.nll, abs=1e-12)  # without saying which
+    la.save(tmp_path / "a.safetensors")
+    again = LinearizedLaplace.load(tmp_path / "a.safetensors", la.model)
+    assert torch.equal(again.predictive(batches[0][0]), la.predictive(batches[0][0]))
+    hot = {link: fit().calibrate(batches, link_approx=link, temperatures=[9.0]) for link in ("mc", "probit")}  # type: ignore[arg-type]
+    assert hot["mc"].evidence.nll != hot["probit"].evidence.nll, "vacuous: both links are one"
+    la = fit()
+    la.calibrate(batches, link_approx="probit", metric=lambda p, y: p.max(-1).values.mean())
+    x = batches[0][0]
+    assert torch.equal(la.predictive(x), la.predictive(x, link_approx="probit"))
+    assert not torch.equal(la.predictive(x), la.predictive(x, link_approx="mc"))
+    la.set_precision(2.0)
+    assert torch.equal(la.predictive(x), la.predictive(x, link_approx="mc"))
+
+
+GRID = [10 ** (i / 2) for i in range(-6, 7)]
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("relative", [False, True])
+def test_the_best_of_the_precisions_is_chosen(kind: str, relative: bool) -> None:
+    la, batches = fit(kind, prior="per_layer"), held_out(kind)
+    la.optimize_evidence()
+    before = la.log_precision.exp()
+    found = la.search_precision(batches, precisions=GRID, relative=relative)
+    by_hand = []
+    for value in GRID:
+        other = LinearizedLaplace.from_fitted(la.fitted)
+        wanted = (before * value if relative else torch.full_like(before, value)).tolist()
+        other.set_precision(dict(zip(la.prior_groups.names, wanted, strict=True)))
+        by_hand.append(nll(other, batches))
+    assert [p for p, _ in found.tried] == pytest.approx(GRID)
+    assert [q.nll for _, q in found.tried] == pytest.approx(by_hand, abs=1e-10)
+    assert found.precision == GRID[by_hand.index(min(by_hand))] and found.found.nll == pytest.approx(min(by_hand))
+    torch.testing.assert_close(
+        la.log_precision.exp(), before * found.precision if relative else 0 * before + found.precision
+    )
+    assert nll(la, batches) == pytest.approx(min(by_hand), abs=1e-10)
+    assert found.samples == 40 and la.temperature == 1
+    assert "(chosen)" in str(found) and str(found).count("\n") == len(GRID) + 1
+
+
+def test_the_network_is_the_limit_of_large_precisions() -> None:
+    la, batches = fit(), held_out()
+    found = la.search_precision(batches, precisions=[1e10])
+    assert found.found.nll == pytest.approx(found.network.nll, abs=1e-6)
+    network = torch.cat([la.model(x).log_softmax(-1) for x, _ in batches]).gather(
+        -1, torch.cat([y for _, y in batches]).unsqueeze(-1)
+    )
+    assert found.network.nll == pytest.approx(-float(network.mean()))
+
+
+def test_a_planted_precision_is_found() -> None:
+    la = fit(scale=2.0, prior_precision=10**-1.5)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3000, 4, generator=generator, dtype=torch.float64)
+    y = torch.multinomial(la.predictive(x), 1, generator=generator).squeeze(-1)
+    assert 1e-2 <= la.search_precision([(x, y)], precisions=GRID).precision <= 1e-1
+
+
+@pytest.mark.parametrize("precisions", [[], [0.0], [-1.0], [math.inf], [math.nan]])
+def test_wrong_precisions(precisions: list[float]) -> None:
+    with pytest.raises(ValueError, match="precisions"):
+        fit().search_precision(held_out(), precisions=precisions)
+
+
+def test_a_metric_that_is_finite_at_no_precision() -> None:
+    la = fit()
+    found = la.search_precision(held_out(), precisions=GRID, metric=lambda p, y: p.max(-1).values.mean())
+    assert found.precision == GRID[0]  # the least confident
+    with pytest.raises(ValueError, match="finite at none"):
+        la.search_precision(held_out(), precisions=GRID, metric=lambda p, y: math.nan)
+
+
 # ---------------------------------------------------------------------- evidence in few of the weights
 
 

@@ -34,7 +34,17 @@ def test_subjects_are_the_files_of_the_folder() -> None:
     assert not any(name.startswith("_") for name in program.subjects())
 
 
-@pytest.mark.parametrize("subject", ["planted", "many", "matching", "backpack"])
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "planted",
+        "many",
+        "matching",
+        "backpack",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("joint", "comparison")),
+    ],
+)
 def test_quick_run_writes_a_page(subject: str, tmp_path: Path) -> None:
     assert program.main([subject, "--quick", "--out", str(tmp_path)]) == 0
     page = (tmp_path / MARKDOWN).read_text(encoding="utf-8")

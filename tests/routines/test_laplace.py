@@ -77,7 +77,7 @@ def classify(model: nn.Module, **options: Any) -> ClassificationRoutine:
 def run(routine: Any, data: DataModule, **options: Any) -> tuple[dict[str, float], FitLaplace]:
     """Fit and test; the metrics without the loaders' numbers, and the callback."""
     torch.manual_seed(0)
-    callback = FitLaplace(**options)
+    callback = FitLaplace(**{"calibrate": False} | options)
     runner = trainer(callback)
     runner.fit(routine, data)
     found: dict[str, float] = {}

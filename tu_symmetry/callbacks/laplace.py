@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tu_symmetry import plot
 from tu_symmetry.callbacks.figures import log_figure
+from tu_symmetry.callbacks.held_out import at_most, share_samples, spread, testing_loader, validation_loader
 from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
-from tu_symmetry.laplace.inputs import LABELS
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import (
@@ -36,10 +35,22 @@ from tu_symmetry.laplace.likelihood import (
     likelihood_of,
 )
 from tu_symmetry.laplace.mixture import LaplaceMixture
-from tu_symmetry.laplace.model import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
+from tu_symmetry.laplace.model import (
+    Calibration,
+    EvidenceResult,
+    GroupReport,
+    LinearizedLaplace,
+    NothingHeldOutWarning,
+)
+from tu_symmetry.reporting.progress import show_progress
+
+Calibrate = bool | Literal["auto"]
 
 T = TypeVar("T")
+_OF_MEANS = ("held_out/", "temperature")  # what is logged of an ensemble's mean member alone
+_FEW = ("held_out/network/nll", "held_out/calibrated/nll")  # and of these only so many
 _SHOWN = 12  # groups that the printed summary names
+_HELD_OUT, _TRAINED_ON = 2000, 1000  # samples that the temperature is chosen on, of either kind
 
 
 @runtime_checkable
@@ -71,11 +82,14 @@ class FitLaplace(Callback):
     that change from one reading to the next raise an error before training starts.
 
     Logged to every logger of the trainer are ``laplace/log_evidence`` (nats), ``laplace/gamma`` (the number of weights
-    that the data determine), for a regression ``laplace/noise_variance``, and with ``log_groups``
-    ``laplace/lambda/GROUP``, ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``. Members of an ensemble have
-    ``_i`` after these names, and the name without it is their mean. Loggers of images (TensorBoard, Weights & Biases,
-    MLflow, Comet) get a figure of the precisions of all groups. The curvature is saved beside the checkpoint,
-    without the weights: read it again with ``load_from``, or with :meth:`LinearizedLaplace.load`.
+    that the data determine), for a regression ``laplace/noise_variance``, with ``log_groups``
+    ``laplace/lambda/GROUP``, ``laplace/gamma/GROUP`` and ``laplace/squared_norm/GROUP``, and the
+    ``laplace/temperature`` with ``nll``, ``ece`` and ``accuracy`` of the network, of the posterior of the evidence, and
+    of the calibrated one on held-out data: ``laplace/held_out/network/nll`` and so on. Members of an ensemble have
+    ``_i`` after these names, and the name without it is their mean (of temperature and NLL there is the mean alone).
+    Loggers of images (TensorBoard, Weights & Biases, MLflow, Comet) get a figure of the precisions of all groups. The
+    curvature is saved beside the checkpoint, without the weights: read it again with ``load_from``, or with
+    :meth:`LinearizedLaplace.load`.
 
     Example:
         >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
@@ -97,10 +111,14 @@ class FitLaplace(Callback):
             ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
         solver, max_iterations, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
-        calibrate: whether to choose the posterior's temperature on the validation data, where the trainer or its data
-            module has any, see :meth:`LinearizedLaplace.calibrate`: predictions on these are then never worse than the
-            network's. Off by default, since in some of TorchUncertainty's data modules the validation data are the test
-            data: set aside a part of the training data there (``val_split``).
+        calibrate: on which data to choose the posterior's temperature, see :meth:`LinearizedLaplace.calibrate`; at
+            temperature 0 predictions are the network's own, so that on these data they are never worse. ``auto``: the
+            validation data of the trainer or its data module (2,000 samples of them at most), unless they are the test
+            data, as in many data modules without a validation split, or the training data. Where nothing is held out
+            it takes 1,000 training samples: on these a network looks better than it is elsewhere, so that the
+            temperature comes out too low rather than too high, and predictions stay close to the network's. That is
+            said in one warning, before training starts. True: the validation data, whatever they are, where there are
+            any. False: no temperature but 1.
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
             checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints. Members
             of an ensemble are saved to ``NAME_0.safetensors``, ``NAME_1.safetensors`` and so on.
@@ -116,7 +134,8 @@ class FitLaplace(Callback):
     Attributes:
         laplaces: the approximations, once fitted: one, or one for each member of an ensemble.
         evidence_results: what :meth:`LinearizedLaplace.optimize_evidence` returned for each; empty without evidence.
-        calibrations: what :meth:`LinearizedLaplace.calibrate` returned for each; empty without validation data.
+        calibrations: what :meth:`LinearizedLaplace.calibrate` returned for each: quality of the network, of the
+            posterior of the evidence, and of the calibrated one; empty without ``calibrate``.
         files: the files, once written.
         laplace, evidence_result, calibration, saved_to: the only one of these, or None.
     """
@@ -136,7 +155,7 @@ class FitLaplace(Callback):
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
         memory: int = BUDGET,
-        calibrate: bool = False,
+        calibrate: Calibrate = "auto",
         path: str | Path | None = None,
         load_from: str | Path | None = None,
         prefix: str = "laplace",
@@ -148,6 +167,8 @@ class FitLaplace(Callback):
         some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
         LinearizedLaplace(nn.Linear(1, 2), some, **_without_names(options))  # refuses wrong options before training
         self.likelihood = likelihood
+        if calibrate not in (True, False, "auto"):
+            raise ValueError(f"calibrate={calibrate!r} is not known; choose 'auto', True or False")
         self.train_data = train_data
         self.transform = transform
         self.batch_size = batch_size
@@ -172,6 +193,8 @@ class FitLaplace(Callback):
         self.files: list[Path] = []
         self._fingerprints: list[str] = []
         self._told = False
+        self._validation: DataLoader[Any] | None = None
+        self._warned = False
 
     @property
     def laplace(self) -> LinearizedLaplace | None:
@@ -235,8 +258,11 @@ class FitLaplace(Callback):
 
         Raises:
             ValueError: data of which no plain loader can be made.
+
+        Warns:
+            NothingHeldOutWarning: there are no data to choose the temperature on but those of the training.
         """
-        self._loader(trainer, pl_module)
+        self._held_out(trainer, self._loader(trainer, pl_module))
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit to the weights that training ended with."""
@@ -279,6 +305,7 @@ class FitLaplace(Callback):
             found = [la.tangent.fingerprint() for la in known]
             if len(known) == len(networks) and found == self._fingerprints:
                 _attach(pl_module, known)
+                self._require_untested(trainer, pl_module, known)
             elif self.load_from is not None:
                 files = _numbered(self.load_from, len(networks))
                 loaded = [LinearizedLaplace.load(file, net) for file, net in zip(files, networks, strict=True)]
@@ -297,7 +324,6 @@ class FitLaplace(Callback):
         self.evidence_results, self.calibrations = [], []
         with torch.inference_mode(False), isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
             loader = self._loader(trainer, pl_module)
-            held_out = _validation_loader(trainer) if self.calibrate else None
             for network in self._find_networks(pl_module):
                 _leave_inference(network)
                 if trainer.world_size > 1:
@@ -317,14 +343,82 @@ class FitLaplace(Callback):
                             progress=progress,
                         )
                     )
-                if held_out is not None:
-                    self.calibrations.append(laplace.calibrate(held_out, progress=progress))
+            self._calibrate(trainer, pl_module, made, loader, progress)
         self._adopt(pl_module, made)
         self._log(trainer)
         self._save(trainer)
 
     def _approximation(self, network: nn.Module, pl_module: LightningModule) -> LinearizedLaplace:
         return LinearizedLaplace(network, training_likelihood(self.likelihood, pl_module), **self.options)
+
+    def _calibrate(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        laplaces: Sequence[LinearizedLaplace],
+        training: DataLoader[Any],
+        progress: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        """Choose the temperatures for the predictions that the LightningModule will make."""
+        self.calibrations, self._validation = [], None
+        options = [_predictive_options(pl_module, laplace) for laplace in laplaces]
+        if self.calibrate is False or any(own.get("link_approx") == "mean" for own in options):
+            return
+        self._validation = self._held_out(trainer, training)
+        chosen_on, held_out = self._validation, True
+        if chosen_on is None and self.calibrate == "auto":
+            some: Any = spread(training.dataset, _TRAINED_ON)
+            chosen_on, held_out = DataLoader(some, training.batch_size, collate_fn=training.collate_fn), False
+        if chosen_on is not None:
+            for laplace, own in zip(laplaces, options, strict=True):
+                found = laplace.calibrate(chosen_on, held_out=held_out, progress=progress, **own)
+                self.calibrations.append(found)
+
+    def _held_out(self, trainer: Trainer, training: DataLoader[Any]) -> DataLoader[Any] | None:
+        """The data to choose the temperature on, where there are any that are neither trained on nor tested on."""
+        if self.calibrate is False:
+            return None
+        found = validation_loader(trainer)
+        if self.calibrate is True:
+            return found
+        if found is None:
+            why = "there are no validation data (in batches of inputs and targets)"
+        elif share_samples(found, training):
+            why = "the validation data are training data"
+        elif _tested_on(found, trainer):
+            why = "the validation data are the test data"
+        else:
+            return at_most(found, _HELD_OUT)
+        self._warn(why)
+        return None
+
+    def _warn(self, why: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"FitLaplace has no data to choose the temperature of its posterior on: {why}. It takes training data, on "
+            "which networks look better than they are, so that predictions stay close to the network's own. To gain "
+            "from Laplace, set validation data aside from the training data (val_split=0.1 in TorchUncertainty's data "
+            "modules, val_size in this package's), or pass calibrate=False for the posterior of the evidence as it is",
+            NothingHeldOutWarning,
+            stacklevel=2,
+        )
+
+    def _require_untested(
+        self, trainer: Trainer, pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]
+    ) -> None:
+        """Where it turns out that the temperature was chosen on what is tested on now, choose it anew elsewhere."""
+        chosen_on, tested = self._validation, trainer.state.fn == TrainerFn.TESTING
+        if self.calibrate != "auto" or chosen_on is None or not tested or not _tested_on(chosen_on, trainer):
+            return
+        self._warn("the validation data are the test data")
+        cuda = pl_module.device.type == "cuda"
+        with isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
+            training: Any = laplaces[0].train_loader
+            self._calibrate(trainer, pl_module, laplaces, training, progress)
+        self._log(trainer, again=True)
+        self._save(trainer)
 
     def _find_networks(self, pl_module: LightningModule) -> list[nn.Module]:
         """The network, or the members of an ensemble; networks within parts that use an approximation are meant."""
@@ -340,12 +434,19 @@ class FitLaplace(Callback):
             trainer, pl_module, self.train_data, transform=self.transform, batch_size=self.batch_size, quiet=quiet
         )
 
-    def _log(self, trainer: Trainer) -> None:
+    def _log(self, trainer: Trainer, *, again: bool = False) -> None:
+        """Log and print what was found; ``again`` where only the temperatures are new."""
         rows = [laplace.report() for laplace in self.laplaces]
         each = [self._scalars(k, rows[k]) for k in range(len(rows))]
         scalars = {name: sum(one[name] for one in each) / len(each) for name in each[0] if all(name in o for o in each)}
         if len(each) > 1:
-            scalars |= {f"{name}_{k}": value for k, one in enumerate(each) for name, value in one.items()}
+            scalars |= {
+                f"{name}_{k}": value
+                for k, one in enumerate(each)
+                for name, value in one.items()
+                if not name.startswith(_OF_MEANS)
+            }
+            scalars = {n: v for n, v in scalars.items() if not n.startswith("held_out/") or n in _FEW}
         for logger in trainer.loggers:
             logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
             logger.save()
@@ -355,7 +456,7 @@ class FitLaplace(Callback):
             values = {f"member {k}" if many else "lambda": [r.precision for r in one] for k, one in enumerate(rows)}
             draw = partial(plot.bars, values, names, ylabel="prior precision", log=True)
             log_figure(trainer, f"{self.prefix}/precisions", draw)
-        for k, laplace in enumerate(self.laplaces):
+        for k, laplace in enumerate(() if again else self.laplaces):
             rank_zero_info(_summary(laplace, rows[k], f" of member {k}" if len(rows) > 1 else ""))
         for calibration in self.calibrations:
             rank_zero_info(str(calibration))
@@ -376,7 +477,7 @@ class FitLaplace(Callback):
         if self.calibrations:
             calibration = self.calibrations[k]
             scalars["temperature"] = calibration.temperature
-            for name in ("network", "evidence", "calibrated"):
+            for name in ("network", "evidence", "calibrated") if calibration.held_out else ():
                 found = vars(getattr(calibration, name))
                 scalars |= {f"held_out/{name}/{key}": v for key, v in found.items() if not math.isnan(v)}
         return scalars
@@ -428,21 +529,20 @@ def _within(module: nn.Module, pl_module: LightningModule) -> list[nn.Module]:
     return [module]
 
 
-def _validation_loader(trainer: Trainer) -> Any:
-    """The first validation loader of the run or its data module, if its batches are pairs; None without any."""
-    found: Any = trainer.val_dataloaders
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if found is None and datamodule is not None and is_overridden("val_dataloader", datamodule, LightningDataModule):
-        found = datamodule.val_dataloader()
-    while isinstance(found, (list, tuple, dict)) and found:
-        found = next(iter(found.values())) if isinstance(found, dict) else found[0]
-    if not isinstance(found, DataLoader):
-        return None
-    with isolate_rng():
-        batch = next(iter(found), None)
-    pairs = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(isinstance(b, torch.Tensor) for b in batch)
-    named = isinstance(batch, Mapping) and any(isinstance(batch.get(name), torch.Tensor) for name in LABELS)
-    return found if pairs or named else None
+def _tested_on(loader: DataLoader[Any], trainer: Trainer) -> bool:
+    tests = testing_loader(trainer)
+    return tests is not None and share_samples(loader, tests)
+
+
+def _predictive_options(pl_module: LightningModule, laplace: LinearizedLaplace) -> dict[str, Any]:
+    """With which the LightningModule will predict by an approximation; defaults where it does not say."""
+    users = [module for module in pl_module.modules() if isinstance(module, LaplaceUser)]
+    own = [user for user in users if any(m is laplace.model for m in getattr(user, "modules", list)())]
+    for user in (*own, *users):
+        found: dict[str, Any] | None = getattr(user, "predictive_options", None)
+        if found is not None:
+            return dict(found)
+    return {}
 
 
 def _attach(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:
@@ -536,16 +636,11 @@ def _beside_checkpoint(trainer: Trainer) -> Path | None:
 
 @contextmanager
 def _progress(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None] | None]:
-    """A line that says what is going on, where the trainer shows progress at all."""
+    """Lines that say what is going on, how fast and for how long still, where the trainer shows progress at all."""
     if trainer.progress_bar_callback is None or not trainer.is_global_zero:
         yield None
         return
-    with Console(stderr=True).status("Laplace: reading the training data") as status:
-
-        def show(info: dict[str, Any]) -> None:
-            figures = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in info.items() if k != "stage")
-            status.update(f"Laplace: {info.get('stage', '')}  {'  '.join(figures)}")
-
+    with show_progress() as show:
         yield show
 
 

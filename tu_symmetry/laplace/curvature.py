@@ -34,7 +34,7 @@ from tu_symmetry.laplace.blocks import (
     rotate,
     within_groups,
 )
-from tu_symmetry.laplace.data import all_reduce, batches, processes, together
+from tu_symmetry.laplace.data import all_reduce, batches, count_of, processes, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
@@ -108,7 +108,7 @@ class _Pass:
         stage: str,
     ) -> None:
         self.tangent, self.likelihood, self.loader = tangent, likelihood, loader
-        self.progress, self.stage = progress, stage
+        self.progress, self.stage, self.batches = progress, stage, count_of(loader)
         self.device = next(tangent.model.parameters()).device
         self.samples, self.outputs, self.positions = 0, 0, 0
         self.loss = torch.zeros((), dtype=torch.float64)
@@ -125,7 +125,9 @@ class _Pass:
                 self.samples += len(outputs)
                 self._size(outputs)
                 if self.progress is not None:
-                    self.progress({"stage": self.stage, "batch": number, "samples": self.samples})
+                    self.progress(
+                        {"stage": self.stage, "batch": number, "batches": self.batches, "samples": self.samples}
+                    )
         totals = torch.stack([self.loss, torch.tensor(float(self.samples), dtype=torch.float64)]).to(self.device)
         all_reduce(totals)
         return Summary(round(totals[1].item()), totals[0].item(), self.outputs, self.positions)
@@ -172,6 +174,7 @@ def fit_curvature(
         The blocks in the order of the flat parameter vector, and the summary of the pass.
     """
     one_pass = _Pass(tangent, likelihood, loader if first_pass is None else first_pass, progress, "curvature")
+    one_pass.batches = count_of(loader)
     with evaluating(tangent.model):
         if options.curvature in ("full", "last_layer"):
             return _full(tangent, likelihood, one_pass, groups, options, generator)

@@ -49,6 +49,14 @@ def opened(loader: Iterable[Any], device: torch.device) -> tuple[Any, Iterator[A
     return inputs, chain(read, every)
 
 
+def count_of(loader: Iterable[Any]) -> int | None:
+    """How many batches a loader will give, where it says so."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:  # no length, or that of a stream
+        return None
+
+
 def processes() -> int:
     """Number of processes that share the work; 1 without an initialized process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

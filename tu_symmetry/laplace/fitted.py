@@ -27,6 +27,7 @@ from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
 from tu_symmetry.laplace.likelihood import Likelihood
+from tu_symmetry.laplace.links import LinkApprox
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import GroupReport
 from tu_symmetry.laplace.tangent import TangentModel
@@ -101,6 +102,7 @@ class FittedLaplace:
         solution: the weights ``theta`` and how well they solve their problem.
         snapshot: the network's weights at the fit.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
+        link_approx: of predictions that are asked for without one.
     """
 
     tangent: TangentModel
@@ -117,6 +119,7 @@ class FittedLaplace:
     solution: Mode
     snapshot: Snapshot
     temperature: float = 1.0
+    link_approx: LinkApprox = "mc"
 
     @classmethod
     def begin(
@@ -134,6 +137,7 @@ class FittedLaplace:
         hyperprior: Hyperprior = FLAT,
         solution: Mode | None = None,
         temperature: float = 1.0,
+        link_approx: LinkApprox = "mc",
     ) -> FittedLaplace:
         """An approximation of a network with its present weights.
 
@@ -150,6 +154,7 @@ class FittedLaplace:
             hyperprior: on the precisions.
             solution: the weights that the evidence is evaluated at; None for the linearization point.
             temperature: of the predictions.
+            link_approx: of the predictions.
 
         Raises:
             ValueError: weights that are all zero, or not finite.
@@ -172,6 +177,7 @@ class FittedLaplace:
             solution=Mode.at(point, curvature.summary.loss, evaluate_at) if solution is None else solution,
             snapshot=Snapshot(tangent),
             temperature=temperature,
+            link_approx=link_approx,
         )
         _ = found.layers
         return found
@@ -245,10 +251,12 @@ class FittedLaplace:
         solution = self.solution
         if self.evaluate_at == "tangent_mode" and moved:
             solution = replace(solution, gradient_norm=math.nan, converged=False)
-        temperature = 1.0 if moved else self.temperature  # it was chosen for the others
-        return replace(
-            self, log_precision=log_precision, noise_variance=noise, solution=solution, temperature=temperature
-        )
+        found = self.uncalibrated() if moved else self  # temperature and link were chosen for the others
+        return replace(found, log_precision=log_precision, noise_variance=noise, solution=solution)
+
+    def uncalibrated(self) -> FittedLaplace:
+        """The same with what :meth:`tu_symmetry.LinearizedLaplace.calibrate` chooses put back: temperature and link."""
+        return replace(self, temperature=1.0, link_approx="mc")
 
     def with_precision(self, precision: float | Mapping[str, float]) -> FittedLaplace:
         """Other precisions: one for all groups, or by group name (the others keep theirs).
@@ -279,7 +287,7 @@ class FittedLaplace:
     def with_curvature(self, blocks: Sequence[Block], summary: Summary) -> FittedLaplace:
         """Another curvature of the same network over the same prior groups; precisions and weights stay."""
         curvature = replace(self.curvature, blocks=tuple(blocks), summary=summary)
-        return replace(self, curvature=curvature, temperature=1.0)
+        return replace(self.uncalibrated(), curvature=curvature)
 
     def with_tangent(self, tangent: TangentModel) -> FittedLaplace:
         """Another way to the same network's Jacobian products, stored ones for example.
@@ -295,12 +303,11 @@ class FittedLaplace:
         """The same curvature with the precisions and weights of a fresh fit, for the evidence at either place."""
         where = self.evaluate_at if evaluate_at is None else evaluate_at
         return replace(
-            self,
+            self.uncalibrated(),
             evaluate_at=where,
             log_precision=self.center.log(),
             noise_variance=self.noise_variance if self.noise_fixed else 1.0,
             hyperprior=FLAT,
-            temperature=1.0,
             solution=Mode.at(self.tangent.point(), self.summary.loss, where),
         )
 

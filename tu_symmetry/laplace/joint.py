@@ -72,7 +72,7 @@ def at_mode(
 
 def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace, EvidenceResult]:
     """Precisions (and noise variance) of the largest evidence at the present weights: no data are read."""
-    fitted = replace(fitted, hyperprior=hyperprior, temperature=1.0)
+    fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
     rho, tau = _hyperparameter_step(fitted)
     found = fitted.with_hyperparameters(rho, math.exp(tau))
     return found, EvidenceResult(found.log_evidence(), 1, 0.0, 0.0, True, 1)
@@ -113,7 +113,7 @@ def at_joint_mode(
         raise ValueError(f"solver={solver!r} is not known; choose 'auto', 'subspace' or 'alternation'")
     tolerance = tolerance or default_tolerance(fitted)
     accuracy = mode_tolerance or default_mode_tolerance(fitted)
-    fitted = replace(fitted, hyperprior=hyperprior, temperature=1.0)
+    fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
     coupled = any(isinstance(block, CoupledBlock) for block in fitted.curvature.blocks)
     if solver == "subspace" or (solver == "auto" and not coupled):
         with evaluating(fitted.model):

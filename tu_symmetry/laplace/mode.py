@@ -208,7 +208,16 @@ def solve_mode(
         if not math.isfinite(norm) or not math.isfinite(loss):
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         if progress is not None:
-            progress({"stage": "mode", "newton": steps, "products": products, "gradient_norm": norm, "loss": loss})
+            progress(
+                {
+                    "stage": "mode",
+                    "newton": steps,
+                    "products": products,
+                    "gradient_norm": norm,
+                    "wanted": tolerance,
+                    "loss": loss,
+                }
+            )
         if norm <= tolerance or steps >= max_iterations:
             return Mode(
                 theta, loss, norm, steps, products, norm <= tolerance, certificate(likelihood, gradient, precision)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace import interop, prediction, storage
 from tu_symmetry.laplace.blocks import Posterior
-from tu_symmetry.laplace.calibration import TEMPERATURES, Metric, calibrate
+from tu_symmetry.laplace.calibration import PRECISIONS, TEMPERATURES, Metric, calibrate, search_precision
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import Backend, BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
@@ -39,6 +39,8 @@ from tu_symmetry.laplace.report import (
     GroupReport,
     LaplaceHurtsWarning,
     NotConvergedWarning,
+    NothingHeldOutWarning,
+    PrecisionSearch,
     PrunedGroupWarning,
     ReadElsewhereWarning,
     UnevenEvidenceWarning,
@@ -67,6 +69,8 @@ __all__ = [
     "LaplaceHurtsWarning",
     "LinearizedLaplace",
     "NotConvergedWarning",
+    "NothingHeldOutWarning",
+    "PrecisionSearch",
     "PrunedGroupWarning",
     "ReadElsewhereWarning",
     "UnevenEvidenceWarning",
@@ -246,7 +250,8 @@ class LinearizedLaplace:
             train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
                 a mapping of keyword arguments; or mappings of these with ``labels`` among them.
                 :meth:`optimize_evidence` reads it again.
-            progress: called after each batch with ``{"stage", "batch", "samples"}``.
+            progress: called after each batch with ``{"stage", "batch", "batches", "samples"}``;
+                :func:`tu_symmetry.show_progress` gives one that prints.
 
         Raises:
             TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
@@ -541,10 +546,11 @@ class LinearizedLaplace:
         metric: Metric | None = None,
         maximize: bool = False,
         temperatures: Sequence[float] = TEMPERATURES,
-        link_approx: LinkApprox = "mc",
+        link_approx: LinkApprox | Literal["auto"] = "mc",
         num_samples: int = 100,
         covariance: Literal["auto", "exact", "samples"] = "auto",
         seed: int = 0,
+        held_out: bool = True,
         progress: Progress | None = None,
     ) -> Calibration:
         """Choose the posterior's temperature on held-out data; all predictions from then on have it.
@@ -561,10 +567,14 @@ class LinearizedLaplace:
                 samples, counts.
             maximize: whether a larger value of the metric is better.
             temperatures: candidates; by default 1e-6 to 100 in quarters of a decade.
-            link_approx: with which predictions will be made, ``mc`` or ``probit``.
+            link_approx: with which predictions will be made, ``mc`` or ``probit``, or ``auto``: the better of both. It
+                is the one that :meth:`predictive` takes from then on, where it is given none.
             num_samples: likewise.
             covariance: likewise.
             seed: likewise.
+            held_out: False where the network was trained on these data: on them it looks more certain of the truth than
+                it is elsewhere, so that the temperature comes out too low rather than too high, and predictions stay
+                nearer to the network's than they need to. It only says so in the report, and warns of nothing.
             progress: called after each batch.
 
         Returns:
@@ -578,7 +588,8 @@ class LinearizedLaplace:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
         """
         self.fitted.require_weights()
-        check_link_approx(link_approx)
+        if link_approx != "auto":
+            check_link_approx(link_approx)
         self._fitted, found = calibrate(
             self.fitted,
             self._drawer,
@@ -590,9 +601,71 @@ class LinearizedLaplace:
             num_samples=num_samples,
             covariance=covariance,
             seed=seed,
+            held_out=held_out,
             progress=progress,
         )
-        warn_if_it_hurts(found, stacklevel=4)
+        if held_out:
+            warn_if_it_hurts(found, stacklevel=4)
+        return found
+
+    @leaves_randomness
+    @_apart
+    def search_precision(
+        self,
+        validation_loader: Iterable[Any],
+        *,
+        precisions: Sequence[float] = PRECISIONS,
+        relative: bool = False,
+        metric: Metric | None = None,
+        maximize: bool = False,
+        link_approx: LinkApprox | None = None,
+        num_samples: int = 100,
+        covariance: Literal["auto", "exact", "samples"] = "auto",
+        seed: int = 0,
+        progress: Progress | None = None,
+    ) -> PrecisionSearch:
+        """Choose the prior precision on held-out data instead of by the evidence; it is set from then on.
+
+        What laplace-torch calls ``optimize_prior_precision(method="gridsearch")``. Another precision changes which
+        directions are uncertain, where the temperature of :meth:`calibrate` scales all of them alike; it costs a pass
+        over the data for every candidate. No finite precision is the network itself, so that the best of them may be
+        worse than it: the result says so, and :meth:`calibrate` afterwards mends it.
+
+        Args:
+            validation_loader: batches ``(inputs, targets)`` that the network was not trained on.
+            precisions: candidates, by default 1e-4 to 1e8 in half decades: one precision for all weights.
+            relative: the candidates are factors of the precisions as they are instead, so that the groups' relations
+                stay those of the evidence.
+            metric: as in :meth:`calibrate`.
+            maximize: whether a larger value of the metric is better.
+            link_approx: as in :meth:`predictive`.
+            num_samples: likewise.
+            covariance: likewise.
+            seed: likewise.
+            progress: called after each batch.
+
+        Returns:
+            The precision, and NLL, calibration error and accuracy at all of them and of the network.
+
+        Raises:
+            ValueError: precisions that are not positive and finite, a metric that is finite at none of them.
+        """
+        self.fitted.require_weights()
+        if link_approx is not None:
+            check_link_approx(link_approx)
+        self._fitted, found = search_precision(
+            self.fitted,
+            validation_loader,
+            precisions=precisions,
+            relative=relative,
+            metric=metric,
+            maximize=maximize,
+            link_approx=link_approx,
+            num_samples=num_samples,
+            covariance=covariance,
+            seed=seed,
+            progress=progress,
+        )
         return found
 
     @property
@@ -639,7 +712,7 @@ class LinearizedLaplace:
         inputs: Any,
         *,
         num_samples: int = 100,
-        link_approx: LinkApprox = "mc",
+        link_approx: LinkApprox | None = None,
         covariance: Literal["auto", "exact", "samples"] = "auto",
         joint: bool = False,
         seed: int = 0,
@@ -650,7 +723,7 @@ class LinearizedLaplace:
             inputs: a batch.
             num_samples: number of Monte-Carlo samples.
             link_approx: from logits to probabilities: ``mc``, or in closed form ``probit`` (both as in laplace-torch),
-                or ``mean``: the network's own prediction.
+                or ``mean``: the network's own prediction. None: what :meth:`calibrate` has chosen, and ``mc`` before.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -81,7 +82,7 @@ def predictive(
     inputs: Any,
     *,
     num_samples: int,
-    link_approx: LinkApprox,
+    link_approx: LinkApprox | None,
     covariance: Covariance,
     joint: bool,
     seed: int,
@@ -89,6 +90,7 @@ def predictive(
     """Posterior predictive of a batch, as :meth:`tu_symmetry.LinearizedLaplace.predictive` has it."""
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} has to be at least 1")
+    link_approx = fitted.link_approx if link_approx is None else link_approx
     check_link_approx(link_approx)
     if covariance not in ("auto", "exact", "samples"):
         raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
@@ -126,7 +128,7 @@ def tempered_predictives(
     temperatures: Sequence[float],
     *,
     num_samples: int,
-    link_approx: LinkApprox,
+    link_approx: LinkApprox | Sequence[LinkApprox],
     covariance: Covariance,
     seed: int,
 ) -> list[Any]:
@@ -138,11 +140,12 @@ def tempered_predictives(
         inputs: on the network's device.
         temperatures: factors of the posterior covariance; at 0 the prediction is exactly the network's own.
         num_samples: of the Monte-Carlo link.
-        link_approx: ``mc`` or ``probit``.
+        link_approx: ``mc`` or ``probit``, or both: the predictives of all temperatures for each, one after the other.
         covariance: as in :func:`predictive`.
         seed: of the samples.
     """
     fitted, likelihood = replace(fitted, temperature=1.0), fitted.likelihood
+    links = (link_approx,) if isinstance(link_approx, str) else tuple(link_approx)
     deviations: Tensor | None = None
     if not any(temperatures):
         with evaluating(fitted.model):
@@ -152,12 +155,15 @@ def tempered_predictives(
         mean, matrix = function_covariance(fitted, inputs)
         matrix = outputs_posterior.within_positions(mean, matrix)
         variance = matrix.diagonal(dim1=-2, dim2=-1)
-        if likelihood.labels and link_approx == "mc":
+        if likelihood.labels and "mc" in links:
             deviations = outputs_posterior.gaussian_samples(matrix, num_samples, seed)
     else:
         mean, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
         variance = changes.square().mean(0)
-        if likelihood.labels and link_approx == "mc":
+        if likelihood.labels and "mc" in links:
             deviations = changes
     noise = fitted.noise_variance
-    return [likelihood.predict(mean, variance, deviations, temperature=t, noise=noise) for t in temperatures]
+    return [
+        likelihood.predict(mean, variance, deviations if link == "mc" else None, temperature=t, noise=noise)
+        for link, t in product(links, temperatures)
+    ]

@@ -24,6 +24,10 @@ class LaplaceHurtsWarning(UserWarning):
     """On held-out data the Laplace predictive is worse than the network itself."""
 
 
+class NothingHeldOutWarning(UserWarning):
+    """There are no data on which to check or calibrate that the network was not trained on or will not be tested on."""
+
+
 class UnevenEvidenceWarning(UserWarning):
     """The evidence leaves next to no uncertainty in the bulk of the weights, and much in a few."""
 
@@ -53,6 +57,8 @@ class Calibration:
         network: quality of the network itself (temperature 0).
         evidence: of the posterior whose precisions the evidence chose (temperature 1).
         calibrated: at the temperature that was chosen.
+        held_out: whether the network was not trained on these data.
+        link_approx: with which the predictions were made, and will be where none is asked for.
     """
 
     temperature: float
@@ -60,6 +66,8 @@ class Calibration:
     network: Quality
     evidence: Quality
     calibrated: Quality
+    held_out: bool = True
+    link_approx: str = "mc"
 
     @property
     def hurts(self) -> bool:
@@ -72,11 +80,43 @@ class Calibration:
             "Laplace, by the evidence": self.evidence,
             f"Laplace, temperature {self.temperature:.3g}": self.calibrated,
         }
-        width = max(map(len, rows))
-        lines = [f"{f'on {self.samples} held-out samples':{width}}   NLL      ECE      accuracy"]
+        kind = "held-out" if self.held_out else "training"
+        width = max(max(map(len, rows)), len(f"on {self.samples} {kind} samples"))
+        lines = [f"{f'on {self.samples} {kind} samples':{width}}   NLL      ECE      accuracy"]
         for name, q in rows.items():
             numbers = "  ".join("-      " if math.isnan(v) else f"{v:<7.4f}" for v in (q.nll, q.ece, q.accuracy))
             lines.append(f"{name:{width}}   {numbers}".rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PrecisionSearch:
+    """What :meth:`LinearizedLaplace.search_precision` found; as text, a small table.
+
+    Attributes:
+        precision: that was chosen: of all weights, or the factor of the precisions that were there.
+        relative: whether it is such a factor.
+        samples: of the held-out data, over all processes.
+        network: quality of the network itself, the limit of large precisions.
+        found: at the precision that was chosen.
+        tried: every precision with its quality, in rising order.
+    """
+
+    precision: float
+    relative: bool
+    samples: int
+    network: Quality
+    found: Quality
+    tried: tuple[tuple[float, Quality], ...]
+
+    def __str__(self) -> str:
+        lines = [f"on {self.samples} held-out samples   NLL      ECE      accuracy"]
+        what = "factor" if self.relative else "precision"
+        rows = [("network", self.network), *((f"{what} {p:.3g}", q) for p, q in self.tried)]
+        for name, q in rows:
+            numbers = "  ".join("-      " if math.isnan(v) else f"{v:<7.4f}" for v in (q.nll, q.ece, q.accuracy))
+            mark = "  (chosen)" if name == f"{what} {self.precision:.3g}" else ""
+            lines.append(f"{name:{len(lines[0].split('   ')[0])}}   {numbers}{mark}".rstrip())
         return "\n".join(lines)
 
 

@@ -71,6 +71,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "noise_variance": fitted.noise_variance,
         "noise_fixed": fitted.noise_fixed,
         "temperature": fitted.temperature,
+        "link_approx": fitted.link_approx,
         "hyperprior": {key: _finite(value) for key, value in asdict(fitted.hyperprior).items()},
         "summary": asdict(fitted.summary),
         "solution": {
@@ -134,6 +135,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=_solution(content["solution"], tensors["theta"].to(device)),
         temperature=content.get("temperature", 1.0),  # of version 3
+        link_approx=content.get("link_approx", "mc"),
     )
 
 

@@ -388,6 +388,7 @@ def joint_optimum(
                     "change": change,
                     "objective": point.value,
                     "gradient_norm": norm,
+                    "wanted": mode_tolerance,
                     "gap": gap,
                 }
             )

@@ -1,7 +1,12 @@
-"""What a run shows: which commands there are, bars with rates for the one at work, and what comes next."""
+"""What a run shows: which commands there are, bars with rates for the one at work, and what comes next.
+
+Long computations of the functional core print nothing; they call ``progress`` with ``{"stage": ..., ...}``, which
+:func:`show_progress` turns into lines with rate and time left.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -139,6 +144,103 @@ class Display:
         )
         with progress:
             yield _BarTracker(progress, progress.add_task(description, total=total, info=""))
+
+
+_COUNTERS = ("batch", "iteration", "products", "newton", "step")  # what a stage counts its steps by
+_WINDOW = 8  # steps that a rate of convergence is taken from
+
+
+class StageProgress:
+    """One line of what a computation says of itself: its stage, how far, how fast, how long still.
+
+    A stage that knows its number of steps (``batches``) is done after these. One that has converged when
+    ``gradient_norm`` is down to ``wanted`` is taken to go on as fast, in logarithms, as in its last few steps, which
+    is called ``about``.
+
+    Args:
+        title: in front of every line.
+        clock: seconds.
+    """
+
+    def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.title, self._clock = title, clock
+        self._stage: str | None = None
+        self._norms: list[tuple[float, float]] = []
+        self._first = self._started = 0.0
+
+    def line(self, info: Mapping[str, Any]) -> str:
+        """What to show after a call with ``info``."""
+        now = self._clock()
+        counter = next((name for name in _COUNTERS if name in info), None)
+        done = float(info[counter]) if counter is not None else 0.0
+        stage = str(info.get("stage", ""))
+        if stage != self._stage or done < self._first:
+            self._stage, self._started, self._first, self._norms = stage, now, done, []
+        total = info.get("batches")
+        steps, seconds = done - self._first, now - self._started
+        rate = steps / seconds if steps > 0 and seconds > 0 else 0.0
+        shown = "" if counter is None else f" {counter} {done:g}{f'/{total}' if total else ''}"
+        if rate > 0:
+            shown += f", {rate:.1f}/s" if rate >= 1 else f", {1 / rate:.1f} s each"
+        left = self._left(info, total, done, rate, now)
+        hidden = {"stage", "batches", "wanted", counter}
+        figures = {k: v for k, v in info.items() if k not in hidden and isinstance(v, (int, float, str))}
+        return f"{self.title}: {stage}{shown}{left}  {_figures(figures)}".rstrip()
+
+    def _left(self, info: Mapping[str, Any], total: Any, done: float, rate: float, now: float) -> str:
+        if total and rate > 0:
+            return f", {_duration(max(0.0, total - done) / rate)} left"
+        norm, wanted = info.get("gradient_norm"), info.get("wanted")
+        if not norm or not wanted or not math.isfinite(norm):
+            return ""
+        self._norms.append((now, math.log(norm / wanted)))
+        (before, high), (_, low) = self._norms[-min(len(self._norms), _WINDOW)], self._norms[-1]
+        if low <= 0 or high <= low or now <= before:
+            return ""
+        return f", about {_duration(low * (now - before) / (high - low))} left"
+
+
+@contextmanager
+def show_progress(
+    title: str = "Laplace", *, console: Console | None = None, every: float = 10.0
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What the argument ``progress`` of long computations takes, to see them work.
+
+    In a terminal it is one line that changes, elsewhere (a log file, a batch job, a notebook's text) a line every
+    ``every`` seconds; what takes less time prints nothing.
+
+    Example:
+        >>> with tus.show_progress() as progress:                                            # doctest: +SKIP
+        ...     la.fit(loader, progress=progress)
+        ...     la.optimize_evidence(progress=progress)
+
+    Args:
+        title: in front of every line.
+        console: where to; None for the standard error.
+        every: seconds between lines where there is no terminal.
+    """
+    console = console or Console(stderr=True)
+    stages = StageProgress(title)
+    if console.is_terminal:
+        with console.status(title) as status:
+            yield lambda info: status.update(stages.line(info))
+        return
+    last = time.monotonic()
+
+    def show(info: dict[str, Any]) -> None:
+        nonlocal last
+        line = stages.line(info)
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    yield show
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _figures(info: Mapping[str, float | str]) -> str:

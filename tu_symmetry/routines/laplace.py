@@ -60,6 +60,16 @@ class LaplacePostProcessing(PostProcessing):
         self.num_samples, self.link_approx, self.covariance, self.seed = num_samples, link_approx, covariance, seed
         self.attach_laplace(laplace)
 
+    @property
+    def predictive_options(self) -> dict[str, Any]:
+        """What the temperature has to be chosen with, see :meth:`LinearizedLaplace.calibrate`."""
+        return {
+            "num_samples": self.num_samples,
+            "link_approx": self.link_approx,
+            "covariance": self.covariance,
+            "seed": self.seed,
+        }
+
     def set_model(self, model: nn.Module) -> None:
         """Refer to the routine's network without registering it."""
         self.__dict__["model"] = model
@@ -141,6 +151,11 @@ class LaplaceEnsemble(nn.Module):
         self._awaits_fit = False
         if laplace is not None:
             self.attach_laplace(laplace)
+
+    @property
+    def predictive_options(self) -> dict[str, Any]:
+        """What the temperature has to be chosen with, see :meth:`LinearizedLaplace.calibrate`."""
+        return {"num_samples": self.num_samples, "covariance": "samples", "seed": self.seed}
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
         """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one.

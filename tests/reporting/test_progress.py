@@ -1,0 +1,101 @@
+"""Progress of long computations: rate and time left, in a terminal and outside of one."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, randomize
+from rich.console import Console
+from torch import nn
+
+import tu_symmetry as tus
+from tu_symmetry.reporting import progress
+from tu_symmetry.reporting.progress import StageProgress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_known_number_of_steps() -> None:
+    clock = Clock()
+    stages = StageProgress("Laplace", clock=clock)
+    assert stages.line({"stage": "curvature", "batch": 1, "batches": 21, "samples": 64}) == (
+        "Laplace: curvature batch 1/21  samples 64"
+    )
+    clock.now = 20.0
+    shown = stages.line({"stage": "curvature", "batch": 11, "batches": 21, "samples": 704})
+    assert shown == "Laplace: curvature batch 11/21, 2.0 s each, 20 s left  samples 704"
+    clock.now = 21.0  # another stage starts anew
+    assert stages.line({"stage": "calibration", "batch": 1, "batches": None}) == "Laplace: calibration batch 1"
+    clock.now = 22.0
+    assert stages.line({"stage": "calibration", "batch": 5, "batches": None}) == "Laplace: calibration batch 5, 4.0/s"
+
+
+def test_a_convergence_goes_on_as_it_did() -> None:
+    """Planted: the norm falls by a factor of two in three seconds."""
+    clock, shown = Clock(), ""
+    stages = StageProgress("Laplace", clock=clock)
+    for step in range(10):
+        clock.now = 3.0 * step
+        info: dict[str, Any] = {"stage": "evidence", "iteration": step, "wanted": 0.5, "gap": 1.5}
+        shown = stages.line({**info, "gradient_norm": 2.0**12 * 0.5**step})
+    assert shown == "Laplace: evidence iteration 9, 3.0 s each, about 12 s left  gap 1.5  gradient_norm 8"
+    info = {"stage": "evidence", "iteration": 10, "wanted": 0.5}
+    assert "left" not in stages.line({**info, "gradient_norm": 0.4})  # done
+    assert "left" not in stages.line({**info, "gradient_norm": math.inf})
+    grown = StageProgress("Laplace", clock=clock)
+    for step in range(3):
+        clock.now += 1.0
+        shown = grown.line({**info, "iteration": step, "gradient_norm": 2.0**step})
+    assert "left" not in shown
+
+
+def everything(show: Any) -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)))
+    x, y = data(4, outputs=3, samples=15)
+    batches = [(x[i], y[i]) for i in torch.arange(15).split(5)]
+    la = tus.LinearizedLaplace(model, prior="single").fit(batches, progress=show)
+    la.optimize_evidence(progress=show)
+    la.optimize_evidence(progress=show, solver="alternation")
+    la.calibrate(batches, progress=show)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_stages_outside_of_a_terminal() -> None:
+    out = io.StringIO()
+    with tus.show_progress("mine", console=Console(file=out, width=40), every=0.0) as show:
+        everything(show)
+    lines = out.getvalue().splitlines()
+    assert all(line.startswith("mine: ") for line in lines)
+    for text in ("curvature batch 3/3", "evidence iteration 2", "mode products", "calibration batch 3/3"):
+        assert any(text in line for line in lines), text
+    assert any("about" in line and line.count("left") == 1 for line in lines if "evidence" in line)
+    assert any(("/s, " in line or " s each, " in line) and " left" in line for line in lines if "batch 3/3" in line)
+
+
+def test_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    with tus.show_progress(console=Console(file=out), every=10.0) as show:
+        for second in range(35):
+            clock.now = float(second)
+            show({"stage": "curvature", "batch": second + 1, "batches": 100})
+    assert [line.split()[3] for line in out.getvalue().splitlines()] == ["11/100,", "21/100,", "31/100,"]
+    assert time.monotonic() == 34
+
+
+def test_in_a_terminal_one_line_changes() -> None:
+    out = io.StringIO()
+    with tus.show_progress(console=Console(file=out, force_terminal=True, width=120)) as show:
+        show({"stage": "curvature", "batch": 1, "batches": 2})
+        time.sleep(0.2)
+    assert "curvature batch 1/2" in out.getvalue()
