@@ -27,6 +27,7 @@ ROOMS = {
     "callbacks": "Lightning callbacks",
     "routines": "Routines and post-processing for TorchUncertainty",
     "datamodules": "Data modules",
+    "reporting": "Progress",
     "plot": "Figures",
     "other": "Reading and errors",
 }

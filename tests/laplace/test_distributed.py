@@ -51,6 +51,26 @@ def values(share: slice) -> list[float]:
     return found
 
 
+def joint(share: slice) -> list[float]:
+    """The joint optimum by the solver in the span of directions, and what held-out data choose."""
+    found: list[float] = []
+    for kind, memory, options in (  # linearized once, or in every product
+        ("classification", 1 << 30, {"prior": "per_layer"}),
+        ("regression", 0, {"prior": "single", "curvature": "last_layer"}),
+    ):
+        x, y = data(2, 5, 5, outputs=3, kind=kind)
+        own = [(a, b) for a, b in zip(x[share].split(2), y[share].split(2), strict=True)]
+        la = LinearizedLaplace(network(), kind, **options).fit(own)  # type: ignore[arg-type]
+        result = la.optimize_evidence(solver="subspace", memory=memory)
+        assert result.converged
+        found += [result.log_marginal_likelihood, result.gap, *la.log_precision.tolist(), *la.theta.tolist()]
+        calibration = la.calibrate(own, link_approx="auto", temperatures=[0.1])
+        found += [calibration.temperature, calibration.calibrated.nll, float(calibration.samples)]
+        search = la.search_precision(own, precisions=[0.1, 10.0])
+        found += [search.precision, *(quality.nll for _, quality in search.tried)]
+    return found
+
+
 def message(share: slice) -> str:
     """What a process says that has this share of nothing but the first samples."""
     x, y = data(2, 5, 5, outputs=3)
@@ -65,7 +85,7 @@ def message(share: slice) -> str:
 def worker(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    found = {"values": values(SHARES[rank]), "message": message(SHARES[rank])}
+    found = {"values": values(SHARES[rank]), "joint": joint(SHARES[rank]), "message": message(SHARES[rank])}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -88,6 +108,14 @@ def test_two_processes_equal_one(found: list[dict[str, Any]]) -> None:
         assert own["values"] == pytest.approx(expected, rel=1e-6, abs=1e-7)
     apart = values(SHARES[0])
     assert apart != pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_joint_optimum_of_two_processes_is_that_of_one(found: list[dict[str, Any]]) -> None:
+    expected = joint(WHOLE)
+    for own in found:
+        assert own["joint"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert joint(SHARES[0]) != pytest.approx(expected, rel=1e-2)
 
 
 def test_a_process_without_data_stops_all_with_a_message(found: list[dict[str, Any]]) -> None:

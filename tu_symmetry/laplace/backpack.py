@@ -75,7 +75,8 @@ class BackpackGradients:
             extend(module)
         for module in own.modules():
             if isinstance(getattr(module, "inplace", None), bool):
-                module.inplace = False  # nothing may be written over what a backward hook has seen  # type: ignore
+                # nothing may be written over what a backward hook has seen
+                module.inplace = False  # type: ignore[assignment]
         self._checked = False
 
     def gradients(self, inputs: Any, columns: Sequence[Tensor]) -> Iterator[Tensor]:
