@@ -211,7 +211,7 @@ def _residual_dimensions(rows: Mapping[str, Runs]) -> Grid:
     header += ["largest change", "by a refresh"]
     caption = (
         "means over networks; λ: smallest and largest of all groups; log evidence in nats, over the training data; "
-        "largest change: of a log λ in the last alternation, and from before to after the last refresh of the curvature"
+        "largest change: of a log λ in the last iteration, and from before to after the last refresh of the curvature"
     )
     return Grid("Effective dimensions and precisions", header, body, caption)
 
