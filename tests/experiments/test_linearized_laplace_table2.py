@@ -43,7 +43,7 @@ TINY = [
     *(f"{name}.{k}={v}" for k, v in MODEL.items() for name in ("networks.routine.model", "evidence.command.model")),
     *(f"evidence.command.data.{k}={v}" for k, v in (SIZES | {"ood_size": 6}).items()),
     *(f"evidence.command.settings.{k}={v}" for k, v in
-      {"max_iterations": 3, "num_samples": 20, "batch_size": 16, "mode_tolerance": 5.0}.items()),
+      {"max_iterations": 3, "refreshes": 1, "num_samples": 20, "batch_size": 16, "mode_tolerance": 5.0}.items()),
 ]  # fmt: skip
 SETTINGS = KroneckerSettings(16, tolerance=0.1, mode_tolerance=5.0, max_iterations=3, refreshes=1, num_samples=20,
                              stored_jacobian=True)  # fmt: skip
