@@ -1,9 +1,6 @@
 """Time and memory of finding the symmetries of full-size diffusion networks, on the meta device (no weights at all).
 
-    python benchmarks/diffusion.py [sdxl] [sd15]
-
-The configurations are those of Stable Diffusion XL's and 1.5's UNets, written out here; nothing is downloaded. What is
-printed: parameters, seconds to build, seconds to discover, groups, and the process's peak memory.
+The configurations are those of Stable Diffusion XL's and 1.5's UNets, written out here; nothing is downloaded.
 
 Measured (two busy cores of 2.8 GHz, torch 2.15, diffusers 0.42): SDXL's UNet, 2567 million parameters, 104 s of
 processor time, 568 permutation, 601 scale and 18 normalization groups, no operator without a rule, peak memory 6.1 GiB,
@@ -12,6 +9,7 @@ where the weights alone would take 9.6 GiB in single precision.
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -20,6 +18,9 @@ from typing import Any
 import torch
 
 import tu_symmetry as tus
+from benchmarks._measure import in_own_process
+from benchmarks._report import Goal, Section, Settings
+from tu_symmetry.reporting.grid import Grid
 
 
 def sdxl() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -56,25 +57,48 @@ def sd15() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 NETWORKS = {"sdxl": sdxl, "sd15": sd15}
 
 
-def main(names: list[str]) -> None:
-    """Print a line for each network."""
-    for name in names or ["sdxl"]:
-        begin = time.perf_counter()
-        with torch.device("meta"):
-            model, inputs, kwargs = NETWORKS[name]()
-        built, start = time.perf_counter() - begin, time.process_time()
-        begin = time.perf_counter()
-        graph = tus.discover_symmetries(model.eval(), inputs, example_kwargs=kwargs)
-        taken, cpu = time.perf_counter() - begin, time.process_time() - start
-        count = sum(p.numel() for p in model.parameters())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(
-            f"{name}: {count / 1e6:.0f} million parameters, built in {built:.1f} s, discovered in {taken:.1f} s "
-            f"({cpu:.1f} s of processor time), {len(graph.permutations)} permutation, {len(graph.scales)} scale and "
-            f"{len(graph.normalizations)} normalization groups, no rule for {list(graph.unknown_operators) or 'none'}, "
-            f"peak memory of the process {peak:.2f} GiB"
-        )
+def measure(name: str) -> dict[str, Any]:
+    """Build a network on the meta device and discover its symmetries, in this process."""
+    begin = time.perf_counter()
+    with torch.device("meta"):
+        model, inputs, kwargs = NETWORKS[name]()
+    built, start = time.perf_counter() - begin, time.process_time()
+    begin = time.perf_counter()
+    graph = tus.discover_symmetries(model.eval(), inputs, example_kwargs=kwargs)
+    return {
+        "network": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "built": built,
+        "seconds": time.perf_counter() - begin,
+        "cpu": time.process_time() - start,
+        "permutations": len(graph.permutations),
+        "scales": len(graph.scales),
+        "normalizations": len(graph.normalizations),
+        "without_rule": list(graph.unknown_operators),
+        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,  # kilobytes on Linux
+    }
+
+
+def run(settings: Settings) -> Section:
+    """Every network in a process of its own; the smaller one alone for a quick run. Needs diffusers."""
+    found = [in_own_process("benchmarks.diffusion", name) for name in (["sd15"] if settings.quick else NETWORKS)]
+    columns = ["", "weights (million)", "CPU s", "permutation", "scale", "normalization", "no rule for", "peak GiB"]
+    rows = [
+        [
+            r["network"],
+            f"{r['parameters'] / 1e6:.0f}",
+            f"{r['cpu']:.0f}",
+            *(str(r[kind]) for kind in ("permutations", "scales", "normalizations")),
+            ", ".join(r["without_rule"]) or "none",
+            f"{r['peak'] / 2**30:.1f}",
+        ]
+        for r in found
+    ]
+    text = "UNets of diffusion models at full size, discovered on the meta device, one process each, PyTorch included."
+    goals = [Goal("every operator has a rule", not any(r["without_rule"] for r in found), "see the table")]
+    return Section("Diffusion models without weights", text, [Grid("Discovery", columns, rows)], goals, found)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    torch.set_num_threads(1)
+    print(json.dumps(measure(sys.argv[1])))

@@ -42,7 +42,7 @@ def test_subjects_are_the_files_of_the_folder() -> None:
         "many",
         "matching",
         "backpack",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("joint", "comparison")),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("joint", "comparison", "streaming")),
     ],
 )
 def test_quick_run_writes_a_page(subject: str, tmp_path: Path) -> None:
