@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -17,7 +18,7 @@ from tu_symmetry.cli import main
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
 from tu_symmetry.experiments.symmetry_aware.claims import answers
-from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
+from tu_symmetry.experiments.symmetry_aware.evaluation import _trusted, evaluate
 from tu_symmetry.experiments.symmetry_aware.scores import member_probabilities, mutual_information, scores
 from tu_symmetry.posterior.draws import network_draws
 from tu_symmetry.posterior.samples import SampleStore
@@ -152,6 +153,18 @@ def store(folder: Path, states: list[dict[str, Tensor]]) -> Path:
     return folder
 
 
+def test_a_trusted_predictive_is_read_in_test_order(tmp_path: Path) -> None:
+    """The layout of the HMC reference of CIFAR-10: ``probs``, all test points in order, single precision."""
+    probs = np.random.default_rng(0).dirichlet(np.ones(10), size=50).astype(np.float32)
+    np.savez(tmp_path / "good.npz", probs=probs)
+    torch.testing.assert_close(_trusted(tmp_path / "good.npz", 20), torch.from_numpy(probs[:20]).double())
+    with pytest.raises(ValueError, match="at least 60 test points"):
+        _trusted(tmp_path / "good.npz", 60)
+    np.savez(tmp_path / "other.npz", logits=probs)
+    with pytest.raises(ValueError, match="no probs"):
+        _trusted(tmp_path / "other.npz", 20)
+
+
 def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
     from tu_symmetry.datamodules import IDXDataModule
 
@@ -191,7 +204,8 @@ def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     options = evaluation["command"]["init_args"]
     for half in ("one_mode", "multi_mode"):
         options[half] = {m: [r for r in runs if kept(r)] for m, runs in options[half].items()}
-    options |= {"num_samples": 6, "resamples": 5}
+    options |= {"num_samples": 6, "resamples": 5, "predictive": str(tmp_path / "trusted.npz")}
+    np.savez(tmp_path / "trusted.npz", probs=np.full((100, 10), 0.1, dtype=np.float32))
     options["data"]["init_args"]["test_size"] = 60
     for module in options["ood"].values():
         module["init_args"]["ood_size"] = 40
@@ -219,7 +233,11 @@ def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
         "kmnist",
         "notmnist",
     }
+    assert (
+        0 <= entry["agreement"] <= 1 and 0 < entry["total_variation"] < 0.9
+    )  # at most 1 - 1 / 10 from the uniform one
     report = (tmp_path / "out" / "report" / "report.md").read_text()
+    assert "Against the trusted predictive" in report
     for sentence in load_table(folder).claims.values():
         assert sentence in report
     for name in ("diversity.png", "discrepancy.png", "marginals.png", "largest.png"):
