@@ -202,51 +202,66 @@ class DiagonalBlock(Block):
         return {"values": self.values}
 
 
-class CoupledBlock(Block):
-    """A full matrix over several prior groups: prior and curvature have no common basis.
+class ScaledBlock(Block):
+    """A curvature that has no basis in common with the prior, decomposed anew where the precisions change.
 
-    With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``, ``V e V^T = L^-1/2 H L^-1/2 / noise``;
-    the decomposition is redone where the precisions change.
+    With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``, ``V e V^T = L^-1/2 H L^-1/2 / noise``.
     """
+
+    def __init__(self, name: str, start: int, groups: Tensor) -> None:
+        super().__init__(name, start, groups)
+        self._key: tuple[bytes, float] | None = None
+        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @abstractmethod
+    def decomposed(self, root: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+        """``(V, e)``, given ``root``, the diagonal of ``L^-1/2`` in double precision."""
+
+    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``(L^-1/2, V, e)``."""
+        key = (log_precision.cpu().double().numpy().tobytes(), noise)
+        if self._key != key or self._cached is None:
+            like = next(iter(self.tensors().values()))
+            # in double precision: what lies between the largest and the smallest entry can be more than float32 holds
+            root = (-0.5 * log_precision).exp().double().to(like.device)[self.groups.to(like.device)]
+            vectors, values = self.decomposed(root, noise)
+            self._key, self._cached = key, (root.to(like), vectors.to(like), values.to(like))
+        return self._cached
+
+    def eigenvalues(self) -> Tensor:
+        """There are none apart from the prior."""
+        raise self._apart()
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """There is no basis apart from the prior."""
+        raise self._apart()
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """There is no basis apart from the prior."""
+        raise self._apart()
+
+    def _apart(self) -> TypeError:
+        return TypeError(f"a {self.kind} block has no eigenvalues or basis apart from the prior: use scaled(...)")
+
+
+class CoupledBlock(ScaledBlock):
+    """A full matrix over several prior groups."""
 
     kind: BlockKind = "coupled"
 
     def __init__(self, name: str, start: int, groups: Tensor, matrix: Tensor) -> None:
         super().__init__(name, start, groups)
         self.matrix = matrix
-        self._key: tuple[bytes, float] | None = None
-        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def stop(self) -> int:
         """End of the piece."""
         return self.start + len(self.matrix)
 
-    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
-        """``(L^-1/2, V, e)``."""
-        key = (log_precision.cpu().double().numpy().tobytes(), noise)
-        if self._key != key or self._cached is None:
-            device = self.matrix.device
-            root = (-0.5 * log_precision).exp().double().to(device)[self.groups.to(device)]
-            # in double precision: what lies between the largest and the smallest entry can be more than float32 holds
-            values, vectors = torch.linalg.eigh(self.matrix.double() * root * root.unsqueeze(-1) / noise)
-            self._key, self._cached = (
-                key,
-                (root.to(self.matrix), vectors.to(self.matrix), values.clamp(min=0).to(self.matrix)),
-            )
-        return self._cached
-
-    def eigenvalues(self) -> Tensor:
-        """A coupled block has no eigenvalues apart from the prior."""
-        raise NotImplementedError
-
-    def to_basis(self, vectors: Tensor) -> Tensor:
-        """A coupled block has no basis apart from the prior."""
-        raise NotImplementedError
-
-    def from_basis(self, coefficients: Tensor) -> Tensor:
-        """A coupled block has no basis apart from the prior."""
-        raise NotImplementedError
+    def decomposed(self, root: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+        """All eigenvectors."""
+        values, vectors = torch.linalg.eigh(self.matrix.double() * root * root.unsqueeze(-1) / noise)
+        return vectors, values.clamp(min=0)
 
     def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
         """The inverse of the precision (power -1), or a root ``R`` of it with ``R R^T`` the inverse (-1/2).
@@ -269,11 +284,10 @@ class CoupledBlock(Block):
         return {"matrix": self.matrix}
 
 
-class LowRankBlock(Block):
+class LowRankBlock(ScaledBlock):
     """``R^T R`` of a few rows over all parameters, in one prior group or several.
 
-    With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``, where ``V e V^T`` has the rank of the rows
-    ``R L^-1/2 / sqrt(noise)``; ``V`` and ``e`` come from their small Gram matrix, anew where the precisions change.
+    ``V e V^T`` has the rank of the rows ``R L^-1/2 / sqrt(noise)``; ``V`` and ``e`` come from their small Gram matrix.
     With one row ``r`` and one precision ``l`` it is ``e = |r|^2 / (l noise)``, and the variance along ``r`` is
     ``1 / (l + |r|^2 / noise)``.
 
@@ -286,37 +300,17 @@ class LowRankBlock(Block):
     def __init__(self, name: str, start: int, groups: Tensor, rows: Tensor) -> None:
         super().__init__(name, start, groups)
         self.rows = rows
-        self._key: tuple[bytes, float] | None = None
-        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def stop(self) -> int:
         """End of the piece."""
         return self.start + self.rows.shape[1]
 
-    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
-        """``(L^-1/2, V, e)``, with zero columns of ``V`` where ``e`` is zero."""
-        key = (log_precision.cpu().double().numpy().tobytes(), noise)
-        if self._key != key or self._cached is None:
-            device = self.rows.device
-            root = (-0.5 * log_precision).exp().double().to(device)[self.groups.to(device)]
-            rows = self.rows.double() * root / noise**0.5
-            values, small = decompose(rows @ rows.mT)
-            vectors = rows.mT @ (small * torch.where(values > 0, values, torch.inf).rsqrt())
-            self._key, self._cached = key, (root.to(self.rows), vectors.to(self.rows), values.to(self.rows))
-        return self._cached
-
-    def eigenvalues(self) -> Tensor:
-        """A low-rank block has no eigenvalues apart from the prior."""
-        raise NotImplementedError
-
-    def to_basis(self, vectors: Tensor) -> Tensor:
-        """A low-rank block has no basis apart from the prior."""
-        raise NotImplementedError
-
-    def from_basis(self, coefficients: Tensor) -> Tensor:
-        """A low-rank block has no basis apart from the prior."""
-        raise NotImplementedError
+    def decomposed(self, root: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+        """As many vectors as there are rows, zero where ``e`` is zero."""
+        rows = self.rows.double() * root / noise**0.5
+        values, small = decompose(rows @ rows.mT)
+        return rows.mT @ (small * torch.where(values > 0, values, torch.inf).rsqrt()), values
 
     def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
         """The inverse of the precision (power -1), or the root ``L^-1/2 (1 + V e V^T)^-1/2`` of it (-1/2)."""
