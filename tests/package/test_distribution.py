@@ -152,9 +152,38 @@ def test_the_recipe_of_the_contributors_guide_runs(tmp_path: Path, monkeypatch: 
     assert "3 layers counted" in shown
 
 
-def test_every_recipe_is_found_by_its_name() -> None:
-    from tu_symmetry.tables.library import find_recipe, library
+def test_every_recipe_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tu_symmetry.tables.library import configurations, find_recipe, library
 
     names = {p.parent.relative_to(ROOT / "recipes").as_posix() for p in (ROOT / "recipes").rglob("table.yaml")}
     assert set(library()) == names and "symmetry_aware/mnist-small" in names
     assert find_recipe("symmetry_aware/mnist-small") == ROOT / "recipes" / "symmetry_aware" / "mnist-small"
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("recipes/symmetry_aware/mnist-small") == find_recipe("symmetry_aware/mnist-small")
+    with_table = {p.parent for p in (ROOT / "recipes").rglob("table.yaml")}
+    alone = {p for p in (ROOT / "recipes").rglob("*.yaml") if p.parent not in with_table}
+    assert set(configurations().values()) == alone and "lightning/mnist_ensemble_rebasin.yaml" in configurations()
+
+
+def test_configurations_of_recipes_are_found_without_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """README's `fit --config recipes/...` runs where there are no recipes; a file that is there is taken."""
+    from tu_symmetry.cli import main
+    from tu_symmetry.tables.library import find_configuration, with_configurations
+
+    monkeypatch.chdir(tmp_path)
+    name, shipped = "lightning/mnist_ensemble_rebasin.yaml", ROOT / "recipes/lightning/mnist_ensemble_rebasin.yaml"
+    for typed in (name, f"recipes/{name}", f"./recipes/{name}"):
+        assert find_configuration(typed) == str(shipped)
+    words = ["fit", "--config", name, f"--config=recipes/{name}", "-c", "mine.yaml", "--data.root", name]
+    found = ["fit", "--config", str(shipped), f"--config={shipped}", "-c", "mine.yaml", "--data.root", name]
+    assert with_configurations(words) == found
+    for other in ("../README.md", "recipes/../README.md", "lightning", "lightning/README.md", str(tmp_path / name)):
+        assert find_configuration(other) == other
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "--config", f"recipes/{name}", "--print_config"])
+    assert end.value.code == 0 and "tu_symmetry.callbacks.Rebasin" in capsys.readouterr().out
+    (tmp_path / "lightning").mkdir()
+    (tmp_path / name).write_text("trainer: {max_epochs: 3}\n")
+    assert find_configuration(name) == name

@@ -71,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in LIGHTNING:
+        from tu_symmetry.tables.library import with_configurations
+
+        arguments = with_configurations(arguments)
     if arguments and arguments[0] == "run":
         from rich.console import Console
 

@@ -68,14 +68,19 @@ def table(parser: argparse.ArgumentParser) -> Handler:
 
 def recipes(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry recipes``."""
-    parser.description = "Lists the recipes that `tu-symmetry table NAME` runs, and where their files are."
+    parser.description = (
+        "Lists the recipes that `tu-symmetry table NAME` runs, the configurations that `tu-symmetry fit --config NAME` "
+        "runs by themselves, and where their files are."
+    )
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.tables.library import library, titles
+        from tu_symmetry.tables.library import configurations, library, titles
 
         known = library()
         for name, title in titles().items():
             print(f"{name:46} {title}\n{'':46} {known[name]}")
+        for name, file in configurations().items():
+            print(f"{name:46} for `tu-symmetry fit --config {name}`\n{'':46} {file}")
         return 0
 
     return run

@@ -1,18 +1,25 @@
-"""The recipes that travel with the package, and how a recipe is found by its name."""
+"""The recipes that travel with the package, and how a recipe or one of its files is found by its name."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tu_symmetry.configs import ConfigError, read_mapping
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # in a wheel, and in a checkout
+_CONFIG_FLAGS = ("--config", "-c")
+
+
+def _shipped() -> Path | None:
+    """The folder of the recipes that travel with the package."""
+    return next((f for f in _SHIPPED if f.is_dir()), None)
 
 
 def library() -> dict[str, Path]:
     """Name (``compact_posterior/digits``) to folder of every recipe with a table."""
-    folder = next((f for f in _SHIPPED if f.is_dir()), None)
+    folder = _shipped()
     if folder is None:
         return {}
     return {p.parent.relative_to(folder).as_posix(): p.parent for p in sorted(folder.rglob("table.yaml"))}
@@ -21,6 +28,18 @@ def library() -> dict[str, Path]:
 def titles() -> dict[str, str]:
     """Name of every recipe to its title."""
     return {name: str(read_mapping(folder / "table.yaml").get("title", "")) for name, folder in library().items()}
+
+
+def configurations() -> dict[str, Path]:
+    """Name (``lightning/mnist_ensemble_rebasin.yaml``) to file of every configuration that belongs to no table."""
+    folder = _shipped()
+    files = [] if folder is None else sorted(folder.rglob("*.yaml"))
+    return {p.relative_to(folder).as_posix(): p for p in files if not (p.parent / "table.yaml").is_file()}
+
+
+def _within_recipes(name: str | Path) -> str:
+    """The name of a recipe as it stands in :func:`library`: ``recipes/`` is where they are in a checkout."""
+    return str(name).strip("/").removeprefix("./").removeprefix("recipes/")
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -33,9 +52,36 @@ def find_recipe(name: str | Path) -> Path:
     if (folder / "table.yaml").is_file():
         return folder
     known = library()
-    if str(name).strip("/") in known:
-        return known[str(name).strip("/")]
+    if (found := known.get(_within_recipes(name))) is not None:
+        return found
     raise ConfigError(
         f"{name} is no recipe folder (it has no table.yaml), and none of the recipes that come with the package: "
         f"{', '.join(known) or 'none'}; `tu-symmetry recipes` lists them"
     )
+
+
+def find_configuration(name: str) -> str:
+    """The configuration file that a name means: a file that is there, else one that travels with the package.
+
+    So that ``tu-symmetry fit --config recipes/lightning/mnist_ensemble_rebasin.yaml`` runs in any folder. What is
+    neither is returned as it is: whoever reads the file says that it is not there.
+    """
+    folder = _shipped()
+    if folder is None or Path(name).is_absolute() or Path(name).exists():
+        return name
+    root, file = folder.resolve(), (folder / _within_recipes(name)).resolve()
+    return str(file) if file.is_file() and file.suffix == ".yaml" and file.is_relative_to(root) else name
+
+
+def with_configurations(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line, with the files after ``--config`` and ``-c`` found by :func:`find_configuration`."""
+    found: list[str] = []
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if found and found[-1] in _CONFIG_FLAGS:
+            found.append(find_configuration(word))
+        elif equals and flag in _CONFIG_FLAGS:
+            found.append(f"{flag}={find_configuration(value)}")
+        else:
+            found.append(word)
+    return found
