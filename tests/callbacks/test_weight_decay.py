@@ -98,6 +98,105 @@ def test_the_decayed_loss_is_the_negative_log_posterior() -> None:
         torch.testing.assert_close(found + decay[id(p)] * p, factor * expected, rtol=1e-3, atol=1e-6)
 
 
+class Positions(nn.Module):
+    """Logits or real outputs at every position, classes on the axis that the loss wants."""
+
+    def __init__(self, outputs: int, axis: int) -> None:
+        super().__init__()
+        self.inner, self.outer, self.axis = nn.Linear(4, 6), nn.Linear(6, outputs), axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x).tanh()).movedim(-1, self.axis)
+
+
+def some_ignored(labels: Tensor, value: int) -> Tensor:
+    return torch.where(torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.6, value, labels)
+
+
+def flat_cross_entropy(f: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(f.flatten(0, -2), y.flatten())
+
+
+def present_answers(f: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(f[y >= 0], y[y >= 0])
+
+
+IGNORING: dict[str, tuple[tuple[int, ...], int, int, int | None, Any, Any]] = {
+    # shape of the inputs without features, outputs, their axis, ignored label, likelihood, mean loss
+    "labels": ((20,), 3, -1, -100, None, nn.CrossEntropyLoss()),
+    "labels, smoothed": ((20,), 3, -1, 1, None, nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.2)),
+    "tokens": ((6, 5), 3, -1, -100, "classification", flat_cross_entropy),
+    "pixels": ((4, 3, 2), 3, 1, 255, None, nn.CrossEntropyLoss(ignore_index=255)),
+    "answers": ((7,), 3, -1, -1, tus.Bernoulli(ignore_index=-1), present_answers),
+    "all answers": ((7,), 3, -1, None, None, nn.BCEWithLogitsLoss()),
+    "regression": ((20,), 2, -1, None, None, nn.MSELoss()),
+}
+
+
+@pytest.mark.parametrize("name", IGNORING)
+def test_the_mean_over_labels_that_count_has_the_decays_of_the_posterior(name: str) -> None:
+    """One batch of all data: the decayed loss is the negative log posterior up to its scale, whatever is ignored."""
+    shape, outputs, axis, ignored, likelihood, loss = IGNORING[name]
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(*shape, 4, generator=generator)
+    torch.manual_seed(0)
+    routine = Routine(lr=0.0)
+    routine.model = Positions(outputs, axis)
+    del routine.loss
+    object.__setattr__(routine, "loss", loss)  # some are plain functions
+    clean = routine.model(x).detach()
+    if name in ("regression", "answers", "all answers"):
+        y = clean + torch.randn(clean.shape, generator=generator)
+        y = y if name == "regression" else (y > 0).float()
+    else:
+        y = (3 * clean + torch.randn(clean.shape, generator=generator)).argmax(axis)
+    y = y if ignored is None else some_ignored(y, ignored)
+    callback = EvidenceWeightDecay(every_n_epochs=1, prior="per_layer", likelihood=likelihood)
+    trainer = Trainer(
+        callbacks=[callback], max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(routine, DataLoader(TensorDataset(x, y), batch_size=len(x)))
+    parameters = dict(routine.model.named_parameters())
+    record = callback.history[-1]
+    f = routine.model(x)
+    mean = loss(f, y)
+    # the sum of the losses by hand, each written out
+    if name == "regression":
+        nll = 0.5 * (f - y).square().sum() / record["noise_variance"]
+    elif "answers" in name:
+        each = nn.functional.softplus(f) - y * f
+        nll = each[y >= 0].sum()
+    else:
+        log_p = f.movedim(axis, -1).log_softmax(-1)
+        counted = y != ignored
+        nll = -log_p[counted].gather(-1, y[counted].unsqueeze(-1)).sum() * (0.8 if "smoothed" in name else 1.0)
+        nll = nll - (0.2 * log_p[counted].mean(-1).sum() if "smoothed" in name else 0.0)
+    ridge = sum(
+        0.5 * record["precisions"][own.rpartition(".")[0]] * p.square().sum() for own, p in parameters.items()
+    )
+    posterior = torch.autograd.grad(nll + ridge, list(parameters.values()), retain_graph=True)
+    gradients = torch.autograd.grad(mean, list(parameters.values()))
+    decay = {id(p): g["weight_decay"] for g in trainer.optimizers[0].param_groups for p in g["params"]}
+    decayed = torch.cat([(g + decay[id(p)] * p).flatten() for g, p in zip(gradients, parameters.values(), strict=True)])
+    wanted = torch.cat([g.flatten() for g in posterior])
+    torch.testing.assert_close(decayed / decayed.norm(), wanted / wanted.norm(), rtol=1e-4, atol=1e-6)
+    if ignored is not None:
+        rows = y.numel() / int((y != ignored).sum())  # by which the decay would be wrong were rows counted
+        assert rows > 1.5, "vacuous: nothing is ignored"
+
+
+def test_where_all_labels_are_ignored_there_is_no_decay() -> None:
+    routine = Routine(lr=0.0)
+    x, y = samples()
+    trainer = Trainer(
+        callbacks=[EvidenceWeightDecay(every_n_epochs=1)], max_epochs=1, accelerator="cpu", devices=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="every label of the training data is ignored"):
+        trainer.fit(routine, DataLoader(TensorDataset(x, torch.full_like(y, -100)), batch_size=20))
+
+
 def test_normalized_weights_have_a_precision_of_their_own() -> None:
     routine, callback = Routine(), EvidenceWeightDecay(every_n_epochs=3)
     trainer = fit(routine, callback, 3)

@@ -37,7 +37,8 @@ class EvidenceWeightDecay(Callback):
     noise variance of a regression). Online evidence is due to arXiv 2104.04975; here weights that a normalization makes
     scale-invariant have a precision of their own, whose hyperprior respects the invariance (``prior="per_group"``).
     For example, with the mean cross entropy over 1,000 samples, ``scale`` is 1/1000, and a precision of 20 makes a
-    decay of 0.02.
+    decay of 0.02. What is divided by are the labels that count, as torch's mean does: of 1,000 sentences with 20 tokens
+    each, 15,000 of which are ignored, it is 1/5000.
 
     When a fit starts, the optimizer's parameter groups are split so that each lies in one group of weights; a
     learning-rate schedule goes on as it was. Decays are part of the optimizer's state, so that resumed runs go on.
@@ -48,7 +49,9 @@ class EvidenceWeightDecay(Callback):
         every_n_epochs: how often.
         start_epoch: number of epochs before the first time; before it the optimizer's own decay holds.
         scale: the training loss over the sum of the losses of all samples. By default that of a mean over
-            observations: one over their number, two over it for ``nn.MSELoss``.
+            observations: one over the number of labels that are not ignored (over all positions and independent
+            logits), two over it for ``nn.MSELoss``. Where batches have different numbers of them, a mean over each
+            batch is that of all data but for these differences.
         transform, batch_size: for the training data, see :class:`~tu_symmetry.callbacks.FitLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
         log_groups: log the precision of each group, too.
@@ -204,12 +207,10 @@ class EvidenceWeightDecay(Callback):
         """The training loss over the sum of the losses."""
         if self.scale is not None:
             return self.scale
-        kind, summary = laplace.likelihood.name, laplace.summary
-        if kind == "regression":
-            return 2 / (summary.samples * summary.outputs)
-        if kind == "classification":
-            return 1 / (summary.samples * summary.positions)
-        return (2 if kind == "heteroscedastic" else 1) / (summary.samples * summary.outputs)
+        count = laplace.summary.observations
+        if not count:
+            raise ValueError("every label of the training data is ignored: there is no loss that a decay could go with")
+        return (2 if laplace.likelihood.name == "regression" else 1) / count
 
 
 def split_groups(optimizer: torch.optim.Optimizer, labels: Mapping[int, str], schedulers: list[Any]) -> None:

@@ -88,12 +88,15 @@ class Summary:
         loss: sum of the losses (nats) at the linearization point, for unit noise and without constants.
         outputs: number of the network's outputs for each sample, over all positions.
         positions: number of positions of each sample that have outputs of their own; the largest, where it varies.
+        observations: number of targets that count, over all samples and processes: ignored labels do not. None where
+            it is not known (older files, other packages).
     """
 
     samples: int
     loss: float
     outputs: int
     positions: int = 1
+    observations: int | None = None
 
 
 class _Pass:
@@ -110,7 +113,7 @@ class _Pass:
         self.tangent, self.likelihood, self.loader = tangent, likelihood, loader
         self.progress, self.stage, self.batches = progress, stage, count_of(loader)
         self.device = next(tangent.model.parameters()).device
-        self.samples, self.outputs, self.positions = 0, 0, 0
+        self.samples, self.outputs, self.positions, self.observations = 0, 0, 0, 0
         self.loss = torch.zeros((), dtype=torch.float64)
 
     def run(self, step: Callable[[Any, Tensor], Tensor]) -> Summary:
@@ -123,14 +126,17 @@ class _Pass:
                     raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
                 self.loss += loss.double().cpu()
                 self.samples += len(outputs)
+                self.observations += self.likelihood.count(self.likelihood.observed(outputs, targets))
                 self._size(outputs)
                 if self.progress is not None:
                     self.progress(
                         {"stage": self.stage, "batch": number, "batches": self.batches, "samples": self.samples}
                     )
-        totals = torch.stack([self.loss, torch.tensor(float(self.samples), dtype=torch.float64)]).to(self.device)
+        counts = torch.tensor([self.samples, self.observations], dtype=torch.float64)
+        totals = torch.cat([self.loss.unsqueeze(0), counts]).to(self.device)
         all_reduce(totals)
-        return Summary(round(totals[1].item()), totals[0].item(), self.outputs, self.positions)
+        loss, samples, observations = totals.tolist()
+        return Summary(round(samples), loss, self.outputs, self.positions, round(observations))
 
     def _size(self, outputs: Tensor) -> None:
         """Note the number of outputs; the noise of a regression has to know that of all samples."""

@@ -109,6 +109,14 @@ class Likelihood(ABC):
             ValueError: outputs or targets of the wrong shape or kind, or out of range.
         """
 
+    def count(self, observed: Tensor) -> int:
+        """How many observations there are in what :meth:`observed` gives: what torch's mean losses divide by.
+
+        For example, labels ``[[0, 2, -100], [1, -100, -100]]`` of a softmax are three observations, two images with
+        three independent logits each are six.
+        """
+        return observed.numel()
+
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Targets in the form that the loss takes, one row for each sample.
 
@@ -319,6 +327,12 @@ class Categorical(Likelihood):
             return torch.ones_like(numbers, dtype=torch.bool)
         return numbers != self.ignore_index
 
+    def count(self, observed: Tensor) -> int:
+        """Labels that are not left out; rows of soft ones."""
+        if observed.is_floating_point():
+            return observed[..., 0].numel()
+        return int(self._present(observed).sum())
+
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``|q'|`` of every observation, ``[..., 1]``."""
         if targets.is_floating_point():
@@ -456,6 +470,10 @@ class Bernoulli(Likelihood):
                 "0 to 1 (Bernoulli(ignore_index=...) leaves others out)"
             )
         return found
+
+    def count(self, observed: Tensor) -> int:
+        """Answers that are not left out."""
+        return observed.numel() if self.ignore_index is None else int((observed != self.ignore_index).sum())
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Weights of yes and no, ``[*outputs.shape, 2]``."""
