@@ -172,9 +172,7 @@ def test_the_mean_over_labels_that_count_has_the_decays_of_the_posterior(name: s
         counted = y != ignored
         nll = -log_p[counted].gather(-1, y[counted].unsqueeze(-1)).sum() * (0.8 if "smoothed" in name else 1.0)
         nll = nll - (0.2 * log_p[counted].mean(-1).sum() if "smoothed" in name else 0.0)
-    ridge = sum(
-        0.5 * record["precisions"][own.rpartition(".")[0]] * p.square().sum() for own, p in parameters.items()
-    )
+    ridge = sum(0.5 * record["precisions"][own.rpartition(".")[0]] * p.square().sum() for own, p in parameters.items())
     posterior = torch.autograd.grad(nll + ridge, list(parameters.values()), retain_graph=True)
     gradients = torch.autograd.grad(mean, list(parameters.values()))
     decay = {id(p): g["weight_decay"] for g in trainer.optimizers[0].param_groups for p in g["params"]}
