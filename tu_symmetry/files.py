@@ -71,12 +71,14 @@ class Header:
         layout: name to shape and dtype of each tensor.
         digest: the seal, 64 hexadecimal digits; None in a file without one.
         versions: package to version of what wrote a sealed file.
+        places: name to the byte of the file where a tensor begins.
     """
 
     metadata: dict[str, str]
     layout: dict[str, tuple[tuple[int, ...], torch.dtype]]
     digest: str | None
     versions: dict[str, str]
+    places: dict[str, int]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,6 +340,45 @@ def read_tensors(path: str | os.PathLike[str], *, device: str | torch.device = "
     return read_safetensors(path, device=device)[0]
 
 
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for, into memory of its own that goes with it.
+
+    The reader of the safetensors library maps the file: as long as one of its tensors lives, what was read of all the
+    others counts as memory too. The seal is compared once, when this is made; a file that is replaced afterwards is
+    noticed.
+
+    Raises:
+        FileError: a file that is truncated, foreign, or was changed after it was written.
+        OSError: no such file, or no right to read it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, device: str | torch.device = "cpu", warn: bool = True) -> None:
+        self.path, self.device = Path(path), device
+        self._stamp = self._look()
+        self.header = check_file(path, warn=warn)
+
+    def _look(self) -> tuple[int, int, int]:
+        found = self.path.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, dtype = self.header.layout[name]
+        content = torch.empty(shape, dtype=dtype)
+        if content.numel():
+            with self.path.open("rb") as file:
+                file.seek(self.header.places[name])
+                whole = file.readinto(_content(content)) == content.numel() * content.element_size()
+            if not whole or self._look() != self._stamp:
+                raise FileError(f"{self.path} was changed while it was read; make sure that nothing writes to it")
+        return content.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header.layout)
+
+    def __len__(self) -> int:
+        return len(self.header.layout)
+
+
 def open_safetensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Any:
     """``safetensors.safe_open`` with this module's errors.
 
@@ -363,6 +404,7 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         metadata = dict(entries.pop("__metadata__", None) or {})
         layout = {n: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]]) for n, e in entries.items()}
         end = max((int(e["data_offsets"][1]) for e in entries.values()), default=0)
+        places = {n: 8 + count + int(e["data_offsets"][0]) for n, e in entries.items()}
         versions_ = json.loads(metadata.pop(_VERSIONS, "{}"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise FileError(f"{path} is damaged or no safetensors file (its header: {error})") from error
@@ -373,7 +415,7 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         raise FileError(f"{path} is damaged: its digest is no digest")
     if 8 + count + end != size:
         raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {8 + count + end}")
-    return Header(metadata, layout, digest, versions_), length + text
+    return Header(metadata, layout, digest, versions_, places), length + text
 
 
 def _content(tensor: Tensor) -> memoryview:

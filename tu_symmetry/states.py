@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.files import FileError, read_safetensors
+from tu_symmetry.files import FileError, TensorFile, read_safetensors
 from tu_symmetry.sources import INDEX, is_remote, locate, shards_of
 
 State = dict[str, Tensor]
@@ -272,6 +272,62 @@ def load_state(
     if not state:
         raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
     return state
+
+
+def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor]:
+    """As :func:`load_state`, but each tensor is read when it is asked for, where the file allows it.
+
+    Safetensors files do, alone or as the parts of an index; others are read as a whole.
+
+    Args:
+        path: as for :func:`load_state`.
+        prefix: as for :func:`load_state`.
+
+    Raises:
+        SampleFileError: as :func:`load_state`.
+    """
+    path = _file(path)
+    try:
+        if path.name.endswith(INDEX):
+            parts = shards_of(path)
+            if not all(part.suffix == _SUFFIX for part in parts.values()):
+                return load_state(path, prefix=prefix)
+            files = {part: TensorFile(part, warn=False) for part in set(parts.values())}
+            held = {name: files[part] for name, part in parts.items()}
+        elif path.suffix == _SUFFIX:
+            file = TensorFile(path, warn=False)
+            held = dict.fromkeys(file, file)
+        else:
+            return load_state(path, prefix=prefix)
+    except FileError as error:
+        raise SampleFileError(str(error)) from error
+    missing = [name for name, file in held.items() if name not in file]
+    if missing:
+        raise SampleFileError(f"{path} says that {held[missing[0]].path.name} holds {missing[0]!r}, and it does not")
+    found = {name[len(prefix) :]: (file, name) for name, file in held.items() if name.startswith(prefix)}
+    if not found:
+        raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(held)[:6]} ...")
+    return Gathered(found)
+
+
+class Gathered(Mapping[str, Tensor]):
+    """Tensors of one or several files (or states) under other names, each read when it is asked for."""
+
+    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]]) -> None:
+        self._held = held
+
+    def __getitem__(self, name: str) -> Tensor:
+        source, own = self._held[name]
+        try:
+            return source[own]
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
 
 
 def _file(source: str | os.PathLike[str]) -> Path:

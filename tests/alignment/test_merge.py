@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from zoo import discovered, every_case, planted
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import mean_loss
-from tu_symmetry.states import State
+from tu_symmetry.states import SampleFileError, State, open_state
 from tu_symmetry.symmetry.verification import random_state
 
 
@@ -209,13 +211,24 @@ def test_a_greedy_soup_is_never_worse_than_its_best_member_and_leaves_bad_networ
 
 
 @pytest.mark.parametrize("correction", ["none", "batchnorm", "repair"])
-@pytest.mark.parametrize("source", ["files", "store", "stack"])
+@pytest.mark.parametrize("source", ["files", "safetensors", "index", "store", "stack"])
 def test_files_stores_and_stacks_merge_as_lists_do(correction: Any, source: str, tmp_path: Path) -> None:
     model, graph, states = trained(3, norm=True)
     if source == "files":
         given: Any = [tmp_path / f"{k}.pt" for k in range(3)]
         for path, state in zip(given, states, strict=True):
             torch.save(state, path)
+    elif source == "safetensors":  # read tensor by tensor
+        given = [tmp_path / f"{k}.safetensors" for k in range(3)]
+        for path, state in zip(given, states, strict=True):
+            save_file(state, path)
+    elif source == "index":  # the same, of networks in two files each
+        given = [tmp_path / f"{k}.safetensors.index.json" for k in range(3)]
+        for k, state in enumerate(states):
+            files = {n: f"{k}-{at % 2}.safetensors" for at, n in enumerate(state)}
+            for file in set(files.values()):
+                save_file({n: t for n, t in state.items() if files[n] == file}, tmp_path / file)
+            given[k].write_text(json.dumps({"weight_map": files}))
     elif source == "store":
         given = tus.SampleStore.create(tmp_path / "store", architecture="net", method="test")
         given.append(states, chain=range(3), step=[0] * 3)
@@ -226,6 +239,23 @@ def test_files_stores_and_stacks_merge_as_lists_do(correction: Any, source: str,
     found = tus.merge(graph, given, model, data(), **options)
     assert all(torch.equal(t, expected.state[n]) for n, t in found.state.items())
     assert found.scores == expected.scores and found.members == expected.members
+
+
+def test_a_file_that_is_written_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "one.safetensors"
+    save_file({"a": torch.arange(4.0), "b": torch.ones(2, 3).half(), "c": torch.tensor(True)}, path)
+    opened = open_state(path)
+    close(dict(opened), {"a": torch.arange(4.0), "b": torch.ones(2, 3).half(), "c": torch.tensor(True)})
+    save_file({"a": torch.arange(5.0)}, path)
+    with pytest.raises(SampleFileError, match="was changed while it was read"):
+        _ = opened["a"]
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(SampleFileError, match="truncated"):
+        open_state(path)
+    save_file({"model.a": torch.ones(2), "b": torch.ones(1)}, path)
+    assert list(open_state(path, prefix="model.")) == ["a"]
+    with pytest.raises(SampleFileError, match=r"starts with 'net\.'"):
+        open_state(path, prefix="net.")
 
 
 class Counting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -128,6 +130,89 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
         assert merge(given, target, *more) == 2
         assert message in capsys.readouterr().err
         assert tree(tmp_path) == before
+
+
+class Deep(nn.Sequential):
+    """Twelve tensors of one size, so that a network is twelve of them."""
+
+    def __init__(self) -> None:
+        super().__init__(*[m for _ in range(12) for m in (nn.Linear(64, 64, bias=False), nn.Tanh())])
+
+
+def flat(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss that finds every network as good as any other, so that all of them go into the soup."""
+    Alive.look()
+    return 0 * F.mse_loss(outputs, targets)
+
+
+def pairs() -> list[tuple[Tensor, Tensor]]:
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).half()
+    return [(x, torch.zeros_like(x))]
+
+
+class Alive:
+    """The most bytes that all tensors of this process took together, as far as anybody looked."""
+
+    base = most = 0
+
+    @classmethod
+    def look(cls) -> int:
+        held = {}
+        for found in gc.get_objects():
+            if type(found) in (Tensor, nn.Parameter) and found.layout == torch.strided and not found.is_meta:
+                storage = found.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
+        cls.most = max(cls.most, sum(held.values()) - cls.base)
+        return sum(held.values())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize(("weights", "dtype"), [("greedy", "float32"), ("greedy", "float16"), ("alpha", "float16")])
+def test_two_networks_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str, dtype: str) -> None:
+    """Also of a soup, where it is the mean of those inside and the one that is tried; the module itself has none."""
+    precision: torch.dtype = getattr(torch, dtype)
+    paths = [tmp_path / f"{k}.safetensors" for k in range(2 if weights == "alpha" else 3)]
+    torch.manual_seed(0)
+    first = Deep().state_dict()
+    for k, path in enumerate(paths):
+        save_file({n: (t * (0.9 - 0.1 * k)).to(precision) for n, t in first.items()}, path)
+    network = sum(t.numel() * precision.itemsize for t in first.values())
+    largest = max(t.numel() for t in first.values()) * 4  # in which it is averaged
+    del first
+    real, calls = merging.between, [0]
+
+    def counted(*args: Any) -> Any:
+        found = real(*args)
+        calls[0] += 1
+        if calls[0] % 11 == 0:
+            Alive.look()
+        return found
+
+    def data() -> Any:
+        return [(x.to(precision), y.to(precision)) for x, y in pairs()]
+
+    monkeypatch.setattr(merging, "between", counted)
+    monkeypatch.setattr("tu_symmetry.checkpoints.barriers.resolve", lambda name: flat if "flat" in name else data)
+    options = ["--data", "tests.data", "--loss", "flat"] if weights == "greedy" else []
+    options += {"greedy": ["--weights", "greedy"], "equal": [], "alpha": ["--alpha", "0.3", "--alpha", "4.*=1"]}[
+        weights
+    ]
+    out = tmp_path / "merged.safetensors"
+    words = ["--model", f"{__name__}.Deep", "--input", "2,64", "--dtype", dtype, "--reference", "none"]
+    real_merge = merging.merge
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        Alive.base, Alive.most = 0, 0
+        Alive.base = Alive.look()
+        Alive.most = 0
+        return real_merge(*args, **kwargs)
+
+    monkeypatch.setattr("tu_symmetry.checkpoints.merge.merge", measured)
+    assert cli.main(["merge", *map(str, paths), *words, *options, "--out", str(out)]) == 0
+    assert network < Alive.most <= 2 * network + 3 * largest + 4096, f"{Alive.most / network:.1f} networks"
+    report = json.loads(out.with_name("merged.report.json").read_text())
+    assert all(w > 0 for w in report["weights"]), "vacuous: the soup is of some networks only"
 
 
 class Killed(BaseException):

@@ -86,12 +86,12 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
     if shapes:
         raise ValueError(f"the two states have different shapes, so nothing lies between them: {shapes[:3]}")
     return {
-        name: _between(a, state_b[name].to(a), ratio) if a.is_floating_point() or a.is_complex() else a
+        name: between(a, state_b[name].to(a), ratio) if a.is_floating_point() or a.is_complex() else a
         for name, a in state_a.items()
     }
 
 
-def _between(a: Tensor, b: Tensor, ratio: float) -> Tensor:
+def between(a: Tensor, b: Tensor, ratio: float) -> Tensor:
     """``lerp``, whose difference ``b - a`` overflows for 3e38 and -3e38, with the mean in range where that happens."""
     between = torch.lerp(a, b, ratio)
     if not torch.isfinite(between).all():
@@ -178,7 +178,7 @@ def loss_barrier(
     """
     batches = reusable(dataloader)
     path = _path(model, state_a, state_b, points, recalibrate, merge)
-    return _barrier([(ratio, mean_loss(model, state, batches, loss), 1.0) for ratio, state in path])
+    return barrier_of([(ratio, mean_loss(model, state, batches, loss), 1.0) for ratio, state in path])
 
 
 @leaves_randomness
@@ -214,7 +214,7 @@ def tempered_loss_barrier(
     for ratio, state in _path(model, state_a, state_b, points, recalibrate, merge):
         scores = classifier_scores(model, state, batches, calibration=held)
         found.append((ratio, scores.tempered_loss, scores.temperature))
-    return _barrier(found)
+    return barrier_of(found)
 
 
 @leaves_randomness
@@ -291,8 +291,12 @@ def _path(
         yield ratio, state
 
 
-def _barrier(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
-    """From ``(ratio, loss, temperature)`` along the path."""
+def barrier_of(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
+    """The barrier of ``(ratio, loss, temperature)`` along a path.
+
+    Raises:
+        ValueError: a loss that is NaN or infinite at an end.
+    """
     ratios, losses, temperatures = (list(column) for column in zip(*points, strict=True))
     if not (math.isfinite(losses[0]) and math.isfinite(losses[-1])):
         raise ValueError(

@@ -6,7 +6,8 @@ re-estimated BatchNorm statistics or REPAIR restore. For three networks of 81 % 
 example: averaged as they are 19 %, aligned 74 %, with statistics re-estimated 77 %, with REPAIR 78 %.
 
 Networks may be given by their files or in a sample store. Then they are read when their turn comes: two of them are in
-memory at a time, the one that is read and the reference (while matching) or the sum (while averaging).
+memory at a time: the one that is read and the reference (while matching), or the sum (while averaging) and, in a greedy
+soup, the one that is tried. While averaging, safetensors files are read tensor by tensor.
 
 Laws (tests/alignment/test_merge.py, float64): copies of one network with permuted units merge into a network of the
 same function; a weight of one gives the aligned member itself; networks from files merge into the same as from memory.
@@ -27,14 +28,14 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity
 from tu_symmetry.alignment.align import MatchOn, Reference, align
-from tu_symmetry.alignment.barrier import Loss, LossBarrier, interpolate, loss_barrier, mean_scores
+from tu_symmetry.alignment.barrier import Loss, LossBarrier, barrier_of, between, mean_loss, mean_scores
 from tu_symmetry.alignment.consensus import AlignSolver
 from tu_symmetry.alignment.matching import Progress
 from tu_symmetry.alignment.repair import Correction, corrected
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, load_state, require_state, unstack
-from tu_symmetry.symmetry.action import permute_entries, permute_tensors
+from tu_symmetry.states import State, load_state, open_state, require_state, unstack
+from tu_symmetry.symmetry.action import Permuted, permute_entries, permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -176,7 +177,7 @@ def merge(
             points without a loss and data, one or two points, or a network without the statistics to be corrected.
     """
     graph = _restricted(graph, only)
-    members = _Members(states)
+    members = _Networks(states)
     _check(len(members), correction, weights, dataloader, loss, metrics, validation, points)
     done: MutableMapping[str, Any] = {} if resume is None else resume
     plan = None if weights == "greedy" else _plan(graph, weights, len(members))
@@ -206,13 +207,13 @@ def merge(
         for k in range(len(members)):
             own.append(_once(done, f"scores/{k}", partial(_measured, measure, members, k)))
             tell("measure", k + 1)
-    aligned = _Aligned(graph, members, permutations)
+    aligned = members.permuted(graph, permutations)
 
     def correct(state: State, chosen: Sequence[int], ratios: Sequence[float]) -> State:
         if correction == "none" or len(chosen) == 1:
             return state
         assert data is not None
-        return corrected(model, _Aligned(graph, members, permutations, chosen), ratios, state, data, correction)
+        return corrected(model, aligned.only(chosen), ratios, state, data, correction)
 
     if plan is None:
         order = sorted(range(len(members)), key=lambda i: own[i]["loss"])
@@ -223,7 +224,7 @@ def merge(
     scores: dict[str, Scores] = {}
     moved = any(transposition_count(permutations[i]) for i in chosen)
     if functions and moved and len(chosen) > 1:
-        scores["naive"] = measure(_average(members, plan, lambda done: None))
+        scores["naive"] = measure(_average(members, plan))
     state = _average(aligned, plan, lambda done: tell("average", done))
     if functions:
         scores["aligned"] = measure(state)
@@ -257,22 +258,22 @@ def _lines(
     loss: Loss,
     points: int,
     chosen: Sequence[int],
-    networks: Sequence[State],
+    networks: _Networks,
     correct: Callable[..., State] | None = None,
 ) -> list[LossBarrier]:
     """Losses along the lines from the first of the chosen networks to the others; inner points are corrected."""
     found = []
     for k in chosen[1:]:
-        one, other = networks[chosen[0]], networks[k]
-        ends = [one, other]
-
-        def between(state: State, ratio: float, ends: list[State] = ends) -> State:
-            assert correct is not None
-            return correct(ends, [1 - ratio, ratio], state)
-
-        found.append(
-            loss_barrier(model, one, other, data, loss, points=points, merge=None if correct is None else between)
-        )
+        ends, line = networks.only([chosen[0], k]), []
+        for number in range(points):
+            ratio = number / (points - 1)
+            shares = [1 - ratio, ratio]
+            state = _average(ends, [_Part(None, shares)])
+            if correct is not None and 0 < ratio < 1:
+                state = correct(states=ends, ratios=shares, merged_state=state)
+            line.append((ratio, mean_loss(model, state, data, loss), 1.0))
+            del state
+        found.append(barrier_of(line))
     return found
 
 
@@ -291,10 +292,16 @@ def _restricted(graph: SymmetryGraph, only: Sequence[str]) -> SymmetryGraph:
     return graph.without(*out)
 
 
-class _Members(Sequence[State]):
-    """Networks that are read when they are asked for, and kept by nobody."""
+class _Networks(Sequence[State]):
+    """Networks that are read when they are asked for, as they were given or with permuted units, and kept by nobody."""
 
-    def __init__(self, source: Networks) -> None:
+    def __init__(
+        self,
+        source: Networks,
+        graph: SymmetryGraph | None = None,
+        permutations: Sequence[Permutation] = (),
+        chosen: Sequence[int] | None = None,
+    ) -> None:
         self.source: Sequence[Network]
         if isinstance(source, Mapping):
             self.source = unstack(source)
@@ -304,28 +311,16 @@ class _Members(Sequence[State]):
             raise TypeError(
                 f"states is a {type(source).__name__}, not a list of state dicts or files, a sample store, or a stack"
             )
+        self.graph, self.permutations = graph, permutations
+        self.chosen = range(len(self.source)) if chosen is None else chosen
 
-    def __len__(self) -> int:
-        return len(self.source)
+    def only(self, chosen: Sequence[int]) -> _Networks:
+        """Some of the networks, in another order."""
+        return _Networks(self.source, self.graph, self.permutations, [self.chosen[k] for k in chosen])
 
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return _read(self.source[index], f"states[{index}]")
-
-
-class _Aligned(Sequence[State]):
-    """The same networks (or some of them) with permuted units, made when they are asked for."""
-
-    def __init__(
-        self,
-        graph: SymmetryGraph,
-        members: Sequence[State],
-        permutations: Sequence[Permutation],
-        chosen: Sequence[int] | None = None,
-    ) -> None:
-        self.graph, self.members, self.permutations = graph, members, permutations
-        self.chosen = range(len(members)) if chosen is None else chosen
+    def permuted(self, graph: SymmetryGraph, permutations: Sequence[Permutation]) -> _Networks:
+        """All of the networks with permuted units."""
+        return _Networks(self.source, graph, permutations)
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -333,10 +328,24 @@ class _Aligned(Sequence[State]):
     def __getitem__(self, index: Any) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        k = self.chosen[index]
-        state = self.members[k]
-        permute_entries(self.graph, self.permutations[k], state)
+        state = _read(self.source[self.chosen[index]], f"states[{self.chosen[index]}]")
+        if self.graph is not None:
+            permute_entries(self.graph, self.permutations[self.chosen[index]], state)
         return state
+
+    def tensors(self, index: int) -> Mapping[str, Tensor]:
+        """A network whose tensors are read and permuted one by one where its file allows it; else a dict of its own."""
+        k = self.chosen[index]
+        lazily = getattr(self.source, "tensors", None)
+        network: Any = lazily(k) if callable(lazily) else self.source[k]
+        if isinstance(network, (str, os.PathLike)):
+            network = open_state(network)
+        if isinstance(network, dict):
+            network = dict(network)
+            if self.graph is not None:
+                permute_entries(self.graph, self.permutations[k], network)
+            return cast("State", network)
+        return network if self.graph is None else Permuted(self.graph, self.permutations[k], network)
 
 
 def _read(network: Network, name: str) -> State:
@@ -468,84 +477,88 @@ def _align(
     return permutations, certificates, uncertified
 
 
-def _average(networks: Sequence[State], plan: Sequence[_Part], tell: Callable[[int], None]) -> State:
+def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], None] = lambda done: None) -> State:
     """The weighted mean, one network after the other: the sum so far moves towards each by its share in both.
 
-    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter.
+    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter. The sum is in single
+    precision at least, and in memory; of the networks one tensor is, where they are read tensor by tensor.
     """
-    special = {name for part in plan for name in part.names or ()}
-    means: list[State | None] = [None] * len(plan)
+    part_of = {name: part for part in plan for name in part.names or ()}
+    mean: State = {}
     like: dict[str, torch.dtype] = {}
     for k in range(len(networks)):
-        network = networks[k] if any(part.weights[k] > 0 for part in plan) else {}
-        like = {n: t.dtype for n, t in network.items()} | like
-        for at, part in enumerate(plan):
-            if part.weights[k] > 0:
-                names = sorted(part.names if part.names is not None else network.keys() - special)
-                share = part.weights[k] / sum(part.weights[: k + 1])
-                means[at] = _towards(means[at], network, names, share, forget=True)
-        del network  # before the next one is read
+        if any(part.weights[k] > 0 for part in plan):
+            network = networks.tensors(k)
+            for name in list(network):
+                part = part_of.get(name, plan[0])
+                if part.weights[k] > 0 or name not in like:
+                    tensor = _take(network, name)
+                    like.setdefault(name, tensor.dtype)
+                    if part.weights[k] > 0:
+                        mean[name] = _towards(mean.get(name), tensor, part.weights[k] / sum(part.weights[: k + 1]))
+                    del tensor
+            del network  # before the next one is read
         tell(k + 1)
-    mean = {n: t for found in means if found is not None for n, t in found.items()}
-    return _narrow({n: mean[n] for n in like}, like)
+    return _narrow({n: mean.pop(n) for n in like}, like)
 
 
-def _towards(mean: State | None, network: State, names: Iterable[str], ratio: float, *, forget: bool = False) -> State:
-    """One step of a running mean of some tensors, in single precision at least.
+def _take(network: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor that is let go once it is used."""
+    return network.pop(name) if isinstance(network, dict) else network[name]
 
-    Tensors are taken out of ``network`` as they are used, and out of ``mean`` too with ``forget``, so that the mean and
-    the network are all that is in memory.
-    """
-    made: State = {}
-    for name in list(names):
-        tensor = network.pop(name)
-        wide = {name: tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor}
-        if mean is not None:
-            wide = interpolate({name: mean.pop(name) if forget else mean[name]}, wide, ratio)
-        made |= wide
-    return made
+
+def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:
+    """One step of a running mean, written into ``mean`` a piece at a time; the first one is a copy of the tensor."""
+    if mean is None:
+        wide = torch.float32 if tensor.dtype in _HALF else tensor.dtype
+        return tensor.detach().to(wide, memory_format=torch.contiguous_format, copy=True)
+    if mean.is_floating_point() or mean.is_complex():
+        for piece, other in zip(mean.view(-1).split(_PIECE), tensor.reshape(-1).split(_PIECE), strict=True):
+            piece.copy_(between(piece, other.to(piece), ratio))
+    return mean
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_PIECE = 2**18  # entries that are worked on at a time
 
 
 def _narrow(state: State, like: Mapping[str, torch.dtype]) -> State:
-    return {n: t.to(like[n]) for n, t in state.items()}
+    """The tensors in other dtypes; each is taken out of ``state`` as it is converted."""
+    return {n: state.pop(n).to(like[n]) for n in list(state)}
 
 
 def _measured(measure: Callable[[State], Scores], networks: Sequence[State], k: int) -> Scores:
     return measure(networks[k])
 
 
-def _measured_mean(
-    measure: Callable[[State, Sequence[int], Sequence[float]], Scores],
-    mean: State,
-    like: Mapping[str, torch.dtype],
-    chosen: Sequence[int],
-    shares: Sequence[float],
-) -> Scores:
-    return measure(_narrow(mean, like), chosen, shares)
-
-
 def _greedy(
-    aligned: Sequence[State],
+    aligned: _Networks,
     order: Sequence[int],
     own: Sequence[Scores],
     measure: Callable[[State, Sequence[int], Sequence[float]], Scores],
     done: MutableMapping[str, Any],
 ) -> list[float]:
-    """Equal weights for the networks of a greedy soup, zero for the others."""
-    best = own[order[0]]["loss"]
-    network = aligned[order[0]]
-    like = {n: t.dtype for n, t in network.items()}
-    soup, chosen = _towards(None, network, like, 1.0), [order[0]]
+    """Equal weights for the networks of a greedy soup, zero for the others.
+
+    In memory are the mean of those inside and the one that is tried. In half precision the mean would be twice as
+    large as the networks: there it is made again for each trial, from the networks inside.
+    """
+    best, chosen = own[order[0]]["loss"], [order[0]]
+    soup: State | None = None
     for k in order[1:]:
         trial = [*chosen, k]
-        ratio, key = 1 / len(trial), f"soup/{'+'.join(map(str, trial))}"
+        share, key = 1 / len(trial), f"soup/{'+'.join(map(str, trial))}"
         if key in done and done[key]["loss"] > best:
             continue  # known to be worse: it is not even read
-        network = aligned[k]
-        candidate = _towards(soup, network, like, ratio)
-        shares = [ratio] * len(trial)
-        found = _once(done, key, partial(_measured_mean, measure, candidate, like, trial, shares))
+        if soup is None or any(t.dtype in _HALF for t in soup.values()):
+            soup = None
+            candidate = _average(aligned.only(trial), [_Part(None, [share] * len(trial))])
+        else:
+            network = aligned.tensors(k)
+            candidate = {n: _towards(_towards(None, t, 1.0), _take(network, n), share) for n, t in soup.items()}
+            del network
+        found = _once(done, key, partial(measure, candidate, trial, [share] * len(trial)))
         if found["loss"] <= best:
             best, soup, chosen = found["loss"], candidate, trial
-        del candidate, network
+        del candidate
     return [1 / len(chosen) if k in chosen else 0.0 for k in range(len(aligned))]

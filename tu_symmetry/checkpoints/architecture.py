@@ -136,6 +136,25 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
     return module
 
 
+def weightless(module: nn.Module) -> nn.Module:
+    """The same module, whose real weights take no memory any more: all of them are zero, and cannot be written to.
+
+    For a module that runs with weights of files alone. Tensors that the state dict leaves out stay as they are.
+    """
+    empty: dict[int, Tensor] = {}
+    held = {id(t) for t in module.state_dict(keep_vars=True).values() if t.is_floating_point() or t.is_complex()}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) in held and tensor.layout == torch.strided:
+                    if id(tensor) not in empty:
+                        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                        kept = isinstance(tensor, nn.Parameter)
+                        empty[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if kept else zeros
+                    tensors[name] = empty[id(tensor)]  # type: ignore[assignment]
+    return module
+
+
 def parse_dtype(name: str) -> torch.dtype:
     """``float32``, ``long``, ``bool``, ... as a dtype."""
     dtype = getattr(torch, name, None)

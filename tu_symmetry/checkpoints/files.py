@@ -32,7 +32,7 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.sources import is_remote, locate
-from tu_symmetry.states import SampleFileError, State, SymmetryError, load_state
+from tu_symmetry.states import Gathered, SampleFileError, State, SymmetryError, load_state, open_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -151,13 +151,34 @@ def read_state(path: Path, prefix: str) -> State:
     Raises:
         AlignFilesError: a file that is truncated, foreign or not there.
     """
-    try:
+    with _refused(path):
         state = load_state(path)
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
+
+
+def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor]:
+    """As :func:`read_state`, tensor by tensor where the file allows it.
+
+    Raises:
+        AlignFilesError: as :func:`read_state`.
+    """
+    with _refused(path):
+        found = open_state(path)
+    names = {n.removeprefix(prefix): n for n in found if n.startswith(prefix)}
+    if isinstance(found, dict):
+        return {name: found[n] for name, n in names.items()} or found
+    return Gathered({name: (found, n) for name, n in names.items()}) or found
+
+
+@contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Errors of reading a file as errors of this room."""
+    try:
+        yield
     except SampleFileError as error:
         raise AlignFilesError(str(error)) from error
     except OSError as error:
         raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
-    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
 
 
 def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:

@@ -32,6 +32,7 @@ from tu_symmetry.checkpoints.files import (
     check_checkpoints,
     load_checkpoint,
     locked,
+    open_checkpoint,
     output_names,
     refuse_foreign,
     sha256,
@@ -69,6 +70,10 @@ class _Files:
 
     def __getitem__(self, index: int) -> State:
         return load_checkpoint(self.graph, self.paths[index], self.prefix)
+
+    def tensors(self, index: int) -> Mapping[str, Tensor]:
+        """One of the networks, tensor by tensor where its file allows it."""
+        return open_checkpoint(self.paths[index], self.prefix)
 
 
 def merge_files(

@@ -266,7 +266,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         import torch
 
         from tu_symmetry.checkpoints.adapters import are_adapters, merge_adapter_files
-        from tu_symmetry.checkpoints.architecture import build_module, parse_precision
+        from tu_symmetry.checkpoints.architecture import build_module, parse_precision, weightless
         from tu_symmetry.checkpoints.barriers import load_data
         from tu_symmetry.checkpoints.files import find_checkpoints
         from tu_symmetry.checkpoints.merge import merge_files, merge_grid
@@ -304,7 +304,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
             graph,
             checkpoints,
             Path(arguments.out),
-            module,
+            weightless(module),
             data=data,
             loss=arguments.loss,
             weights=weights,

@@ -67,6 +67,32 @@ def permute_entries(graph: SymmetryGraph, permutation: Mapping[str, Tensor], ten
                 tensors[name] = permute_axis(tensors[name], member, p, len(graph.shapes[member.parameter]))
 
 
+class Permuted(Mapping[str, Tensor]):
+    """Tensors of a network with permuted units, each permuted when it is asked for.
+
+    Over tensors that are read from a file one by one, no network is ever in memory.
+    """
+
+    def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._steps: dict[str, list[tuple[PermutationMember, Tensor, int]]] = {}
+        for member, p in _steps(graph, permutation):
+            for name in graph.aliases[member.parameter]:
+                self._steps.setdefault(name, []).append((member, p, len(graph.shapes[member.parameter])))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        for member, p, ndim in self._steps.get(name, ()):
+            tensor = permute_axis(tensor, member, p, ndim)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
 def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """As :func:`permute_tensors`, in place and piece by piece, without a second copy of the weights.
 
