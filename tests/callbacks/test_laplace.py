@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.laplace import training_likelihood
 from tu_symmetry.callbacks.training_data import plain_training_loader
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.model import EvidenceResult, LinearizedLaplace, NotConvergedWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -483,7 +484,8 @@ def test_every_option_of_the_evidence_is_one_of_the_callback() -> None:
     own = inspect.signature(FitLaplace.__init__).parameters
     for name, option in inspect.signature(LinearizedLaplace.optimize_evidence).parameters.items():
         if name not in ("self", "train_loader", "progress"):
-            assert own[name].default == option.default, name
+            expected = "auto" if name == "max_iterations" else option.default
+            assert own[name].default == expected, name
 
 
 def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,6 +501,65 @@ def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> No
     callback = Fit(**given)  # type: ignore[arg-type]
     trainer(callback).fit(Routine(), Data())
     assert {name: seen[0][name] for name in given} == given
+
+
+@pytest.mark.parametrize(("solver", "expected"), [("auto", 30), ("subspace", 30), ("alternation", None)])
+def test_the_evidence_reads_so_many_samples_at_most(
+    solver: Any, expected: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the network: a number of readings of the data, which is said where it ends the search."""
+    seen: list[int | None] = []
+
+    def stopped(self: LinearizedLaplace, *, max_iterations: int | None, **options: Any) -> EvidenceResult:
+        seen.append(max_iterations)
+        warnings.warn("stopped", NotConvergedWarning, stacklevel=1)
+        return EvidenceResult(-12.0, 30, 0.015, 3.0, False, 30, 41.0)
+
+    monkeypatch.setattr(LinearizedLaplace, "optimize_evidence", stopped)
+    monkeypatch.setattr("tu_symmetry.callbacks.laplace._READINGS", 10 * SAMPLES)
+    with warnings.catch_warnings(), caplog.at_level("INFO"):
+        warnings.simplefilter("error", NotConvergedWarning)
+        trainer(callback := Fit(solver=solver)).fit(Routine(), Data())
+    assert seen == [expected]
+    assert callback.evidence_result is not None and not callback.evidence_result.converged
+    assert "stopped after 30 iterations" in caplog.text and "41 nats" in caplog.text
+    monkeypatch.setattr("tu_symmetry.callbacks.laplace._READINGS", 77 * SAMPLES)
+    trainer(Fit()).fit(Routine(), Data())
+    assert seen[1:] == [77]
+    caplog.clear()
+    for given in (5, None):
+        with pytest.warns(NotConvergedWarning), caplog.at_level("INFO"):
+            trainer(Fit(max_iterations=given)).fit(Routine(), Data())
+        assert seen[-1] == given and "stopped after" not in caplog.text
+
+
+def test_few_iterations_find_the_precisions_that_many_find() -> None:
+    """What stopping early costs: next to nothing of the precisions, and nothing of the predictions."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 6)
+    y = (x @ torch.randn(6, CLASSES) + torch.randn(400, CLASSES)).argmax(-1)
+    model = nn.Sequential(
+        nn.Linear(6, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, CLASSES)
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(150):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[:200]), y[:200]).backward()
+        optimizer.step()
+    model.eval()
+    found = []
+    for limit in (30, None):
+        la = LinearizedLaplace(model).fit([(x[:200], y[:200])])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = la.optimize_evidence(max_iterations=limit)
+            quality = la.calibrate([(x[200:300], y[200:300])])
+        p = la.predictive(x[300:]).gather(-1, y[300:, None])
+        found.append((la.log_precision, quality.calibrated.nll, -p.log().mean().item()))
+    assert result.converged and result.iterations > 50, "vacuous: the limit stops nothing"
+    early, late = found
+    torch.testing.assert_close(early[0], late[0], rtol=0, atol=0.1)
+    assert early[1:] == pytest.approx(late[1:], abs=5e-3)
 
 
 class HeldOut(Data):
