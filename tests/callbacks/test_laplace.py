@@ -614,14 +614,14 @@ callback:
   class_path: tu_symmetry.callbacks.FitLaplace
   init_args: {prior: single, evaluate_at: map, likelihood: regression, noise_variance: 0.5, hyperprior: {std: 3.0}}
 """)
-    found = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
+    found = parser.instantiate(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
     assert found.options["prior"] == "single" and found.options["noise_variance"] == 0.5
     assert found.hyperprior.std == 3 and found.likelihood == "regression"
     plain = parser.parse_object({"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {}}})
-    assert parser.instantiate_classes(plain).callback.likelihood is None  # that of the loss
+    assert parser.instantiate(plain).callback.likelihood is None  # that of the loss
     own = {"class_path": "tu_symmetry.Categorical", "init_args": {"label_smoothing": 0.1}}
     given = {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"likelihood": own}}
-    made = parser.instantiate_classes(parser.parse_object({"callback": given})).callback
+    made = parser.instantiate(parser.parse_object({"callback": given})).callback
     assert made.likelihood.label_smoothing == 0.1
     with pytest.raises(Exception, match="priors"):
         parser.parse_object(

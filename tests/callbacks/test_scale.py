@@ -462,7 +462,7 @@ def test_it_can_be_named_in_yaml() -> None:
     parser.add_argument("--callback", type=Callback)
     options = {"every_n_epochs": 2, "in_place": True, "method": "unit_norm", "profile": [-0.5, 0.5]}
     config = {"class_path": "tu_symmetry.callbacks.ScaleCanonicalization", "init_args": options}
-    made = parser.instantiate_classes(parser.parse_object({"callback": config})).callback
+    made = parser.instantiate(parser.parse_object({"callback": config})).callback
     assert isinstance(made, ScaleCanonicalization)
     assert (made.every_n_epochs, made.in_place, made.method, made.profile) == (2, True, "unit_norm", [-0.5, 0.5])
 

@@ -294,5 +294,5 @@ def test_in_yaml() -> None:
     parser.add_subclass_arguments(Callback, "callback")
     options = {"every_n_epochs": 3, "prior": "single", "curvature": "diag", "hyperprior": {"std": 3.0}}
     own = {"class_path": "tu_symmetry.EvidenceWeightDecay", "init_args": options}
-    found = parser.instantiate_classes(parser.parse_object({"callback": own})).callback
+    found = parser.instantiate(parser.parse_object({"callback": own})).callback
     assert (found.every_n_epochs, found.options["curvature"], found.hyperprior.std) == (3, "diag", 3.0)

@@ -357,7 +357,7 @@ def test_help_and_yaml_know_every_argument(name: str) -> None:
         assert f"--data.{argument} " in shown
     assert "independent order" in shown and "left to right" in shown  # what they mean, too
     config = parser.parse_args(["--data.orders=3", "--data.batch_size=full", "--data.augment=true"])
-    made = parser.instantiate_classes(config).data
+    made = parser.instantiate(config).data
     assert (made.orders, made.batch_size, made.augment) == (3, "full", True)
     assert kind().batch_size == (128 if name == "CIFARDataModule" else 100)
     with pytest.raises(TypeError, match="order"):

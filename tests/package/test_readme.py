@@ -1,10 +1,15 @@
-"""Every Python block of the README and the docs runs, every YAML block is accepted, every link and recipe exists."""
+"""Every Python block of the README and the docs runs without a warning, every YAML block is accepted, links exist."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,7 +18,52 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+PACKAGE = ROOT / "tu_symmetry"
+OF_MACHINES = (  # what Lightning says of the machine, not of the example
+    "does not have many workers",
+    "available but not used",
+)
+
+
+@contextmanager
+def warned(page: Path) -> Iterator[list[str]]:
+    """The warnings that a reader of the page is to be spared, each with where it comes from.
+
+    That is all that is warned of while the page's code or this package is running, and every deprecation that they are
+    told of. What other packages deprecate among themselves (while they are imported, or Lightning of torch) is theirs.
+    """
+    found: list[str] = []
+
+    def notice(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+        ours, frame = str(filename) == str(page), sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+            file = frame.f_code.co_filename
+            deprecation = issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning)
+            ours = ours or file.startswith(str(PACKAGE)) or (file == str(page) and not deprecation)
+            frame = frame.f_back  # type: ignore[assignment]
+        if ours and not any(words in str(message) for words in OF_MACHINES):
+            found.append(f"{category.__name__} at {filename}:{lineno}: {message}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = notice
+        yield found
+
+
+def test_warnings_are_noticed_where_they_are_of_the_page_or_of_this_package(tmp_path: Path) -> None:
+    page, program = tmp_path / "page.md", "import warnings\nwarnings.warn('plain', {}, stacklevel={})\n"
+
+    def run(file: Path, category: str, level: int, through: Path = page) -> list[str]:
+        inner = compile(program.format(category, level), str(file), "exec")
+        with warned(page) as found:
+            exec(compile("exec(inner)", str(through), "exec"), {"inner": inner})
+        return [line.partition(" ")[0] for line in found]
+
+    other = tmp_path / "site-packages" / "other.py"
+    assert run(page, "UserWarning", 1) == run(other, "UserWarning", 1) == ["UserWarning"]
+    assert run(page, "FutureWarning", 1) == run(other, "FutureWarning", 2) == ["FutureWarning"]
+    assert run(other, "FutureWarning", 1) == []  # others among themselves
+    assert run(other, "FutureWarning", 1, through=PACKAGE / "any.py") == ["FutureWarning"]
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:
@@ -31,9 +81,11 @@ def test_python_blocks_run_in_order_and_print_what_the_page_shows(
     found = blocks(page, "python")
     assert found
     names: dict[str, object] = {"__name__": "example"}
-    for line, block in found:
-        source = "\n" * line + block  # so that a traceback has the page's line numbers
-        exec(compile(source, str(page), "exec"), names)
+    with warned(page) as unwelcome:
+        for line, block in found:
+            source = "\n" * line + block  # so that a traceback has the page's line numbers
+            exec(compile(source, str(page), "exec"), names)
+    assert unwelcome == []
     printed = capsys.readouterr().out.splitlines()
     shown = [line for _, block in blocks(page, "text") for line in block.splitlines() if line != "..."]
     assert [line for line in shown if line not in printed] == []
@@ -49,7 +101,7 @@ def test_yaml_blocks_are_accepted() -> None:
     assert callbacks
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callbacks", type=list[Callback])
-    parsed = parser.instantiate_classes(parser.parse_object({"callbacks": callbacks}))
+    parsed = parser.instantiate(parser.parse_object({"callbacks": callbacks}))
     assert [type(c).__name__ for c in parsed.callbacks] == [c["class_path"].rpartition(".")[2] for c in callbacks]
 
 

@@ -126,6 +126,6 @@ routine:
         class_path: torch_uncertainty.models.mlp.mlp
         init_args: {{in_features: 4, num_outputs: 3, hidden_dims: [8]}}
 """)
-    routine = parser.instantiate_classes(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).routine
+    routine = parser.instantiate(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).routine
     expected = q.as_module(nets[0], 5, generator=torch.Generator().manual_seed(7))(data[0])
     torch.testing.assert_close(routine(data[0]), expected)
