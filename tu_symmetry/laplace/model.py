@@ -626,7 +626,10 @@ class LinearizedLaplace:
     ) -> PrecisionSearch:
         """Choose the prior precision on held-out data instead of by the evidence; it is set from then on.
 
-        What laplace-torch calls ``optimize_prior_precision(method="gridsearch")``. Another precision changes which
+        What laplace-torch calls ``optimize_prior_precision(method="gridsearch")``. On the same posterior, grid and data
+        both give the same NLL and choose the same precision with ``link_approx="probit"``, its default (here it is
+        ``mc``), and a function as its ``loss``: its default metric (0.3) is never reset, so that it judges every
+        candidate by the mean over all up to it and chooses one that is too large. Another precision changes which
         directions are uncertain, where the temperature of :meth:`calibrate` scales all of them alike; it costs a pass
         over the data for every candidate. No finite precision is the network itself, so that the best of them may be
         worse than it: the result says so, and :meth:`calibrate` afterwards mends it.
