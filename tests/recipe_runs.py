@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import pickle
 import struct
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +124,12 @@ def small(value: Any, key: str = "") -> Any:
             made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
         if str(made.get("class_path", "")).startswith("torch_uncertainty.datamodules."):
             made["init_args"] |= {"num_workers": 0, "persistent_workers": False}
-        if str(made.get("class_path", "")).endswith("CIFARDataModule"):  # what torchvision stores cannot be made small
+        if str(made.get("class_path", "")).endswith("TinyImageNetDataModule"):
+            made["init_args"] |= {"num_workers": 0, "persistent_workers": False}
+        if (
+            str(made.get("class_path", "")).endswith("CIFARDataModule")
+            and value["init_args"].get("dataset") != "cifar100"
+        ):
             made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
         if made.get("class_path") == "torch_uncertainty.models.classification.resnet":
             small_one = {"num_classes": 10, "width": 2, "blocks": [1, 1]}
@@ -169,6 +175,40 @@ def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
                 head = struct.pack(f">I{content.ndim}I", 0x800 + content.ndim, *content.shape)
                 (raw / f"{part}-{kind}-ubyte").write_bytes(head + content.tobytes())
                 (raw / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + content.tobytes()))
+
+
+def plant_cifar100(root: Path, count: int = 100) -> None:
+    """CIFAR-100 in miniature, as torchvision stores it; its own check of the files' digests has to be taken away."""
+    folder = root / "cifar-100-python"
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for part in ("train", "test"):
+        images = generator.integers(0, 256, (count, 3 * 32 * 32), dtype=np.uint8)
+        (folder / part).write_bytes(pickle.dumps({"data": images, "fine_labels": [i % 100 for i in range(count)]}))
+    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [f"class {i}" for i in range(100)]}))
+
+
+def plant_tiny_imagenet(root: Path, classes: int = 200, val: int = 40) -> None:
+    """Tiny ImageNet in miniature, one training image of each class; the red of an image is its class."""
+    folder = root / "tiny-imagenet-200"
+    wnids = [f"n{(7 * i) % classes:08d}" for i in range(classes)]  # in no order
+
+    def image(label: int) -> bytes:
+        content = torch.randint(256, (3, 64, 64), dtype=torch.uint8)
+        content[0] = label
+        return encode_jpeg(content, quality=100).numpy().tobytes()
+
+    for label, wnid in enumerate(wnids):
+        (folder / "train" / wnid / "images").mkdir(parents=True)
+        (folder / "train" / wnid / "images" / f"{wnid}_0.JPEG").write_bytes(image(label))
+        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t0\t63\t63\n")
+    (folder / "val" / "images").mkdir(parents=True)
+    for i in range(val):
+        (folder / "val" / "images" / f"val_{i}.JPEG").write_bytes(image(i))
+    lines = [f"val_{i}.JPEG\t{wnids[i]}\t0\t0\t63\t63\n" for i in range(val)]
+    (folder / "val" / "val_annotations.txt").write_text("".join(lines))
+    (folder / "wnids.txt").write_text("".join(f"{wnid}\n" for wnid in wnids))
+    (folder / "words.txt").write_text("".join(f"{wnid}\tthing, object\n" for wnid in wnids))
 
 
 def class_paths(value: Any) -> Iterator[str]:

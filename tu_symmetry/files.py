@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,7 @@ class Header:
         layout: name to shape and dtype of each tensor.
         digest: the seal, 64 hexadecimal digits; None in a file without one.
         versions: package to version of what wrote a sealed file.
-        places: name to the byte of the file where a tensor begins.
+        places: name to the byte of the file where a tensor begins; in the file's order, without gaps.
     """
 
     metadata: dict[str, str]
@@ -285,11 +287,12 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         return _read_head(path, file.read(8), file.read)[0]
 
 
-def check_file(path: str | os.PathLike[str], *, warn: bool = True) -> Header:
-    """Read a safetensors file once and compare it with its seal.
+def check_file(path: str | os.PathLike[str], *, finite: bool = False, warn: bool = True) -> Header:
+    """Read a safetensors file once, a megabyte at a time, and compare it with its seal.
 
     Args:
         path: of the file.
+        finite: whether NaN and infinite values are errors, in a file without a seal too.
         warn: whether a file without a seal is worth a warning.
 
     Returns:
@@ -301,18 +304,27 @@ def check_file(path: str | os.PathLike[str], *, warn: bool = True) -> Header:
     """
     with Path(path).open("rb") as file:
         header, head = _read_head(path, file.read(8), file.read)
-        if header.digest is None:
-            if warn:
-                warn_unsealed(path)
+        if header.digest is None and warn:
+            warn_unsealed(path)
+        if header.digest is None and not finite:
             return header
-        digest = _hash(head.replace(header.digest.encode(), _ZEROS, 1))
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    if digest.hexdigest() != header.digest:
+        digest = _hash(head.replace((header.digest or _ZEROS.decode()).encode(), _ZEROS, 1))
+        diverged = None
+        for name in header.places:  # a tensor at a time, so that no number lies across two blocks
+            shape, dtype = header.layout[name]
+            size = math.prod(shape) * dtype.itemsize
+            for start in range(0, size, _BLOCK):
+                block = bytearray(file.read(min(_BLOCK, size - start)))
+                digest.update(block)
+                if finite and (dtype.is_floating_point or dtype.is_complex):
+                    diverged = diverged or (None if torch.frombuffer(block, dtype=dtype).isfinite().all() else name)
+    if header.digest not in (None, digest.hexdigest()):
         raise FileError(
             f"{path} was changed or damaged after it was written: its content does not have its digest; restore it, or "
             "make it again"
         )
+    if diverged is not None:
+        raise FileError(f"{path} holds NaN or infinite values in {diverged!r}; it is damaged, restore it")
     return header
 
 
@@ -403,8 +415,8 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         entries = dict(content)
         metadata = dict(entries.pop("__metadata__", None) or {})
         layout = {n: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]]) for n, e in entries.items()}
-        end = max((int(e["data_offsets"][1]) for e in entries.values()), default=0)
-        places = {n: 8 + count + int(e["data_offsets"][0]) for n, e in entries.items()}
+        spans = sorted((*map(int, e["data_offsets"]), n) for n, e in entries.items())
+        end = spans[-1][1] if spans else 0
         versions_ = json.loads(metadata.pop(_VERSIONS, "{}"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise FileError(f"{path} is damaged or no safetensors file (its header: {error})") from error
@@ -415,6 +427,13 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         raise FileError(f"{path} is damaged: its digest is no digest")
     if 8 + count + end != size:
         raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {8 + count + end}")
+    for start, stop, name in spans:
+        shape, dtype = layout[name]
+        if stop - start != math.prod(shape) * dtype.itemsize:
+            raise FileError(f"{path} is damaged: {name!r} of shape {shape} and {dtype} has {stop - start} bytes")
+    if any(stop != start for (_, stop, _), (start, _, _) in pairwise([(0, 0, ""), *spans])):
+        raise FileError(f"{path} is damaged: its tensors overlap, or there are gaps between them")
+    places = {name: 8 + count + start for start, _, name in spans}
     return Header(metadata, layout, digest, versions_, places), length + text
 
 

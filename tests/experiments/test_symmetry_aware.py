@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from recipe_runs import Typed, plant_images, run_table, small_file
+from recipe_runs import Typed, plant_cifar100, plant_images, plant_tiny_imagenet, run_table, small_file
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
@@ -247,7 +247,7 @@ def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
 
 TRAINED = [
     (recipe, path)
-    for recipe in ("mnist-small", "mnist", "cifar10", "cifar10-frn")
+    for recipe in ("mnist-small", "mnist", "cifar10", "cifar10-frn", "cifar100", "tinyimagenet")
     for path in sorted((RECIPES / recipe).glob("*.yaml"))
     if path.name != "table.yaml" and "trainer" in read_mapping(path)
 ]
@@ -268,7 +268,13 @@ def test_the_file_of_each_row_runs_by_itself_with_fit_and_test(
             return [smaller(v) for v in value]
         return {"cycle_start": 0, "every_n_steps": 1, "every_n_epochs": 1, "arch": 20, "max_steps": 9}.get(key, value)
 
-    plant_images(tmp_path / "data")
+    if recipe == "cifar100":
+        plant_cifar100(tmp_path / "data")
+        monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    elif recipe == "tinyimagenet":
+        plant_tiny_imagenet(tmp_path / "data")
+    else:
+        plant_images(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     file = small_file(Typed(path, "fit", path.stem), tmp_path / "small")
     content = smaller(yaml.safe_load(file.read_text()))

@@ -240,6 +240,31 @@ def test_a_shard_that_was_written_again_with_other_weights_is_refused(store: Sam
     refused(store.folder, f"{shard.name} carries no digest")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize("place", [0, 700_000, -1])
+def test_no_number_of_a_file_escapes_the_look_for_nan(tmp_path: Path, dtype: torch.dtype, place: int) -> None:
+    """Wherever it lies (a megabyte is read at a time), in sealed files and in those of other programs."""
+    path = tmp_path / "w.safetensors"
+    content = {"odd": torch.zeros(3, dtype=torch.uint8), "w": torch.ones(700_001).to(dtype)}
+    files.write_safetensors(path, content)
+    assert files.check_file(path, finite=True).layout["w"] == ((700_001,), dtype)
+    content["w"][place] = torch.tensor(torch.inf).to(dtype)
+    for write in (lambda: files.write_safetensors(path, content), lambda: save_file(content, path)):
+        write()
+        files.check_file(path, warn=False)
+        with pytest.raises(FileError, match=r"NaN or infinite values in 'w'"):
+            files.check_file(path, finite=True, warn=False)
+
+
+@pytest.mark.parametrize("offsets", [[[0, 8], [4, 12]], [[0, 4], [8, 12]], [[0, 12], [12, 12]]])
+def test_tensors_that_overlap_or_do_not_fit_their_shape_are_damage(tmp_path: Path, offsets: list[list[int]]) -> None:
+    header = {n: {"dtype": "F32", "shape": [2], "data_offsets": place} for n, place in zip("ab", offsets, strict=True)}
+    text = json.dumps(header).encode()
+    (tmp_path / "w.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    with pytest.raises(FileError, match="damaged"):
+        files.read_header(tmp_path / "w.safetensors")
+
+
 def test_a_shard_that_holds_nan_is_refused(store: SampleStore) -> None:
     shard = store.folder / "00000009-made.safetensors"
     said = files.read_header(store.records[0].shard).metadata | {"file": shard.name, "step": "[9]"}

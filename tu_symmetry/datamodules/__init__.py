@@ -1,4 +1,4 @@
-"""Room: data modules. LightningDataModules for image sets that fit in memory, which TorchUncertainty lacks."""
+"""Room: data modules. LightningDataModules for image sets that TorchUncertainty lacks, or cannot read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _EXPORTS: dict[str, str] = {
     "DigitsDataModule": "images",
     "IDXDataModule": "images",
     "ImageDataModule": "images",
+    "TinyImageNetDataModule": "tiny_imagenet",
 }
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "IDXDataModule",
     "ImageDataModule",
     "ScannedTomographyDataModule",
+    "TinyImageNetDataModule",
     "TomographyDataModule",
     "TomographyProblem",
 ]
@@ -31,6 +33,7 @@ __all__ = [
 if TYPE_CHECKING:
     from tu_symmetry.datamodules.images import CIFARDataModule, DigitsDataModule, IDXDataModule, ImageDataModule
     from tu_symmetry.datamodules.readers import DataFileError
+    from tu_symmetry.datamodules.tiny_imagenet import TinyImageNetDataModule
     from tu_symmetry.datamodules.tomography import ScannedTomographyDataModule, TomographyDataModule, TomographyProblem
 else:
     __getattr__, __dir__ = attach(__name__, _EXPORTS)

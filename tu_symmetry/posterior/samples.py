@@ -28,7 +28,6 @@ from torch import Tensor
 
 from tu_symmetry.files import (
     FileError,
-    Header,
     check_file,
     new_folder,
     open_safetensors,
@@ -397,11 +396,9 @@ class SampleStore(Sequence[State]):
         found = shard.stat()
         try:
             if self._checked.get(shard) != (found.st_mtime_ns, found.st_size):
-                _require_finite(shard, check_file(shard, warn=False))
+                check_file(shard, finite=True, warn=False)
                 self._checked[shard] = found.st_mtime_ns, found.st_size
             return open_safetensors(shard)
-        except SampleFileError:
-            raise
         except FileError as error:
             raise SampleFileError(str(error)) from error
 
@@ -430,10 +427,3 @@ class SampleStore(Sequence[State]):
         there = sorted({(r.chain, r.step) for r in self.records} & set(pairs))
         if there or len(set(pairs)) < len(pairs):
             raise ValueError(f"(chain, step) {there[:3] or pairs[:3]} would be twice in {self.folder}")
-
-
-def _require_finite(shard: Path, header: Header) -> None:
-    with open_safetensors(shard) as file:
-        for name, (_, dtype) in header.layout.items():
-            if dtype.is_floating_point and not torch.isfinite(file.get_tensor(name)).all():
-                raise SampleFileError(f"{shard} holds NaN or infinite values in {name!r}; it is damaged, restore it")

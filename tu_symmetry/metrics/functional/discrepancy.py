@@ -82,8 +82,9 @@ def maximum_mean_discrepancy(
         raise ValueError(f"pairs must be 'all', or 'triangle' with sets of equal size, got {pairs!r}")
     values = []
     for power in KERNELS.values():
-        within_x, within_y, cross = (distances(a, b, power) for a, b in ((x, x), (y, y), (x, y)))
-        within_x, within_y = _off_diagonal(within_x), _off_diagonal(within_y)
+        pooled = pairwise_distances(torch.cat([x, y]), power)
+        within_x, within_y = _off_diagonal(pooled[: len(x), : len(x)]), _off_diagonal(pooled[len(x) :, len(x) :])
+        cross = pooled[: len(x), len(x) :]
         base = cross[:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
         base = base[torch.ones_like(base, dtype=torch.bool).tril()] if pairs == "triangle" else base
         for b in mmd_bandwidths(base, num_bandwidths, unit=unit):
@@ -203,11 +204,20 @@ def mmd_bandwidths(between: Tensor, count: int = 10, *, unit: float = 1.0) -> Te
     return smallest / 2 * (4 * largest / smallest) ** exponents
 
 
-def distances(a: Tensor, b: Tensor, power: int) -> Tensor:
-    """L1 or L2 distances in float64 between rows."""
-    # The matmul form of the L2 distance cancels for samples that are close to each other, such as aligned networks.
-    mode = "donot_use_mm_for_euclid_dist"
-    return torch.cdist(a, b, p=float(power), compute_mode=mode).double()
+def pairwise_distances(x: Tensor, power: int) -> Tensor:
+    """L1 or L2 distances in float64 between all rows ``(N, D)`` of a set: ``(N, N)``, symmetric, 0 on the diagonal.
+
+    Distances between two sets are a block of those of both together: ``pdist`` takes each pair once, and is several
+    times as fast for a pair as ``cdist`` in the form that is used here.
+    """
+    count = len(x)
+    if x.device.type not in ("cpu", "cuda"):  # pdist is missing on other devices
+        # The matmul form of the L2 distance cancels for samples that are close to each other, such as aligned networks.
+        return torch.cdist(x, x, p=float(power), compute_mode="donot_use_mm_for_euclid_dist").double()
+    above = torch.ones(count, count, dtype=torch.bool, device=x.device).triu_(1)  # row by row, as pdist's pairs are
+    upper = torch.zeros(count, count, dtype=torch.float64, device=x.device)
+    upper = upper.masked_scatter(above, torch.pdist(x, p=float(power)).double())
+    return upper + upper.T
 
 
 def _off_diagonal(matrix: Tensor) -> Tensor:

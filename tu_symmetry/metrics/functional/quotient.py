@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.functional.discrepancy import distances, weight_vectors
+from tu_symmetry.metrics.functional.discrepancy import pairwise_distances, weight_vectors
 from tu_symmetry.metrics.functional.removal import Removal, removal
 from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.states import check_tensor, sample_count
@@ -46,8 +46,8 @@ def energy_distance(x: Tensor, y: Tensor) -> Tensor:
         ValueError: fewer than two vectors, or other lengths.
     """
     x, y = _checked(x, y)
-    within = [distances(s, s, 2).sum() / (len(s) * (len(s) - 1)) for s in (x, y)]
-    return 2 * distances(x, y, 2).mean() - within[0] - within[1]
+    within_x, within_y, between = _mean_distances(x, y)
+    return 2 * between - within_x - within_y
 
 
 def sliced_wasserstein(
@@ -132,15 +132,21 @@ def vector_distances(
 ) -> QuotientDistances:
     """:func:`quotient_distances` of the aligned networks' vectors ``(S, D)`` and ``(T, D)``."""
     a, b = _checked(x, y)
-    within = [float(distances(s, s, 2).sum() / (len(s) * (len(s) - 1))) for s in (a, b)]
-    between = float(distances(a, b, 2).mean())
+    within_x, within_y, between = (float(mean) for mean in _mean_distances(a, b))
     return QuotientDistances(
         aligned_l2=between,
-        within=(within[0], within[1]),
-        energy=2 * between - within[0] - within[1],
+        within=(within_x, within_y),
+        energy=2 * between - within_x - within_y,
         sliced_wasserstein=float(sliced_wasserstein(a, b, projections=projections, generator=generator)),
         removed=removed,
     )
+
+
+def _mean_distances(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean L2 distances of two different vectors of the first set, of the second, and of one of each."""
+    s, t = len(x), len(y)
+    pooled = pairwise_distances(torch.cat([x, y]), 2)
+    return pooled[:s, :s].sum() / (s * (s - 1)), pooled[s:, s:].sum() / (t * (t - 1)), pooled[:s, s:].mean()
 
 
 def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from tu_symmetry.metrics.functional.discrepancy import (
     KERNELS,
     Level,
     Reduction,
-    distances,
     mmd_bandwidths,
+    pairwise_distances,
     part_of,
     weight_vectors,
 )
@@ -171,7 +171,7 @@ def vectors_test(
             pooled = torch.cat([own.to(dtype)[keep_x], y[name].to(own.device, dtype)[keep_y]])
             if not torch.isfinite(pooled).all():
                 raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
-            yield name, (distances(pooled, pooled, 1), distances(pooled, pooled, 2))
+            yield name, (pairwise_distances(pooled, 1), pairwise_distances(pooled, 2))
 
     return _test(
         parts(), len(keep_x), len(keep_y), removed, level, reduction, permutations, bootstraps, confidence,
@@ -283,8 +283,8 @@ def stream_discrepancy(
             two = torch.zeros_like(one)
             for name in own:
                 for block in pieces(name):
-                    one += distances(block, block, 1)
-                    two += distances(block, block, 2).square_()
+                    one += pairwise_distances(block, 1)
+                    two += pairwise_distances(block, 2).square_()
             yield part, (one, two.sqrt_())
 
     return _test(

@@ -1,0 +1,62 @@
+"""Tiny ImageNet by TorchUncertainty's data module, whose training half cannot be read as it comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch_uncertainty.datamodules import TinyImageNetDataModule as _DataModule
+from torch_uncertainty.datasets.classification import TinyImageNet as _Dataset
+
+from tu_symmetry.datamodules.readers import DataFileError
+
+_SOURCE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+
+
+class TinyImageNet(_Dataset):
+    """``torch_uncertainty.datasets.classification.TinyImageNet`` with a training half.
+
+    TorchUncertainty 0.13 adds a text to a path where it looks for the training images, which is a ``TypeError``, and
+    takes the classes in the order in which the file system lists them. Here they come in the order of ``wnids.txt``,
+    the same on every machine.
+
+    Args:
+        root: folder that holds ``tiny-imagenet-200``, as the archive unpacks.
+        split: ``train``, ``val`` or ``test``.
+        **transforms: see TorchUncertainty's.
+
+    Raises:
+        DataFileError: it is not there, or not whole.
+    """
+
+    def __init__(self, root: str | Path, split: Any = "train", **transforms: Any) -> None:
+        try:
+            super().__init__(root, split, **transforms)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DataFileError(
+                f"Tiny ImageNet is not in {Path(root) / 'tiny-imagenet-200'}, or not whole "
+                f"({error.filename} is missing): unpack {_SOURCE} in {root}"
+            ) from error
+
+    def _make_paths(self) -> list[tuple[Path, int]]:
+        if self.split != "train":
+            return super()._make_paths()  # type: ignore[no-any-return]
+        folder, found = self.root / "train", []
+        for label, wnid in enumerate(self.wnids_path.read_text().split()):
+            for line in (folder / wnid / f"{wnid}_boxes.txt").read_text().splitlines():
+                found.append((folder / wnid / "images" / line.split()[0], label))
+        return found
+
+
+class TinyImageNetDataModule(_DataModule):
+    """``torch_uncertainty.datamodules.TinyImageNetDataModule``, with :class:`TinyImageNet` for its data set.
+
+    Args:
+        root: folder that holds ``tiny-imagenet-200``.
+        batch_size: of training batches.
+        **options: see TorchUncertainty's.
+    """
+
+    def __init__(self, root: str | Path, batch_size: int, **options: Any) -> None:
+        super().__init__(root=root, batch_size=batch_size, **options)
+        self.dataset = TinyImageNet
