@@ -7,6 +7,7 @@ raises a :class:`DataFileError` that names the file where one is missing, trunca
 from __future__ import annotations
 
 import gzip
+import io
 import lzma
 import math
 import struct
@@ -14,7 +15,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -255,7 +256,8 @@ def read_archive(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str,
     Raises:
         DataFileError: no such file, or a damaged one.
     """
-    from torchvision.io import ImageReadMode, decode_image
+    import numpy as np
+    from PIL import Image
 
     if not path.is_file():
         raise DataFileError(f"{path} is missing: give the folder that holds it")
@@ -265,9 +267,9 @@ def read_archive(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str,
                 if member.isfile() and take(member.name):
                     content = archive.extractfile(member)
                     assert content is not None
-                    buffer = torch.frombuffer(bytearray(content.read()), dtype=torch.uint8)
-                    yield member.name, cast(Tensor, decode_image(buffer, ImageReadMode.RGB))
-    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, RuntimeError) as error:
+                    image = np.array(Image.open(io.BytesIO(content.read())).convert("RGB"))
+                    yield member.name, torch.from_numpy(image).permute(2, 0, 1).contiguous()
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, ValueError) as error:
         raise DataFileError(f"{path} cannot be read as an archive of images ({error}); get a fresh copy") from error
 
 
