@@ -415,7 +415,8 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         entries = dict(content)
         metadata = dict(entries.pop("__metadata__", None) or {})
         layout = {n: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]]) for n, e in entries.items()}
-        spans = sorted((*map(int, e["data_offsets"]), n) for n, e in entries.items())
+        offsets = {n: tuple(map(int, e["data_offsets"])) for n, e in entries.items()}
+        spans = sorted((start, stop, n) for n, (start, stop) in offsets.items())
         end = spans[-1][1] if spans else 0
         versions_ = json.loads(metadata.pop(_VERSIONS, "{}"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
