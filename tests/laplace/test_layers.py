@@ -10,7 +10,9 @@ import pytest
 import torch
 from laplace_oracles import data, dense_covariance, dense_curvature, exact_ggn, jacobian, randomize
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.layers import UnsupportedLayerError
 from tu_symmetry.laplace.model import LinearizedLaplace
 
@@ -415,3 +417,44 @@ def test_a_single_output_and_flat_targets() -> None:
     column = LinearizedLaplace(flat.layer, "regression", prior="single").fit([(x, y)])  # type: ignore[arg-type]
     assert found.log_marginal_likelihood() == pytest.approx(column.log_marginal_likelihood(), rel=1e-9)
     torch.testing.assert_close(found.predictive(x).variance, column.predictive(x).variance)
+
+
+class Normalized(nn.Module):
+    """Batch normalization in every way that it can be called."""
+
+    def __init__(self, spatial: int) -> None:
+        super().__init__()
+        self.whole = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[max(0, spatial - 1)](3)
+        self.bare = type(self.whole)(3, affine=False, eps=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, variance = self.whole.running_mean, self.whole.running_var
+        assert mean is not None and variance is not None
+        x = F.batch_norm(self.bare(self.whole(x)), mean, variance, bias=self.whole.bias, eps=0.2)
+        x = torch.nn.functional.batch_norm(input=x, running_mean=mean, running_var=variance, weight=self.whole.weight)
+        return x + F.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize("spatial", [0, 1, 2, 3])
+def test_batch_normalization_is_watched_as_scale_and_shift(spatial: int) -> None:
+    model, x = randomize(Normalized(spatial)), data(3, *range(2, 2 + spatial), outputs=3)[0]
+    expected = model(x.requires_grad_())
+    cotangent = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad(expected, x, cotangent, retain_graph=True)
+    with watching(model, [], Watch(lambda layer, rows: None)) as forward:
+        found = forward(x, len(x))
+    names = {type(node).__name__ for node in nodes(found)}
+    assert "AddcmulBackward0" in names and len([n for n in names if "BatchNorm" in n]) == 1  # by the batch's statistics
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(found, x, cotangent)[0], gradient, rtol=1e-12, atol=1e-12)
+
+
+def nodes(output: Tensor) -> set[Any]:
+    """Of a graph of gradients."""
+    found, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [parent for parent, _ in node.next_functions]
+    return found

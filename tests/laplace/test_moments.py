@@ -104,6 +104,22 @@ def test_few_rows_in_single_precision() -> None:
     torch.testing.assert_close(values[0].sort().values[-8:], direct[-8:], rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["any", "zeros", "repeated", "one", "square"])
+def test_rows_of_any_rank(kind: str) -> None:
+    """Dead units and repeated samples, for several groups at once."""
+    rows = numbers(2, {"one": 1, "square": 9}.get(kind, 5), 9)
+    if kind == "zeros":
+        rows[0, 1:], rows[1, :, 2:] = 0, 0
+    if kind == "repeated":
+        rows[:, 1:3] = rows[:, :1]
+    values, basis = decompose_rows(rows)
+    assert basis.is_contiguous() and bool((values.diff() <= 0).all())
+    torch.testing.assert_close(basis.mT @ basis, torch.eye(9).double().expand(2, -1, -1), rtol=0, atol=1e-13)
+    expected = rows.mT @ rows
+    torch.testing.assert_close((basis * values.unsqueeze(-2)) @ basis.mT, expected, rtol=0, atol=1e-13)
+    assert (values > 0).sum(-1).tolist() == torch.linalg.matrix_rank(rows).tolist()
+
+
 def test_kept_rows_do_not_change_with_a_network_that_works_in_place() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

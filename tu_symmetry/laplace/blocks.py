@@ -376,16 +376,30 @@ def decompose(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompose_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for ``rows^T rows`` of few rows ``[..., number, size]``, by way of ``rows rows^T``.
+    """The same for ``rows^T rows`` of few rows ``[..., number, size]``, ``number <= size``, by way of their triangle.
 
-    Eigenvectors of small eigenvalues come out of it oblique; a QR decomposition, from the largest on, makes them
-    orthogonal again, and completes the basis with the directions that no row has.
+    With ``rows^T = Q [R; 0]`` the eigenvectors of the small ``R R^T``, turned by ``Q``, are those that belong to the
+    rows, and the other columns of ``Q`` are directions that no row has. ``Q`` is a product of ``number`` reflections,
+    which is written as ``1 - Y T Y^T`` here with ``T^-1 = triu(Y^T Y, 1) + diag(1 / tau)``: three products of matrices
+    in place of LAPACK's way from reflection to reflection, in two thirds of its time. For a single row, ``Q`` is
+    ``1 - tau y y^T`` with ``y = (1, ...)`` and ``T = tau``.
     """
     number, size = rows.shape[-2:]
-    values, small = decompose(rows @ rows.mT)
+    found, tau = torch.geqrf(rows.mT)
+    triangle = found[..., :number, :].triu()
+    values, small = decompose(triangle @ triangle.mT)
     values, small = values.flip(-1), small.flip(-1)
-    vectors = rows.mT @ (small * torch.where(values > 0, values, torch.inf).rsqrt().unsqueeze(-2))
-    basis, _ = torch.linalg.qr(vectors, mode="complete")
+    y = found.tril(-1)
+    y.diagonal(dim1=-2, dim2=-1).fill_(1)
+    y *= (tau != 0).unsqueeze(-2)  # a reflection that LAPACK leaves out, as for a row of zeros
+    inverse = (y.mT @ y).triu(1)
+    inverse.diagonal(dim1=-2, dim2=-1).copy_(torch.where(tau != 0, tau, 1).reciprocal())
+    right = torch.linalg.solve_triangular(inverse, y.mT, upper=True)  # T Y^T
+    basis = rows.new_empty(*rows.shape[:-2], size, size)
+    basis[..., :number] = -(y @ (right[..., :number] @ small))
+    basis[..., :number, :number] += small
+    basis[..., number:] = -(y @ right[..., number:])
+    basis[..., number:, number:].diagonal(dim1=-2, dim2=-1).add_(1)
     return torch.cat([values, values.new_zeros(*values.shape[:-1], size - number)], dim=-1), basis
 
 

@@ -70,6 +70,14 @@ class Layer(ABC):
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradient of every sample's bias, ``[batch, size]``."""
 
+    def weight_gradients(self, rows: Tensor, gradients: Tensor) -> Tensor:
+        """The weight's for several gradients of each sample ``[count, batch, ...]``: ``[batch, count, size]``."""
+        return torch.stack([self.weight_gradient(rows, gradient) for gradient in gradients], dim=1)
+
+    def bias_gradients(self, gradients: Tensor) -> Tensor:
+        """The bias's for several gradients of each sample ``[count, batch, ...]``: ``[batch, count, size]``."""
+        return self.bias_gradient(gradients.flatten(0, 1)).unflatten(0, gradients.shape[:2]).transpose(0, 1)
+
 
 class MatrixLayer(Layer):
     """Linear layers and convolutions: rows ``[batch, groups, positions, features]``.
@@ -99,6 +107,12 @@ class MatrixLayer(Layer):
         if self.convolution is None:
             return gradient.reshape(len(gradient), 1, -1, gradient.shape[-1])
         return gradient.reshape(len(gradient), self.groups, self.outputs, -1).transpose(-1, -2)
+
+    def gradient_columns(self, gradient: Tensor) -> Tensor:
+        """The same transposed, ``[batch, groups, outputs, positions]``: as a convolution's lie in memory."""
+        if self.convolution is None:
+            return self.gradient_rows(gradient).mT
+        return gradient.reshape(len(gradient), self.groups, self.outputs, -1)
 
     def gradient_gram(self, gradient: Tensor, *, reduce: bool) -> Tensor:
         """``sum g g^T`` over samples and positions, or over samples' sums over positions, ``[groups, n, n]``."""
@@ -147,6 +161,10 @@ class NormLayer(Layer):
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """``sum_t g_t * normalized_t``."""
         return self.bias_gradient(rows * gradient)
+
+    def weight_gradients(self, rows: Tensor, gradients: Tensor) -> Tensor:
+        """The same for several gradients of each sample."""
+        return self.bias_gradients(rows * gradients)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """``sum_t g_t``."""

@@ -101,15 +101,13 @@ def _layered_covariance(
     """Covariances from the gradients of every layer's output, which are kept for all outputs at once."""
     width = shape.numel()
     entered: dict[str, Tensor] = {}
-    gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * width for layer in layers}
-
     count = batch_size(inputs)
     turns = math.ceil(width / max(1, _COPIES // count))
     copies = math.ceil(width / turns)
+    gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * turns for layer in layers}
 
     def keep(turn: int, layer: Layer, gradient: Tensor) -> None:
-        own = range(turn * copies, min(turn * copies + copies, width))
-        gradients[layer.name][own.start : own.stop] = gradient.split(count)[: len(own)]
+        gradients[layer.name][turn] = gradient
 
     watch = Watch(lambda layer, rows: entered.update({layer.name: rows[:count]}))
     with watching(tangent.model, layers, watch) as forward:
@@ -124,11 +122,12 @@ def _layered_covariance(
         present = next((g for g in found if g is not None), None)
         if present is None:
             continue
-        stacked = torch.stack([torch.zeros_like(present) if g is None else g for g in found])
+        pieces = [torch.zeros_like(present) if g is None else g for g in found]
+        stacked = (pieces[0] if turns == 1 else torch.cat(pieces)).unflatten(0, (-1, count))[:width]
         own = entered.pop(layer.name)
         if layer.bias is not None:
             block = _block(tangent, starts, layer.bias)
-            white = posterior.whiten(block, torch.stack([layer.bias_gradient(g) for g in stacked], dim=1))
+            white = posterior.whiten(block, layer.bias_gradients(stacked))
             covariance += white @ white.mT
         if layer.weight is not None:
             block = _block(tangent, starts, layer.weight)
@@ -138,9 +137,7 @@ def _layered_covariance(
             elif isinstance(layer, EmbeddingLayer):
                 _add_embedding(covariance, layer, block, posterior, layer.rows(own), stacked)
             else:
-                rows = layer.rows(own)
-                each = torch.stack([layer.weight_gradient(rows, g) for g in stacked], dim=1)
-                white = posterior.whiten(block, each)
+                white = posterior.whiten(block, layer.weight_gradients(layer.rows(own), stacked))
                 covariance += white @ white.mT
     return covariance
 
@@ -157,54 +154,76 @@ def _block(tangent: TangentModel, starts: dict[int, Block], part: Part) -> Block
 def _add_matrix(
     covariance: Tensor, layer: MatrixLayer, block: KroneckerBlock, posterior: Posterior, rows: Tensor, gradients: Tensor
 ) -> None:
+    """Add one weight matrix's part; ``gradients`` are ``[outputs of the net, batch, ...]``."""
     variance = block.precisions(posterior.log_precision, posterior.noise).reciprocal()
-    g = rotate(torch.stack([layer.gradient_rows(gradient) for gradient in gradients]), block.outputs)
+    columns = layer.gradient_columns(gradients.flatten(0, 1)).unflatten(0, gradients.shape[:2])
     a = rotate(rows, block.inputs)
     if a.shape[2] == 1:
         weight = rotate(a.square(), variance.mT).sqrt()
-        white = (g * weight).flatten(2).transpose(0, 1)
+        white = (rotate(columns.mT, block.outputs) * weight).flatten(2).transpose(0, 1)
         covariance += white @ white.mT
         return
-    width, positions = len(g), a.shape[2]
+    width, positions = len(columns), a.shape[2]
     by_pairs = positions * (positions + 1) / 2 * (layer.outputs + _PASSES)
     by_gradients = width * layer.outputs * (positions + width + _PASSES)
-    if by_pairs < by_gradients and positions * max(positions * layer.outputs, layer.features) < _ELEMENTS:
-        for sample in range(len(a)):
-            covariance[sample] += _over_pairs(g[:, sample], a[sample], variance)
-        return
-    deviation = variance.sqrt()
-    step = max(1, _ELEMENTS // (width * layer.groups * layer.features))
+    pairs = by_pairs < by_gradients and positions * max(positions * layer.outputs, layer.features) < _ELEMENTS
     for sample in range(len(a)):
-        for i in range(0, layer.outputs, step):
-            own = g[:, sample, :, :, i : i + step].mT @ a[sample]  # [outputs of the net, groups, step, features]
-            white = own.mul_(deviation[:, i : i + step]).flatten(1)
-            covariance[sample] += white @ white.T
+        if pairs:
+            covariance[sample] += _over_pairs(block.outputs.mT @ columns[:, sample], a[sample], variance)
+        else:
+            _add_gradients(covariance[sample], columns[:, sample], a[sample], block.outputs, variance.sqrt())
+
+
+def _add_gradients(covariance: Tensor, g: Tensor, a: Tensor, basis: Tensor, deviation: Tensor) -> None:
+    """Add one sample's covariance, from the gradients of the weight themselves.
+
+    Args:
+        covariance: ``[outputs of the net, outputs of the net]``.
+        g: output gradients ``[outputs of the net, groups, outputs, positions]``.
+        a: inputs in the basis ``[groups, positions, features]``.
+        basis: of the outputs ``[groups, outputs, outputs]``.
+        deviation: posterior standard deviations ``[groups, outputs, features]``.
+    """
+    width, groups, outputs, positions = g.shape
+    features = a.shape[2]
+    first = positions > features and width * groups * outputs * features < _ELEMENTS  # before the outputs' rotation
+    if not first:
+        g = basis.mT @ g
+    step = outputs if first else max(1, _ELEMENTS // (width * groups * features))
+    for i in range(0, outputs, step):
+        some = g[:, :, i : i + step].transpose(0, 1)
+        own = (some.flatten(1, 2) @ a).unflatten(1, (width, -1))  # [groups, outputs of the net, step, features]
+        if first:
+            own = basis.mT.unsqueeze(1) @ own
+        white = own.mul_(deviation[:, i : i + step].unsqueeze(1)).transpose(0, 1).flatten(1)
+        covariance += white @ white.T
 
 
 def _over_pairs(g: Tensor, a: Tensor, variance: Tensor) -> Tensor:
     """One sample's covariance, from products of its inputs at pairs of positions: no gradient of the weight appears.
 
-    With ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]`` it is ``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]``.
+    With ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]`` it is ``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]``. For
+    three positions ``W[o]`` is made of the six products at ``(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)``, of which
+    those off the diagonal count twice.
 
     Args:
-        g: output gradients in the basis ``[outputs of the net, groups, positions, outputs]``.
+        g: output gradients in the basis ``[outputs of the net, groups, outputs, positions]``.
         a: inputs in the basis ``[groups, positions, features]``.
         variance: posterior variances ``[groups, outputs, features]``.
     """
     groups, positions, features = a.shape
-    weights = a.new_empty(groups, variance.shape[1], positions, positions)
-    step = max(1, _ELEMENTS // (groups * positions * features))
-    for some in torch.arange(positions).split(step):
-        places = some.tolist()
-        products = torch.cat([a[:, t : t + 1] * a[:, t:] for t in places], dim=1)
-        found = (variance @ products.mT).split([positions - t for t in places], dim=-1)
-        for t, own in zip(places, found, strict=True):
-            weights[:, :, t, t:] = own
-            weights[:, :, t:, t] = own
-    rows = g.permute(1, 3, 0, 2)  # [groups, outputs, outputs of the net, positions]
-    left, right = (x.movedim(2, 0).flatten(1) for x in (rows @ weights, rows))
-    found = left @ right.T
-    return (found + found.T) / 2
+    first, second = torch.triu_indices(positions, positions, device=a.device)
+    found = a.new_empty(groups, variance.shape[1], len(first))
+    step = max(1, _ELEMENTS // (groups * features))
+    for i in range(0, len(first), step):
+        products = a[:, first[i : i + step]] * a[:, second[i : i + step]]
+        found[:, :, i : i + step] = variance @ products.mT
+    places = torch.empty(positions, positions, dtype=torch.long, device=a.device)
+    places[first, second] = places[second, first] = torch.arange(len(first), device=a.device)
+    weights = found[:, :, places]  # [groups, outputs, positions, positions]
+    left = g.permute(1, 2, 0, 3) @ weights
+    joint = left.permute(2, 0, 1, 3).flatten(1) @ g.flatten(1).T
+    return (joint + joint.T) / 2
 
 
 def _add_embedding(
