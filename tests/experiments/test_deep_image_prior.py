@@ -152,6 +152,9 @@ def test_orderings_say_what_held():
     assert f"{TV_SEED} above {DIP} by more than 0.3, 5 angles at 10 %: **did not hold**, +0.200" in text
     assert f"{DIP_FITTED} below {DIP}, 5 angles at 10 %: **did not hold**, -0.500" in text
     assert mean_and_error([1.0, 3.0]) == (2.0, 1 / math.sqrt(2))
+    spread = [entry(EVIDENCE, 0, -0.1), entry(EVIDENCE, 1, 0.8), entry(DIP, 0, 0.0), entry(DIP, 1, 0.0)]
+    (line,) = [line for line in orderings(spread) if DIP in line]
+    assert "5 angles at 10 %: **not resolved (within one standard error)**, +0.350 ± 0.318" in line
 
 
 def test_what_cannot_work_is_refused(run, tmp_path):

@@ -11,6 +11,7 @@ from tu_symmetry.laplace.dual import (
     BoundReachedWarning,
     DualEvidence,
     SingularCovarianceError,
+    newton_gain,
     optimize,
     pattern_kernels,
     statistics,
@@ -144,6 +145,43 @@ def test_lbfgs_is_no_worse_than_adam():
     limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
     inside = ((found.phi - limits[:, 0]) > 1e-6) & ((limits[:, 1] - found.phi) > 1e-6)
     assert float(gradient[inside].abs().max()) < 1e-3
+
+
+def test_the_gain_of_a_newton_step_is_the_distance_to_the_optimum():
+    evidence = case(7).evidence()
+    free = torch.ones(len(PHI), dtype=torch.bool)
+    found = optimize(evidence, evidence.initial())
+    assert 0 <= newton_gain(evidence, found.phi, free) < 1e-8
+    torch.manual_seed(0)
+    for size in (1e-3, 1e-2):
+        limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
+        near = (found.phi + size * torch.randn(len(PHI), dtype=torch.float64)).clamp(limits[:, 0], limits[:, 1])
+        near = torch.where((found.phi - limits[:, 0] < 1e-6) | (limits[:, 1] - found.phi < 1e-6), found.phi, near)
+        distance = evidence.value(near) - found.objective
+        assert newton_gain(evidence, near, free) == pytest.approx(distance, rel=0.1)
+    assert newton_gain(evidence, evidence.initial(), ~free) == 0
+
+
+@pytest.mark.parametrize("where", ["optimum", "elsewhere"])
+def test_a_line_search_that_rounding_ends_is_judged_by_the_curvature(monkeypatch, where):
+    """Wherever L-BFGS-B says that it failed: at the optimum it has converged, and elsewhere it goes on from there."""
+    import tu_symmetry.laplace.dual as dual
+
+    evidence, runs, real = case(7).evidence(), [], dual.minimize
+    expected = optimize(evidence, evidence.initial())
+
+    def failing(function, start, **options):
+        runs.append(1)
+        if where == "elsewhere" and len(runs) == 1:
+            options["options"] = options["options"] | {"maxiter": 2}
+        outcome = real(function, start, **options)
+        outcome.success = False
+        return outcome
+
+    monkeypatch.setattr(dual, "minimize", failing)
+    found = optimize(evidence, evidence.initial())
+    assert found.converged and len(runs) > 1 and found.objective == pytest.approx(expected.objective, abs=1e-6)
+    assert not optimize(evidence, evidence.initial(), num_steps=2).converged
 
 
 def test_fixed_hyperparameters_stay():

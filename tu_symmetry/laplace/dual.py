@@ -415,6 +415,9 @@ class DualEvidence:
         return outputs if self._rows is None else outputs @ self._rows.mT
 
 
+_NEWTON_GAIN = 1e-6  # nats, below which an optimum counts as found
+
+
 @dataclass(frozen=True, eq=False)
 class DualResult:
     """What an optimizer of the evidence found.
@@ -423,7 +426,8 @@ class DualResult:
         phi: the best hyperparameters seen.
         objective: negative log evidence there, less the hyperprior's log density (nats).
         history: the objective at every evaluation.
-        converged: whether the optimizer stopped by itself (Adam: the last 10 % of its steps gained under 1e-3 nats).
+        converged: whether the optimizer stopped by itself (Adam: the last 10 % of its steps gained under 1e-3 nats;
+            L-BFGS-B, where rounding ends its line search: a Newton step would gain under 1e-6 nats).
         at_bounds: names of the hyperparameters that stand at a bound.
     """
 
@@ -432,6 +436,45 @@ class DualResult:
     history: list[float] = field(repr=False)
     converged: bool
     at_bounds: tuple[str, ...]
+
+
+def newton_gain(evidence: DualEvidence, phi: Tensor, free: Tensor) -> float:
+    """What a Newton step would gain, ``g^T H^-1 g / 2`` (nats): how far a point is from an optimum.
+
+    ``H`` is the Hessian by central differences of the gradient, over the hyperparameters that are free and not held by
+    a bound. For a quadratic objective the result is the distance to the minimum. Along a direction without curvature
+    the gain is that of walking down the gradient through the whole box.
+
+    Args:
+        evidence: evidence of a network.
+        phi: hyperparameters ``(P,)``.
+        free: which of them may move ``(P,)``.
+
+    Returns:
+        The gain; infinite at a saddle.
+    """
+    limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
+    gradient = evidence.value_and_gradient(phi)[1]
+    near = 1e-6 * (limits[:, 1] - limits[:, 0])
+    held = ((phi - limits[:, 0] < near) & (gradient > 0)) | ((limits[:, 1] - phi < near) & (gradient < 0))
+    moving = (free & ~held).nonzero()[:, 0].tolist()
+    if not moving:
+        return 0.0
+    rows = []
+    for i in moving:
+        ends = []
+        for sign in (1.0, -1.0):
+            point = phi.clone()
+            point[i] = (point[i] + sign * 1e-3).clamp(limits[i, 0], limits[i, 1])
+            ends.append((point[i], evidence.value_and_gradient(point)[1][moving]))
+        rows.append((ends[0][1] - ends[1][1]) / (ends[0][0] - ends[1][0]))
+    hessian = torch.stack(rows)
+    values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
+    if bool((values < -1e-6 * values.abs().max()).any()):
+        return math.inf
+    slopes = (vectors.mT @ gradient[moving]).abs()
+    width = (limits[moving, 1] - limits[moving, 0]).norm()
+    return float(torch.minimum(slopes.square() / (2 * values.clamp_min(1e-300)), slopes * width).sum())
 
 
 def optimize(
@@ -511,15 +554,24 @@ def optimize(
                 return best[0] + 1e6 * (1 + abs(best[0])), np.zeros(int(free.sum()))
             return value, gradient[free].numpy()
 
-        outcome = minimize(
-            function,
-            start[free].numpy(),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=limits[free].tolist(),
-            options={"maxiter": num_steps, "maxfun": 20 * num_steps, "ftol": 1e-13, "gtol": 1e-6, "maxcor": 20},
-        )
-        converged = bool(outcome.success)
+        left = num_steps
+        while True:
+            before = best[0]
+            outcome = minimize(
+                function,
+                best[1][free].numpy(),
+                jac=True,
+                method="L-BFGS-B",
+                bounds=limits[free].tolist(),
+                options={"maxiter": left, "maxfun": 20 * left, "ftol": 1e-13, "gtol": 1e-6, "maxcor": 20},
+            )
+            left -= outcome.nit
+            converged = bool(outcome.success)
+            # Close to the optimum a line search can fail by rounding alone. The optimizer then starts again from
+            # there without what it remembers of the curvature; where that gains nothing, the curvature itself decides.
+            if converged or left < 1 or not best[0] < before - _NEWTON_GAIN:
+                break
+        converged = converged or newton_gain(evidence, best[1], free) < _NEWTON_GAIN
     gradient = evidence.value_and_gradient(best[1])[1]
     near = 1e-6 * (limits[:, 1] - limits[:, 0])
     pushed = ((best[1] - limits[:, 0] < near) & (gradient > 1e-3)) | (
