@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_covariance, jacobian, randomize
+from laplace_oracles import data, dense_covariance, jacobian, posterior_covariance, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tu_symmetry.laplace import predictive as predictive_module
+from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.links import probit_probabilities
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.predictive import WeightSamples, gaussian_samples
@@ -172,6 +173,34 @@ def test_weight_samples_have_the_posterior_covariance() -> None:
     assert float((torch.cov(drawn.T) - expected).norm() / expected.norm()) < 0.12
 
 
+@pytest.mark.parametrize("prior", ["single", "per_layer", "per_filter"])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_directions_of_which_the_data_say_nothing_have_the_prior(curvature: str, prior: str) -> None:
+    """Two samples of wide layers with dead units: products and samples take the other eigenvectors alone."""
+    model = randomize(
+        nn.Sequential(
+            nn.Conv2d(4, 6, 2, groups=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 20),
+            nn.ReLU(), nn.Linear(20, 3),
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        model[4].bias[3:9] = -50  # type: ignore[index, operator]
+    x, y = data(4, 3, 3, outputs=3, samples=2)
+    la = LinearizedLaplace(model, prior=prior, curvature=curvature, evaluate_at="map").fit([(x, y)])  # type: ignore
+    numbers = torch.arange(1, len(la.prior_groups) + 1).double()
+    la.set_precision(dict(zip(la.prior_groups.names, (0.3 * numbers).tolist(), strict=True)))
+    hidden, head = (block for block in la.posterior.blocks if block.name in ("4.weight", "6.weight"))
+    for block, most in ((hidden, (14, 2)), (head, (2, 14))):
+        assert isinstance(block, KroneckerBlock)
+        rows, columns = block.determined()
+        assert rows.stop - rows.start <= most[0] and columns.stop - columns.start <= most[1]
+    expected = dense_covariance(la)
+    torch.testing.assert_close(posterior_covariance(la.posterior), expected, rtol=1e-9, atol=1e-11)
+    root = la.posterior.sample(torch.eye(la.tangent.size, dtype=torch.float64))
+    torch.testing.assert_close(root, root.mT, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(root @ root, expected, rtol=1e-9, atol=1e-11)
+
+
 def test_samples_are_joint_over_inputs_batches_and_calls() -> None:
     la, x = fitted("cnn")
     together = la.function_samples(x, 6)
@@ -201,6 +230,21 @@ def test_samples_beyond_the_memory_limit_are_drawn_anew() -> None:
     for _ in range(2):
         torch.testing.assert_close(torch.cat(list(scarce.chunks())), torch.cat(list(plenty.chunks())), rtol=0, atol=0)
     assert sum(len(v) for v in scarce._kept.values()) == 8
+
+
+def test_samples_are_the_same_however_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _ = fitted("cnn")
+    like = la.tangent.point()[:1]
+    together = list(WeightSamples(la.posterior, 21, 5, like).chunks())
+    monkeypatch.setattr(predictive_module, "_DRAWN", 1)
+    apart = list(WeightSamples(la.posterior, 21, 5, like).chunks())
+    assert [len(own) for own in together] == [len(own) for own in apart] == [8, 8, 5]
+    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-13)
+    generator = torch.Generator().manual_seed(5 * 1_000_003 + 20)
+    noise = torch.randn(la.tangent.size, generator=generator, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(dense_covariance(la))
+    root = vectors @ (values.clamp(min=0).sqrt() * vectors).mT
+    torch.testing.assert_close(together[2][4], root @ noise, rtol=1e-7, atol=1e-9)
 
 
 # ---------------------------------------------------------------------- links

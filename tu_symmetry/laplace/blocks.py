@@ -103,6 +103,7 @@ class KroneckerBlock(Block):
         self.inputs, self.input_values = inputs.contiguous(), input_values
         self.outputs, self.output_values = outputs.contiguous(), output_values
         self.corrected = corrected
+        self._seen: tuple[slice, slice] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -120,6 +121,38 @@ class KroneckerBlock(Block):
         if self.corrected is not None:
             return self.corrected
         return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
+
+    def determined(self) -> tuple[slice, slice]:
+        """The outputs' and the inputs' eigenvectors apart from those of which the data say nothing, at either end."""
+        if self._seen is None:
+            seen = self.eigenvalues() > 0
+            bounds = []
+            for axes in ((0, 2), (0, 1)):
+                places = seen.any(axes[1]).any(axes[0]).nonzero().squeeze(-1)
+                bounds.append(slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0))
+            self._seen = (bounds[0], bounds[1])
+        return self._seen
+
+    def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
+        """The symmetric ``power`` of the posterior precision times ``vectors``.
+
+        Where the data say nothing of a direction, the precision is the prior's. With ``V`` the other eigenvectors it is
+        therefore ``lambda^power + V ((s / noise + lambda)^power - lambda^power) V^T``: a layer of 2,304 features that
+        has seen 256 rows takes products with 256 eigenvectors.
+        """
+        rows, columns = self.determined()
+        _, outputs, features = self.shape
+        of_rows = self.groups.ndim == 0 or self.groups.shape[-1] == 1  # whose eigenvectors keep to their groups
+        if not of_rows or (rows == slice(0, outputs) and columns == slice(0, features)):
+            return super().apply(vectors, power, log_precision, noise)
+        prior = log_precision.exp().to(vectors)[self.groups.to(vectors.device)].pow(power)
+        change = self.precisions(log_precision, noise).pow(power) - prior
+        change = change.expand(self.shape)[:, rows, columns]
+        vectors = vectors.unflatten(-1, self.shape)
+        left, right = self.outputs[..., rows], self.inputs[..., columns]
+        coefficients = rotate(rotate(vectors, right).mT, left).mT * change
+        found = rotate(rotate(coefficients, right.mT).mT, left.mT).mT
+        return found.add_(vectors * prior).flatten(-3)
 
     def to_basis(self, vectors: Tensor) -> Tensor:
         """``U_G^T W U_A``."""

@@ -22,6 +22,7 @@ from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
+_DRAWN = 1 << 19  # entries of the weight samples that are drawn at once, where several chunks fit
 _PASSES = 64  # multiplications in the time of one pass over an entry in memory
 
 
@@ -240,12 +241,15 @@ def _add_embedding(
 class WeightSamples:
     """Samples of the weights' posterior, the same ones for every batch.
 
-    Sample ``i`` is a function of the seed and ``i`` alone; samples beyond the memory limit are drawn anew when they
-    are asked for.
+    Sample ``i`` is a function of the seed and ``i`` alone (the noise of a CPU generator with seed
+    ``1_000_003 * seed + i``, turned by the symmetric root of the covariance, which depends on no choice of
+    eigenvectors). Every block turns all samples at once as long as these are small; samples beyond the memory limit are
+    drawn anew when they are asked for.
 
     Attributes:
         posterior: what is sampled (zero mean).
         count: number of samples.
+        chunk: number of samples that are handed out together.
     """
 
     def __init__(
@@ -253,24 +257,31 @@ class WeightSamples:
     ) -> None:
         self.posterior, self.count, self.seed, self.like, self.chunk = posterior, count, seed, like, chunk
         self._limit = memory // (like.element_size() * max(1, posterior.size))
+        self._together = chunk * max(1, _DRAWN // (chunk * max(1, posterior.size)))
         self._kept: dict[int, Tensor] = {}
 
     def chunks(self) -> Iterator[Tensor]:
         """The samples ``[n, size]``, a few at a time."""
-        for start in range(0, self.count, self.chunk):
-            if start in self._kept:
-                yield self._kept[start]
-                continue
-            stop = min(start + self.chunk, self.count)
-            noise = torch.stack([self._noise(i) for i in range(start, stop)])
-            drawn = self.posterior.sample(noise.to(self.like.device))
-            if stop <= self._limit:
-                self._kept[start] = drawn
-            yield drawn
+        for first in range(0, self.count, self._together):
+            last = min(first + self._together, self.count)
+            starts = range(first, last, self.chunk)
+            drawn = None if all(i in self._kept for i in starts) else self._draw(first, last)
+            for start in starts:
+                if drawn is None:
+                    yield self._kept[start]
+                    continue
+                stop = min(start + self.chunk, last)
+                own = drawn[start - first : stop - first]
+                if stop <= self._limit:
+                    self._kept[start] = own
+                yield own
 
-    def _noise(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-        return torch.randn(self.posterior.size, generator=generator, dtype=self.like.dtype)
+    def _draw(self, first: int, last: int) -> Tensor:
+        noise = torch.empty(last - first, self.posterior.size, dtype=self.like.dtype)
+        for number, row in enumerate(noise, first):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+            torch.randn(self.posterior.size, generator=generator, out=row)
+        return self.posterior.sample(noise.to(self.like.device))
 
 
 def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any) -> tuple[Tensor, Tensor]:
