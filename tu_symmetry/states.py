@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tu_symmetry.files import FileError, TensorFile, read_safetensors
+from tu_symmetry.modules import is_source, state_of, states_of
 from tu_symmetry.sources import INDEX, is_remote, locate, shards_of
 
 State = dict[str, Tensor]
@@ -119,14 +120,23 @@ def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = Non
     return state
 
 
-def unstack(states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> list[State]:
-    """A stack with a leading sample axis, or a sequence of states, as a list of states (views).
+def unstack(
+    states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor] | nn.Module] | nn.Module,
+) -> list[State]:
+    """A stack with a leading sample axis, a sequence of states, or a routine's networks, as a list of states (views).
+
+    A LightningModule stands for the network that it has trained, one with a deep ensemble of TorchUncertainty (or the
+    ensemble itself) for all members; in a sequence each has to have a single one.
 
     Raises:
         TypeError: members that are not state dicts.
         SymmetryError: values that are no tensors.
-        ValueError: a dict of tensors without a common leading axis.
+        ValueError: a dict of tensors without a common leading axis; a routine with several networks of which it is not
+            clear which is meant.
     """
+    if is_source(states):
+        assert isinstance(states, nn.Module)
+        return states_of(states, "states")
     if isinstance(states, Mapping):
         require_state(states, "states")
         counts = {name: t.shape[0] if t.ndim else None for name, t in states.items()}
@@ -140,7 +150,18 @@ def unstack(states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor]]) -> li
         return [{name: t[k] for name, t in states.items()} for k in range(count)]
     if not isinstance(states, Iterable):
         raise TypeError(f"states is a {type(states).__name__}, not a list of state dicts or a stack of states")
-    return [dict(require_state(s, f"states[{k}]")) for k, s in enumerate(states)]
+    return [read_state(s, f"states[{k}]") for k, s in enumerate(states)]
+
+
+def read_state(network: Any, name: str) -> State:
+    """One network's state dict, from a state dict or from the routine that has trained it.
+
+    Raises:
+        TypeError: neither.
+        SymmetryError: values that are no tensors.
+        ValueError: a routine with several networks.
+    """
+    return dict(require_state(state_of(network, name) if is_source(network) else network, name))
 
 
 def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
@@ -213,7 +234,11 @@ def require_same(
 
 
 def load_state(
-    path: str | os.PathLike[str], *, prefix: str = "", allow: Sequence[Any] = (), device: str | torch.device = "cpu"
+    path: str | os.PathLike[str] | nn.Module,
+    *,
+    prefix: str = "",
+    allow: Sequence[Any] = (),
+    device: str | torch.device = "cpu",
 ) -> State:
     """Read one network's state dict from a checkpoint of any usual kind, without running code from it.
 
@@ -222,7 +247,8 @@ def load_state(
             checkpoint) that holds one under ``state_dict``; the index (``.safetensors.index.json``) of a network that
             is cut into several files, or the folder that ``save_pretrained`` wrote. Or where it is fetched from:
             ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, ``timm://resnet18.a1_in1k``, see
-            :mod:`tu_symmetry.sources`.
+            :mod:`tu_symmetry.sources`. Or the LightningModule that has trained it (a routine of TorchUncertainty): a
+            copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
         allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
         device: where to put the tensors.
@@ -230,7 +256,16 @@ def load_state(
     Raises:
         SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
             meta, quantized), or no name with that prefix; weights that cannot be fetched.
+        ValueError: a LightningModule with several networks.
     """
+    if isinstance(path, nn.Module):
+        held = {name: t.to(device, copy=True) for name, t in read_state(path, "the routine").items()}
+        if prefix and not any(name.startswith(prefix) for name in held):
+            raise SampleFileError(
+                f"no name in the {type(path).__name__}'s network starts with {prefix!r}: a prefix is of names in "
+                "files; the names of a routine's network have none"
+            )
+        return {name[len(prefix) :]: t for name, t in held.items() if name.startswith(prefix)}
     path = _file(path)
     content: Any
     if path.name.endswith(INDEX):

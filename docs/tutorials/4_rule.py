@@ -59,7 +59,8 @@ print(graph)
 
 moved = tus.apply_permutation(graph, tus.random_permutation(graph), network.state_dict())
 moved = tus.apply_scale(graph, tus.random_scale(graph), moved)
-change = (torch.func.functional_call(network, moved, (x,)) - network(x)).abs().max()
+with torch.no_grad():
+    change = (torch.func.functional_call(network, moved, (x,)) - network(x)).abs().max()
 print(f"largest change of an output: {float(change):.1e}")
 
 # %%

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -85,9 +86,17 @@ def test_examples_of_docstrings_run(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((DOCS / "tutorials").glob("*.py")), ids=lambda p: p.stem)
-def test_tutorials_run(path: Path, tmp_path: Path) -> None:
+def test_tutorials_run_and_warn_only_of_what_their_page_explains(path: Path, tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "reader", path],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout, done.stderr
+    said = re.findall(r"^(\w+) at (.*)$", done.stderr, flags=re.MULTILINE)
+    page = path.read_text(encoding="utf-8")
+    assert [(kind, text) for kind, text in said if f"``{kind}``" not in page] == []

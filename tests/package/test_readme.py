@@ -4,50 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from reader import PACKAGE, warned
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
-
-PACKAGE = ROOT / "tu_symmetry"
-OF_MACHINES = (  # what Lightning says of the machine, not of the example
-    "does not have many workers",
-    "available but not used",
-)
-
-
-@contextmanager
-def warned(page: Path) -> Iterator[list[str]]:
-    """The warnings that a reader of the page is to be spared, each with where it comes from.
-
-    That is all that is warned of while the page's code or this package is running, and every deprecation that they are
-    told of. What other packages deprecate among themselves (while they are imported, or Lightning of torch) is theirs.
-    """
-    found: list[str] = []
-
-    def notice(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        ours, frame = str(filename) == str(page), sys._getframe(1)
-        while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
-            file = frame.f_code.co_filename
-            deprecation = issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning)
-            ours = ours or file.startswith(str(PACKAGE)) or (file == str(page) and not deprecation)
-            frame = frame.f_back  # type: ignore[assignment]
-        if ours and not any(words in str(message) for words in OF_MACHINES):
-            found.append(f"{category.__name__} at {filename}:{lineno}: {message}")
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = notice
-        yield found
 
 
 def test_warnings_are_noticed_where_they_are_of_the_page_or_of_this_package(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tu_symmetry.alignment.consensus import AlignSolver, Consensus, medoid_candi
 from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, mean_state, require_state, unstack
+from tu_symmetry.states import State, mean_state, read_state, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -26,7 +26,7 @@ from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Reference = Literal["first", "medoid", "mean", "universe"]
 MatchOn = Literal["weights", "activations"]
-States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]")
+States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | nn.Module] | nn.Module")
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +75,7 @@ def align(
     graph: SymmetryGraph,
     states: States,
     *,
-    reference: Reference | Mapping[str, Tensor] = "first",
+    reference: Reference | Mapping[str, Tensor] | nn.Module = "first",
     match_on: MatchOn = "weights",
     solver: AlignSolver = "frank_wolfe",
     restarts: int = 1,
@@ -93,7 +93,9 @@ def align(
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
-        states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks.
+        states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks. Or what has
+            trained them: a LightningModule with a deep ensemble of TorchUncertainty, or a sequence of LightningModules
+            with a network each, which stay as they are; the aligned states are then a list.
         reference: what all are aligned to (see :mod:`~tu_symmetry.alignment.consensus`; ``tu-symmetry align`` gives the
             same). ``first``: the first network. ``medoid``: the network with the least sum of distances to the others
             after matching, among at most ``candidates`` of them. ``mean``: each network to the mean of those aligned
@@ -132,7 +134,7 @@ def align(
     members = unstack(states)
     given = not isinstance(reference, str)
     if given:
-        require_state(reference, "reference")
+        reference = read_state(reference, "reference")
     if len(members) < (1 if given else 2):
         raise ValueError(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "

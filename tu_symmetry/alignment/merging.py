@@ -33,8 +33,9 @@ from tu_symmetry.alignment.consensus import AlignSolver
 from tu_symmetry.alignment.matching import Progress
 from tu_symmetry.alignment.repair import Correction, corrected
 from tu_symmetry.evaluation import reusable
+from tu_symmetry.modules import is_source
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, load_state, open_state, require_state, unstack
+from tu_symmetry.states import State, load_state, open_state, read_state, unstack
 from tu_symmetry.symmetry.action import Permuted, permute_entries, permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -42,8 +43,8 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
-Network = Mapping[str, Tensor] | str | os.PathLike[str]
-Networks = Mapping[str, Tensor] | Sequence[Network]
+Network = Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module
+Networks = Mapping[str, Tensor] | Sequence[Network] | nn.Module
 Weights = Literal["equal", "greedy"] | Sequence[float] | Mapping[str, Sequence[float]]
 Scores = dict[str, float]
 
@@ -136,7 +137,8 @@ def merge(
         graph: the architecture's symmetry graph (verified on first use).
         states: at least two networks: state dicts, files that :func:`~tu_symmetry.load_state` reads, a
             :class:`~tu_symmetry.SampleStore`, or a stack with a leading sample axis. Files and stores are read one
-            network at a time, two or three times each.
+            network at a time, two or three times each. A LightningModule (a routine of TorchUncertainty) stands for
+            the network that it has trained, one with a deep ensemble for its members.
         model: the module, left as it is.
         dataloader: batches, tensors or tuples that begin with the inputs: for ``correction`` and for activations.
         correction: ``batchnorm``: running statistics are re-estimated. ``repair``: they are, and every other hidden
@@ -303,8 +305,8 @@ class _Networks(Sequence[State]):
         chosen: Sequence[int] | None = None,
     ) -> None:
         self.source: Sequence[Network]
-        if isinstance(source, Mapping):
-            self.source = unstack(source)
+        if isinstance(source, Mapping) or is_source(source):
+            self.source = unstack(source)  # type: ignore[arg-type]
         elif hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, (str, bytes)):
             self.source = source
         else:
@@ -340,6 +342,8 @@ class _Networks(Sequence[State]):
         network: Any = lazily(k) if callable(lazily) else self.source[k]
         if isinstance(network, (str, os.PathLike)):
             network = open_state(network)
+        elif is_source(network):
+            network = read_state(network, f"states[{k}]")
         if isinstance(network, dict):
             network = dict(network)
             if self.graph is not None:
@@ -349,7 +353,7 @@ class _Networks(Sequence[State]):
 
 
 def _read(network: Network, name: str) -> State:
-    return dict(require_state(load_state(network) if isinstance(network, (str, os.PathLike)) else network, name))
+    return read_state(load_state(network) if isinstance(network, (str, os.PathLike)) else network, name)
 
 
 def _check(

@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-ModuleSource = str | Callable[[LightningModule], Any]
+from tu_symmetry import modules
+from tu_symmetry.modules import AVERAGES, uncompiled
 
-_AVERAGES = ("ema_model", "swa_model")
+ModuleSource = str | Callable[[LightningModule], Any]
 
 
 def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argument: str) -> list[nn.Module]:
@@ -41,7 +42,7 @@ def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argumen
                 f"its submodules are {children}"
             ) from error
     if isinstance(found, nn.Module) and not isinstance(found, nn.ModuleList):
-        return [_uncompiled(found)]
+        return [uncompiled(found)]
     modules = list(found) if isinstance(found, Iterable) else [found]
     if not modules or not all(isinstance(m, nn.Module) for m in modules):
         raise TypeError(
@@ -49,7 +50,7 @@ def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argumen
             f"{type(pl_module).__name__}, it found {type(found).__name__} with "
             f"{[type(m).__name__ for m in modules]}"
         )
-    return [_uncompiled(m) for m in modules]
+    return [uncompiled(m) for m in modules]
 
 
 def find_members(
@@ -71,7 +72,7 @@ def find_members(
     """
     container = None if single else _core_models(pl_module)
     if source is None and container is not None:
-        members = [_uncompiled(m) for m in container]
+        members = [uncompiled(m) for m in container]
     elif source is None:
         if single is False:
             raise ValueError(
@@ -83,7 +84,7 @@ def find_members(
         network = network_of(pl_module, argument="members")
         while isinstance(inner := getattr(network, "core_model", None), nn.Module):
             network = inner
-        members = [_uncompiled(network)]
+        members = [uncompiled(network)]
     else:
         members = resolve_modules(source, pl_module, argument="members")
     if single and len(members) != 1:
@@ -108,32 +109,17 @@ def network_of(pl_module: LightningModule, *, argument: str) -> nn.Module:
     Raises:
         ValueError: several submodules have weights, or none, or there are weights beside the only one.
     """
-    model = getattr(pl_module, "model", None)
-    if isinstance(model, nn.Module):
-        return model
-    owner = type(pl_module).__name__
-    with_weights = {name: m for name, m in pl_module.named_children() if next(m.parameters(), None) is not None}
-    beside = [name for name, _ in pl_module.named_parameters(recurse=False)]
-    if len(with_weights) == 1 and not beside:
-        return next(iter(with_weights.values()))
-    if not with_weights:
-        if beside:
-            return pl_module
-        raise ValueError(f"{owner} has no weights yet, so there is no network to act on; make it in __init__")
-    found = ", ".join(f"{name!r} ({type(m).__name__})" for name, m in with_weights.items())
-    parts = f"its submodules with weights are {found}"
-    if beside:
-        parts += f", and it has weights of its own ({', '.join(beside[:3])})"
-    raise ValueError(
-        f"{owner} has no submodule 'model', and {parts}; say which network is meant, for example "
-        f"{argument}={next(iter(with_weights))!r}, or {argument}=lambda module: module for all of them as one"
-    )
+
+    def advice(attribute: str) -> str:
+        return f"{argument}={attribute!r}, or {argument}=lambda module: module for all of them as one"
+
+    return modules.network_of(pl_module, name=type(pl_module).__name__, advice=advice)
 
 
 def _core_models(pl_module: LightningModule) -> nn.ModuleList | None:
     for name, module in pl_module.named_modules():
         *parents, last = name.split(".")
-        if last == "core_models" and isinstance(module, nn.ModuleList) and not set(parents) & set(_AVERAGES):
+        if last == "core_models" and isinstance(module, nn.ModuleList) and not set(parents) & set(AVERAGES):
             return module
     return None
 
@@ -166,10 +152,6 @@ def _signature(module: nn.Module) -> dict[str, str]:
     return kinds | {name: f"a tensor of shape {tuple(t.shape)}" for name, t in module.state_dict().items()}
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
-    return getattr(module, "_orig_mod", module)
-
-
 def mirrored_modules(trainer: Trainer, pl_module: LightningModule, member: nn.Module) -> Iterator[nn.Module]:
     """Running averages of ``member``'s weights, which have to follow when its hidden units are permuted.
 
@@ -180,16 +162,16 @@ def mirrored_modules(trainer: Trainer, pl_module: LightningModule, member: nn.Mo
         name = _name_within(getattr(wrapper, "core_model", None), member)
         if name is None:
             continue
-        averages = [getattr(wrapper, a, None) for a in _AVERAGES]
+        averages = [getattr(wrapper, a, None) for a in AVERAGES]
         if hasattr(wrapper, "swag_stats"):
             averages += getattr(wrapper, "samples", [])
-        yield from (_uncompiled(a.get_submodule(name)) for a in averages if isinstance(a, nn.Module))
+        yield from (uncompiled(a.get_submodule(name)) for a in averages if isinstance(a, nn.Module))
     name = _name_within(pl_module, member)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         average = getattr(callback, "_average_model", None)
         if isinstance(average, nn.Module) and name is not None:
             root = average.module if isinstance(average, torch.optim.swa_utils.AveragedModel) else average
-            yield _uncompiled(root.get_submodule(name))
+            yield uncompiled(root.get_submodule(name))
 
 
 def swag_statistics(pl_module: LightningModule, member: nn.Module) -> Iterator[tuple[dict[str, Tensor], str]]:
@@ -203,7 +185,7 @@ def swag_statistics(pl_module: LightningModule, member: nn.Module) -> Iterator[t
 def _name_within(root: Any, module: nn.Module) -> str | None:
     if not isinstance(root, nn.Module):
         return None
-    return next((name for name, m in root.named_modules() if _uncompiled(m) is module), None)
+    return next((name for name, m in root.named_modules() if uncompiled(m) is module), None)
 
 
 def example_from(batch: Any) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.network import States, derived_seed, initialized, require_positive
 from tu_symmetry.routines.members import StackedNetworks, stacked_module
 from tu_symmetry.routines.predictive import optimizer_config
+from tu_symmetry.states import unstack
 
 _FORMAT = "tu_symmetry.deep_image_prior"
 
@@ -157,6 +158,10 @@ class DeepImagePriorRoutine(StackedNetworks):
         self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
         self._problem: TomographyProblem | None = None
         self._projection: _Projection | None = None
+
+    def network_states(self) -> list[States]:
+        """The iterates of the lowest loss, which the reconstructions are of, as a list of state dicts (views)."""
+        return unstack({name: t.detach() for name, t in self.best.state_dict().items()})
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the stack.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -246,6 +246,20 @@ class HMCRoutine(PredictiveRoutine):
         """Take the chain from the checkpoint; it continues at the first step."""
         super().on_load_checkpoint(checkpoint)
         self._restored = checkpoint.get(_STATE)
+
+    def network_states(self) -> NoReturn:
+        """Refuse to stand for one network where states are read: the draws are on disk.
+
+        Raises:
+            ValueError: always, with where they are.
+        """
+        where = (
+            "samples=FOLDER writes" if self.samples is None else f"tu_symmetry.SampleStore.open('{self.samples}') reads"
+        )
+        raise ValueError(
+            f"a chain's networks are its draws, and not the place where it has come to: {where} them; their mean is "
+            "routine.posterior().mean"
+        )
 
     def posterior(self) -> CompactPosterior:
         """The diagonal Gaussian with the moments of all transitions after the burn-in.

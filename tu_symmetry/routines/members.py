@@ -18,6 +18,7 @@ from tu_symmetry.files import new_folder, remove_folder
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
+from tu_symmetry.states import unstack
 
 
 class StackedNetworks(LightningModule):
@@ -27,6 +28,10 @@ class StackedNetworks(LightningModule):
     """
 
     members: nn.Module
+
+    def network_states(self) -> list[States]:
+        """The networks as a list of state dicts (views), as functions that take states read them from a routine."""
+        return unstack({name: t.detach() for name, t in self.members.state_dict().items()})
 
     def configure_gradient_clipping(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +114,17 @@ class VariationalRoutine(PredictiveRoutine):
     def std(self) -> States:
         """Standard deviations, by parameter."""
         return {name: F.softplus(rho) for (name, _), rho in zip(self.model.named_parameters(), self.rho, strict=True)}
+
+    def network_states(self) -> NoReturn:
+        """Refuse to stand for one network where states are read: it holds a distribution of them.
+
+        Raises:
+            ValueError: always, with how they are drawn.
+        """
+        raise ValueError(
+            "a variational posterior is a distribution of networks: draw them, routine.posterior().sample(10), or take "
+            "its mean, routine.posterior().mean"
+        )
 
     def posterior(self) -> CompactPosterior:
         """The Gaussian as it is now."""

@@ -1,0 +1,120 @@
+"""Which networks a module trains: the one of a LightningModule, the members of a deep ensemble.
+
+Nothing of Lightning or TorchUncertainty is imported: a LightningModule is told by the name of its class, and
+TorchUncertainty's wrappers by what they call their networks. A module that keeps its networks otherwise (stacked, as
+draws on disk) says so by a method ``network_states()``, which returns their state dicts or raises what to do instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+AVERAGES = ("ema_model", "swa_model")
+
+
+def is_source(value: Any) -> bool:
+    """Whether a value is a module in which networks are to be looked for, rather than a network itself."""
+    if not isinstance(value, nn.Module):
+        return False
+    lightning = any(kind.__name__ == "LightningModule" for kind in type(value).__mro__)
+    return lightning or isinstance(getattr(uncompiled(value), "core_models", None), nn.ModuleList)
+
+
+def states_of(source: nn.Module, name: str) -> list[dict[str, Tensor]]:
+    """The state dicts of the networks that a routine has trained (its own tensors, detached).
+
+    Args:
+        source: a LightningModule, or a deep ensemble of TorchUncertainty.
+        name: what to call it in an error.
+
+    Returns:
+        One for each member of a deep ensemble (``core_models``), else one.
+
+    Raises:
+        ValueError: no network, or several that are not members of one ensemble: which is meant has to be said.
+    """
+    module: Any = uncompiled(source)
+    if callable(own := getattr(module, "network_states", None)):
+        return list(own())
+    members = getattr(module, "core_models", None)
+    if isinstance(members, nn.ModuleList):
+        return [state for k, member in enumerate(members) for state in states_of(member, f"{name}.core_models[{k}]")]
+    if isinstance(core := getattr(module, "core_model", None), nn.Module):
+        _require_alone(module, name)
+        return states_of(core, f"{name}.core_model")
+    if is_source(module):
+        network = network_of(module, name=name, advice=lambda path: f"pass {name}.{path}.state_dict()")
+        if network is not module:
+            return states_of(network, f"{name}'s network")
+    return [{key: t.detach() for key, t in module.state_dict().items()}]
+
+
+def state_of(source: nn.Module, name: str) -> dict[str, Tensor]:
+    """The state dict of the only network of a routine.
+
+    Raises:
+        ValueError: none, or several.
+    """
+    found = states_of(source, name)
+    if len(found) != 1:
+        raise ValueError(
+            f"{name} is a {type(source).__name__} with {len(found)} networks where one is read; pass it by itself as "
+            "states, which takes all of them, or the state_dict() of one of its core_models"
+        )
+    return found[0]
+
+
+def _require_alone(wrapper: nn.Module, name: str) -> None:
+    """Refuse a wrapper that trains one network and predicts with others (averages, checkpoints)."""
+    others = [
+        key
+        for key, child in wrapper.named_children()
+        if key != "core_model" and child is not None and next(child.parameters(), None) is not None
+    ]
+    if others:
+        kind = type(wrapper).__name__
+        raise ValueError(
+            f"{name} is a {kind}, which holds several networks: core_model, which is trained, and "
+            f"{', '.join(others)}; pass the state_dict() of the one that is meant"
+        )
+
+
+def network_of(module: nn.Module, *, name: str, advice: Any) -> nn.Module:
+    """The network that a LightningModule trains: its ``model``, or else its only submodule with weights.
+
+    A LightningModule without submodules, whose weights are its own, is the network itself.
+
+    Args:
+        module: where to look.
+        name: what to call it in an error.
+        advice: ``advice(attribute)``: how it is said otherwise, with the name of a submodule.
+
+    Raises:
+        ValueError: several submodules have weights, or none, or there are weights beside the only one.
+    """
+    model = getattr(module, "model", None)
+    if isinstance(model, nn.Module):
+        return model
+    with_weights = {key: m for key, m in module.named_children() if next(m.parameters(), None) is not None}
+    beside = [key for key, _ in module.named_parameters(recurse=False)]
+    if len(with_weights) == 1 and not beside:
+        return next(iter(with_weights.values()))
+    if not with_weights:
+        if beside:
+            return module
+        raise ValueError(f"{name} has no weights yet, so there is no network to act on; make it in __init__")
+    found = ", ".join(f"{key!r} ({type(m).__name__})" for key, m in with_weights.items())
+    parts = f"its submodules with weights are {found}"
+    if beside:
+        parts += f", and it has weights of its own ({', '.join(beside[:3])})"
+    raise ValueError(
+        f"{name} has no submodule 'model', and {parts}; say which network is meant, for example "
+        f"{advice(next(iter(with_weights)))}"
+    )
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was given."""
+    return getattr(module, "_orig_mod", module)
