@@ -68,7 +68,7 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
         "*Curvature*: KFAC of the generalized Gauss-Newton matrix (exact, expand, 10 classes; for laplace-torch its "
         "default backend, curvlinops). *Bare passes*: one forward pass and one backward pass for each column of the "
         "output Hessian's root (9 for 10 classes), to the inputs of all layers and without gradients of weights. "
-        "*Decompositions*: CPU time inside `eigh` and `qr`, which does not depend on the number of images, but for "
+        "*Decompositions*: CPU time inside `eigh`, `qr` and `geqrf`, which does not depend on the number of images, but for "
         "one thing: a factor of fewer rows than half its features is decomposed by way of the rows here, which "
         "concerns the last stage of width 64 up to 144 images, of width 32 up to 72. "
         "*Factors differ*: largest relative difference (Frobenius) of a "
@@ -197,6 +197,7 @@ def _decomposition_clock() -> Iterator[list[float]]:
     with (
         patch.object(torch.linalg, "eigh", partial(timed, torch.linalg.eigh)),
         patch.object(torch.linalg, "qr", partial(timed, torch.linalg.qr)),
+        patch.object(torch, "geqrf", partial(timed, torch.geqrf)),
     ):
         yield seconds
 

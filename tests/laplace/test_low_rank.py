@@ -81,6 +81,32 @@ def test_samples_have_the_posterior_covariance() -> None:
     torch.testing.assert_close(root.mT @ root, dense_covariance(la), rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("subset", [5, 12])
+def test_on_a_subset_of_the_data_it_is_the_gaussian_process_of_laplace_torch(subset: int) -> None:
+    """``FunctionalLaplace`` on M of N samples, whose kernel has M / N of the prior's variance."""
+    from laplace import FunctionalLaplace  # type: ignore[import-untyped]
+    from torch.utils.data import DataLoader, TensorDataset
+
+    model, x, y = problem("regression", samples=12)
+    peer = FunctionalLaplace(model, "regression", n_subset=subset, sigma_noise=0.4, prior_precision=0.7)
+    peer.fit(DataLoader(TensorDataset(x, y), batch_size=3))
+    own = x[peer.train_loader.sampler.indices], y[peer.train_loader.sampler.indices]
+    la = LinearizedLaplace(model, "regression", curvature="lowrank", rank=3 * subset, prior="single", evaluate_at="map",
+                           noise_variance=0.16, prior_precision=0.7 * 12 / subset).fit([own])  # fmt: skip
+    new = data(4, outputs=3, samples=6, seed=7)[0]
+    mean, covariance = peer._glm_predictive_distribution(new)
+    found = la.function_covariance(new)
+    torch.testing.assert_close(found[0], mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], covariance, rtol=1e-5, atol=1e-6)
+    jac = jacobian(model, la.tangent.names, torch.cat([new, own[0]]))
+    star, kept = jac[:6].flatten(0, 1), jac[6:].flatten(0, 1)
+    variance = subset / 12 / 0.7
+    middle = torch.linalg.inv(variance * kept @ kept.mT + 0.16 * torch.eye(len(kept), dtype=torch.float64))
+    exact = variance * star @ star.mT - variance**2 * star @ kept.mT @ middle @ kept @ star.mT
+    exact = exact.view(6, 3, 6, 3).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    torch.testing.assert_close(found[1], exact, rtol=1e-8, atol=1e-9)
+
+
 def test_files(tmp_path: Path) -> None:
     model, x, y = problem()
     la = LinearizedLaplace(model, curvature="lowrank", rank=5, prior="per_layer", evaluate_at="map").fit([(x, y)])
