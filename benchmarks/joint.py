@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._measure import Stopwatch, both, figure, in_own_process
 from benchmarks._report import Goal, Section, Settings
+from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.reporting.grid import Grid
 
 EPOCHS, NATS = 100, 0.5  # goals: time of so many epochs, so near to the reference
@@ -47,6 +49,7 @@ CASES = {
     "resnet-1000": Case("ResNet-18 of width 8, 1,000 images", "resnet", 1000, 20, 8),
     "lenet-10000": Case("LeNet with BatchNorm, 10,000 images", "lenet", 10_000, 5, 6),
 }
+_PRODUCTS = Case("ResNet-18, 32 images", "resnet", 32, 1, 64)
 _QUICK = {"quick": Case("LeNet of width 2, 60 images", "lenet", 60, 2, 2)}
 
 
@@ -59,10 +62,14 @@ def run(settings: Settings) -> Section:
         found = measure(case) if settings.quick else in_own_process("benchmarks.joint", name, threads)
         settings.say(f"{figure(found['evidence']['cpu'] / found['epoch'])} epochs, {found['iterations']} directions")
         records.append(found)
-    return section(records)
+    case = _QUICK["quick"] if settings.quick else _PRODUCTS
+    settings.say(f"products, {case.title}")
+    threads = str(torch.get_num_threads())
+    each = measure_products(case) if settings.quick else in_own_process("benchmarks.joint", "products", threads)
+    return section(records, each)
 
 
-def section(records: list[Record]) -> Section:
+def section(records: list[Record], products: Record) -> Section:
     """The page of what was measured."""
     text = (
         "`optimize_evidence()` at its defaults, in epochs of the network's own training in the same process (Adam, "
@@ -73,7 +80,12 @@ def section(records: list[Record]) -> Section:
         "machine. float32, one thread. *To the reference*: the objective (negative log evidence less log hyperprior, "
         f"nats) less that of the same search continued to {_TIGHT:g} posterior standard deviations and 1e-3 in the "
         "log precisions. *Certificate*: what the result's `gap` bounds the distance of the weights' part by. *NLL*: "
-        f"on {1000 if len(records) > 1 else 60:,} other images of the kind."
+        f"on {1000 if len(records) > 1 else 60:,} other images of the kind.\n\n"
+        "*Products*: what one direction of the search costs where a whole run would take hours: a product with the "
+        "Jacobian and one with its transpose, with the linearization kept in memory or the network run again, in "
+        "epochs of training on the same images; and the preconditioner, which does not depend on their number. *Epochs "
+        "for 31 directions*, as many as the LeNet takes at 1,000 images, is an extrapolation and no measurement: they "
+        "are so many pairs of products, and nothing else."
     )
     columns = [
         "case", "epoch\ncpu s", "curvature\nepochs", "evidence\ns", "evidence\nepochs", "directions",
@@ -94,6 +106,21 @@ def section(records: list[Record]) -> Section:
         ]
         for r in records
     ]
+    both_products = [
+        [
+            f"{products['title']}, {name}",
+            figure(products["epoch"]),
+            figure(products[name]["push"] / products["epoch"]),
+            figure(products[name]["pull"] / products["epoch"]),
+            figure(products["preconditioner"]),
+            figure(31 * (products[name]["push"] + products[name]["pull"]) / products["epoch"]),
+        ]
+        for name in ("kept", "run again")
+    ]
+    each = [
+        "case", "epoch\ncpu s", "J v\nepochs", "J^T u\nepochs", "preconditioner\ncpu s",
+        "epochs for\n31 directions",
+    ]  # fmt: skip
     goals = []
     for r in records:
         epochs, missing = r["evidence"]["cpu"] / r["epoch"], r["objective"] - r["reference"]
@@ -105,9 +132,9 @@ def section(records: list[Record]) -> Section:
                 f"{figure(missing, 2)} nats, after {r['reference_iterations']} more directions",
             ),
         ]
-    return Section(
-        "The joint optimum of weights and precisions", text, [Grid("Joint optimum", columns, rows)], goals, records
-    )
+    grids = [Grid("Joint optimum", columns, rows), Grid("Products", each, both_products)]
+    data = {"cases": records, "products": products}
+    return Section("The joint optimum of weights and precisions", text, grids, goals, data)
 
 
 def images(count: int, *, size: int, channels: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -187,11 +214,44 @@ def measure(case: Case) -> Record:
     }
 
 
+def measure_products(case: Case) -> Record:
+    """CPU seconds of an epoch, and of products with the Jacobian at the same images."""
+    shape = {"size": 32, "channels": 3} if case.network == "resnet" else {"size": 28, "channels": 1}
+    x, y = images(case.images, seed=0, **shape)
+    model = network(case)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    epochs = []
+    for _ in range(2):
+        with Stopwatch() as epoch:
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        epochs.append(epoch.cpu)
+    model.eval()
+    loader = DataLoader(TensorDataset(x, y), len(x))
+    la = LinearizedLaplace(model).fit(loader)
+    vector = torch.randn(la.tangent.size, generator=torch.Generator().manual_seed(1))
+    found: Record = {"title": case.title, "epoch": min(epochs)}
+    with evaluating(model):
+        kept = KeptData(la.tangent, la.likelihood, loader, budget=64 << 30)
+        for name, data in (("kept", kept), ("run again", kept.without_linearizations())):
+            found[name] = {}
+            for _ in range(2):
+                with Stopwatch() as push:
+                    pushed = data.push(vector)
+                with Stopwatch() as pull:
+                    data.pull(pushed)
+                found[name] = {"push": push.cpu, "pull": pull.cpu}
+        with Stopwatch() as preconditioner:
+            la.posterior.covariance_product(vector)
+    return found | {"preconditioner": preconditioner.cpu}
+
+
 def main(name: str, threads: str) -> None:
-    """One case, as JSON on the last line."""
+    """One case, or the products, as JSON on the last line."""
     torch.set_num_threads(int(threads))
     warnings.simplefilter("ignore")
-    print(json.dumps(measure(CASES[name])))
+    print(json.dumps(measure_products(_PRODUCTS) if name == "products" else measure(CASES[name])))
 
 
 if __name__ == "__main__":
