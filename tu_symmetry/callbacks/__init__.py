@@ -14,6 +14,7 @@ _EXPORTS: dict[str, str] = {
     "PosteriorDraws": "draws",
     "PosteriorSnapshots": "snapshots",
     "PredictiveWriter": "reference",
+    "ProgressLines": "progress",
     "Rebasin": "rebasin",
     "ReferencePredictive": "reference",
     "ScaleCanonicalization": "scale",
@@ -28,6 +29,7 @@ __all__ = [
     "PosteriorDraws",
     "PosteriorSnapshots",
     "PredictiveWriter",
+    "ProgressLines",
     "Rebasin",
     "ReferencePredictive",
     "ScaleCanonicalization",
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from tu_symmetry.callbacks.compact import FitCompactPosterior
     from tu_symmetry.callbacks.draws import PosteriorDraws, TrueTemperature
     from tu_symmetry.callbacks.laplace import FitLaplace
+    from tu_symmetry.callbacks.progress import ProgressLines
     from tu_symmetry.callbacks.rebasin import Rebasin
     from tu_symmetry.callbacks.reference import PredictiveWriter, ReferencePredictive
     from tu_symmetry.callbacks.scale import ScaleCanonicalization

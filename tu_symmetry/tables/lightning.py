@@ -1,9 +1,10 @@
 """``tu-symmetry fit | validate | test | predict``: TorchUncertainty's LightningCLI, with arguments as they were typed.
 
 What a reader knows of LightningCLI holds: several ``--config`` files (the later overrides the earlier), dotted flags,
-``--print_config``, ``--trainer.callbacks+=Rebasin`` by the bare name of a class, ``--ckpt_path last``. Three things
+``--print_config``, ``--trainer.callbacks+=Rebasin`` by the bare name of a class, ``--ckpt_path last``. Four things
 are added: a routine without ``class_path`` is a ``ClassificationRoutine``; ``--eval_after_fit`` takes true and false; a
-configuration that an earlier part of a resumed run saved is overwritten rather than refused.
+configuration that an earlier part of a resumed run saved is overwritten rather than refused; outside of a terminal, in
+a log file say, a line every half minute says how far a run is and how long it still takes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 import yaml
 from jsonargparse import ActionYesNo, get_loader, set_loader
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from tu_symmetry._extras import scripting_unsaid
-from tu_symmetry.callbacks import LastCheckpoint
+from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError, read_yaml
 
 with scripting_unsaid():
@@ -115,7 +116,8 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
     before = sys.argv
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
     try:
-        return SymmetryCLI(trainer_defaults={} if deadline is None else {"callbacks": [_Deadline(deadline)]})
+        own: list[Callback] = [ProgressLines(), *([] if deadline is None else [_Deadline(deadline)])]
+        return SymmetryCLI(trainer_defaults={"callbacks": own})
     finally:
         sys.argv = before
 
