@@ -24,6 +24,7 @@ from tu_symmetry.experiments.deep_image_prior import (
 from tu_symmetry.experiments.deep_image_prior.posteriors import (
     DIP,
     DIP_FITTED,
+    DROPOUT,
     EVIDENCE,
     JOINT,
     ROWS,
@@ -32,7 +33,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     one_problem,
     unet_priors,
 )
-from tu_symmetry.experiments.deep_image_prior.report import mean_and_error, orderings
+from tu_symmetry.experiments.deep_image_prior.report import LEVELS, calibration_table, mean_and_error, orderings
 from tu_symmetry.files import read_tensors
 from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
 from tu_symmetry.tables.commands import load_table
@@ -128,7 +129,7 @@ def test_scores_are_those_of_the_formula(run):
 
 
 def test_report_has_table_figures_and_orderings(run, tmp_path, monkeypatch):
-    root, _, _ = run
+    root, _, masks = run
     out = report(
         tmp_path, str(RECIPES / "demo"), reconstructions=[root / "dip.safetensors"], linearized=[root / "linearized"],
         dropout=[root / "masks"],
@@ -139,6 +140,18 @@ def test_report_has_table_figures_and_orderings(run, tmp_path, monkeypatch):
         "images.png", "samples.png", "calibration.png", "evidence.png"
     }  # fmt: skip
     assert len(out.results["orderings"]) >= 10 and all(line in text for line in out.results["orderings"])
+    # the background is where the truth of the same image is 0, whatever order the problems have
+    saved = Reconstructions.load(root / "dip.safetensors")
+    (grid,) = [g for g in out.tables if g.title.startswith("Coverage")]
+    (line,) = [line for line in grid.rows if line[0] == DROPOUT]
+    inside = {True: [0, 0], False: [0, 0]}
+    for entry in masks["rows"]:
+        truth = saved.problem.truth[saved.problem.image.tolist().index(entry["image"])].reshape(-1).tolist()
+        for value, error in zip(truth, entry["normalized_errors"], strict=True):
+            inside[value == 0][0] += abs(error) <= 1.6448536
+            inside[value == 0][1] += 1
+    empty, other = (f"{100 * a / n:.1f}" for a, n in (inside[True], inside[False]))
+    assert line[1 + LEVELS.index(0.9)].split("\n")[1] == f"{empty} / {other}"
 
 
 def test_orderings_say_what_held():
@@ -155,6 +168,36 @@ def test_orderings_say_what_held():
     spread = [entry(EVIDENCE, 0, -0.1), entry(EVIDENCE, 1, 0.8), entry(DIP, 0, 0.0), entry(DIP, 1, 0.0)]
     (line,) = [line for line in orderings(spread) if DIP in line]
     assert "5 angles at 10 %: **not resolved (within one standard error)**, +0.350 ± 0.318" in line
+
+
+def test_coverage_is_that_of_the_planted_errors():
+    """Errors of a known size: twice what is stated in the background, half elsewhere; as stated in another row."""
+    generator, normal = torch.Generator().manual_seed(0), torch.distributions.Normal(0.0, 1.0)
+    side, images = 120, (3, 7)
+    background = {k: (torch.rand(side**2, generator=generator) < 0.3 + 0.2 * (k == 7)).numpy() for k in images}
+    spreads = {EVIDENCE: (2.0, 0.5), DIP: (1.0, 1.0)}
+    entries = []
+    for row, (empty, other) in spreads.items():
+        for k in images:
+            spread = torch.where(torch.from_numpy(background[k]), empty, other)
+            errors = (spread * torch.randn(side**2, generator=generator)).tolist()
+            entries.append({"row": row, "image": k, "normalized_errors": errors})
+    grid = calibration_table(entries, background)
+    assert [line[0] for line in grid.rows] == [DIP, EVIDENCE], "in the order of the rows, those that were run"
+    shares = [float(background[k].mean()) for k in images]
+    share = sum(shares) / len(shares)
+    for line in grid.rows:
+        for level, cell in zip(LEVELS, line[1:], strict=True):
+            half = float(normal.icdf(torch.tensor(0.5 + level / 2)))
+            inside = [float(2 * normal.cdf(torch.tensor(half / s)) - 1) for s in spreads[line[0]]]
+            every = share * inside[0] + (1 - share) * inside[1]
+            found = [float(text.strip(" %")) / 100 for text in cell.replace("\n", "/").split("/")]
+            for value, wanted, count in zip(found, (every, *inside), (1.0, share, 1 - share), strict=True):
+                error = math.sqrt(wanted * (1 - wanted) / (count * len(images) * side**2))
+                assert abs(value - wanted) < 4.5 * error + 6e-4, (line[0], level, cell)
+    assert f"{100 * LEVELS[0]:g} %" in grid.header[1] and "true value is 0 / all others" in grid.caption
+    none = {k: torch.zeros(side**2, dtype=torch.bool).numpy() for k in images}
+    assert "– / " in calibration_table(entries, none).rows[0][1], "an image without background"
 
 
 def test_what_cannot_work_is_refused(run, tmp_path):
