@@ -309,14 +309,10 @@ def load_state(
     return state
 
 
-def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor]:
-    """As :func:`load_state`, but each tensor is read when it is asked for, where the file allows it.
+def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
+    """As :func:`load_state`, but each tensor is read when it is asked for; None where the file does not allow it.
 
-    Safetensors files do, alone or as the parts of an index; others are read as a whole.
-
-    Args:
-        path: as for :func:`load_state`.
-        prefix: as for :func:`load_state`.
+    Safetensors files do, alone or as the parts of an index.
 
     Raises:
         SampleFileError: as :func:`load_state`.
@@ -326,23 +322,20 @@ def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str
         if path.name.endswith(INDEX):
             parts = shards_of(path)
             if not all(part.suffix == _SUFFIX for part in parts.values()):
-                return load_state(path, prefix=prefix)
+                return None
             files = {part: TensorFile(part, warn=False) for part in set(parts.values())}
             held = {name: files[part] for name, part in parts.items()}
         elif path.suffix == _SUFFIX:
             file = TensorFile(path, warn=False)
             held = dict.fromkeys(file, file)
         else:
-            return load_state(path, prefix=prefix)
+            return None
     except FileError as error:
         raise SampleFileError(str(error)) from error
     missing = [name for name, file in held.items() if name not in file]
     if missing:
         raise SampleFileError(f"{path} says that {held[missing[0]].path.name} holds {missing[0]!r}, and it does not")
-    found = {name[len(prefix) :]: (file, name) for name, file in held.items() if name.startswith(prefix)}
-    if not found:
-        raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(held)[:6]} ...")
-    return Gathered(found)
+    return Gathered({name: (file, name) for name, file in held.items()})
 
 
 class Gathered(Mapping[str, Tensor]):

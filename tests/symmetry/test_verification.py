@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tu_symmetry as tus
+from tu_symmetry.alignment.merging import permutations_alone
+from tu_symmetry.symmetry import probe as probe_module
 from tu_symmetry.symmetry import verification
 from tu_symmetry.symmetry.comparison import Reference
 from tu_symmetry.symmetry.groups import PermutationMember, ScaleTerm
-from tu_symmetry.symmetry.probe import Probe
+from tu_symmetry.symmetry.probe import Probe, random_state
 
 FAST = {
     "mlp_relu",
@@ -593,3 +596,63 @@ def test_right_claims_never_warn() -> None:
         warnings.simplefilter("error", tus.SymmetryWarning)
         for seed in range(5):
             tus.verify_symmetries(tus.discover_symmetries(model, x), model, x, seed=seed)
+
+
+# -- large networks, whose weights are widened where they are used ---------------------------------------------------
+
+
+@zoo
+def test_weights_that_are_widened_where_they_are_used_give_the_same_outputs(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, graph = discovered(case)
+    half = random_state(model, torch.Generator().manual_seed(2), dtype=torch.float16)
+    assert graph.probe is not None
+    network = graph.probe.given(graph.probe.args, graph.probe.kwargs)
+    assert not network.large(half)
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in half.items()}
+    expected = network.run(wide)
+    monkeypatch.setattr(probe_module, "LARGE", 0)
+    assert network.large(half)
+    for found, wanted in zip(network.run(half), expected, strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)  # half would be 1e-4
+    if network.large(half):  # operators did take them so; else it says so, and weights are copied
+        noise = network.run(half, noise=lambda name: 1e-6, generator=torch.Generator().manual_seed(0))
+        assert any(not torch.equal(a, b) for a, b in zip(noise, expected, strict=True) if a.is_floating_point())
+        close = [(a, b) for a, b in zip(noise, expected, strict=True) if a.is_floating_point()]
+        assert all(float((a - b).norm()) < 1e-3 * float(b.norm()) for a, b in close)
+
+
+@zoo
+def test_large_networks_are_verified_and_certified_like_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right groups pass, and one that is split in two does not, with weights in half precision that change places."""
+    model, graph = discovered(case)
+    alone = permutations_alone(graph)
+    if not alone.permutations:
+        pytest.skip("nothing to permute")
+    monkeypatch.setattr(probe_module, "LARGE", 0)
+    drawn: list[torch.dtype] = []
+    real = Probe.random_state
+
+    def noted(self: Probe, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        state = real(self, *args, **kwargs)
+        drawn.extend(t.dtype for t in state.values())
+        return state
+
+    monkeypatch.setattr(Probe, "random_state", noted)
+    tus.verify_symmetries(alone, model, case.inputs(), on_failure="raise")
+    assert torch.float16 in drawn, "vacuous"
+    for group in [g for g in alone.permutations if len(g.members) > 1][:2]:
+        refused(only(alone, *(replace(g, parent=None) for g in split(group))), model, case.inputs())
+    generator = torch.Generator().manual_seed(1)
+    state = {n: t.float() if t.is_floating_point() else t for n, t in random_state(model, generator).items()}
+    p = tus.random_permutation(alone, generator=generator)
+    moved = tus.apply_permutation(alone, p, state)
+    inputs = case.inputs()
+    assert tus.certify(alone, state, moved, model=model, example_inputs=inputs).holds
+    broken = dict(moved)
+    name = next(m.parameter for g in alone.permutations for m in g.members if m.parameter not in alone.buffers)
+    broken[name] = broken[name] * (1 + 1e-2 * torch.rand(broken[name].shape, generator=generator))
+    certificate = tus.certify(alone, state, broken, model=model, example_inputs=inputs)
+    assert certificate.change > 100 * tus.certify(alone, state, moved, model=model, example_inputs=inputs).change

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -175,18 +175,28 @@ def interact(a: PermutationMember, b: PermutationMember) -> bool:
     return bool(torch.isin(a.index.reshape(-1), b.index.reshape(-1)).any())
 
 
-def working(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of a state in the dtype that Gram matrices are computed in.
+def working(graph: SymmetryGraph, state: Mapping[str, Tensor], *, moved: bool = False) -> dict[str, Tensor]:
+    """The parameters of a state in the dtype that Gram matrices are computed in, see :func:`each_working`.
+
+    With ``moved`` only those that a permutation group moves (all, where none does).
+    """
+    names = {m.parameter for g in graph.permutations for m in trainable_members(graph, g)} if moved else set()
+    return dict(each_working(graph, state, names))
+
+
+def each_working(
+    graph: SymmetryGraph, state: Mapping[str, Tensor], names: Collection[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a state one after the other, some of them if ``names`` has any.
 
     float64 stays float64, everything else becomes float32 (half precision is too coarse to add up inner products).
     """
-    kept = {}
     for name in graph.shapes:
+        if name in graph.buffers or (names and name not in names):
+            continue
         tensor = state[name]
-        if name not in graph.buffers and tensor.is_floating_point():
-            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            kept[name] = tensor.detach().to(dtype)
-    return kept
+        if tensor.is_floating_point():
+            yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def size_exponent(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> int:
@@ -239,8 +249,9 @@ class WeightSimilarities:
     @classmethod
     def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Self:
         """Take two state dicts; the computation runs on the device and in the dtype of the second."""
-        own = working(graph, state)
-        return cls(graph, {n: t.to(own[n].device, own[n].dtype) for n, t in working(graph, reference).items()}, own)
+        own = working(graph, state, moved=True)
+        other = each_working(graph, reference, own)
+        return cls(graph, {n: t.to(own[n].device, own[n].dtype) for n, t in other if n in own}, own)
 
     def moved(
         self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]

@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign, assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightSimilarities, enlarged, resized, size_exponent, working
+from tu_symmetry.alignment.gram import Family, WeightSimilarities, each_working, enlarged, resized, size_exponent
 from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.reporting.brief import Brief, change
@@ -131,11 +131,9 @@ def _parameter_pairs(
     graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Parameters of two states on the device of the first, in the wider of their dtypes."""
-    left = working(graph, a)
-    right = working(graph, b)
-    for name, tensor in left.items():
-        dtype = torch.promote_types(tensor.dtype, right[name].dtype)
-        yield tensor.to(dtype), right[name].to(tensor.device, dtype)
+    for (_, tensor), (_, other) in zip(each_working(graph, a), each_working(graph, b), strict=True):
+        dtype = torch.promote_types(tensor.dtype, other.dtype)
+        yield tensor.to(dtype), other.to(tensor.device, dtype)
 
 
 def weight_matching(

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -178,7 +178,7 @@ def merge(
         ValueError: fewer than two networks, weights that do not fit, a correction without data, greedy weights or
             points without a loss and data, one or two points, or a network without the statistics to be corrected.
     """
-    graph = _restricted(graph, only)
+    graph = permutations_alone(graph, only) if only else graph
     members = _Networks(states)
     _check(len(members), correction, weights, dataloader, loss, metrics, validation, points)
     done: MutableMapping[str, Any] = {} if resume is None else resume
@@ -279,19 +279,24 @@ def _lines(
     return found
 
 
-def _restricted(graph: SymmetryGraph, only: Sequence[str]) -> SymmetryGraph:
-    """The graph with those permutation groups alone whose tensors all match a pattern, and what is nested in them."""
-    if not only:
-        return graph
+def permutations_alone(graph: SymmetryGraph, only: Sequence[str] = ()) -> SymmetryGraph:
+    """What a merge uses of a graph: its permutation groups, or those all of whose tensors match a pattern.
+
+    Scales are left out, so that a graph that is not verified yet is verified for what is used of it alone, which takes
+    a large network a quarter of the memory.
+
+    Raises:
+        ValueError: no group has all its tensors there.
+    """
     inside = {name for name, names in graph.aliases.items() if any(fnmatchcase(n, p) for n in names for p in only)}
-    out = [g.name for g in graph.permutations if not {m.parameter for m in g.members} <= inside]
-    if len(out) == len(graph.permutations):
+    out = [g.name for g in graph.permutations if only and not {m.parameter for m in g.members} <= inside]
+    if out and len(out) == len(graph.permutations):
         near = sorted({m.parameter for m in g.members} & inside for g in graph.permutations)[-1:] if inside else []
         why = f"groups that touch them reach beyond, as those of {min(near[0])!r}" if near and near[0] else ""
         raise ValueError(
             f"only={list(only)}: no permutation group has all its tensors there" + (f"; {why}" if why else "")
         )
-    return graph.without(*out)
+    return replace(graph.without(*out), scales=(), normalizations=(), scale_terms={})
 
 
 class _Networks(Sequence[State]):
@@ -335,21 +340,20 @@ class _Networks(Sequence[State]):
             permute_entries(self.graph, self.permutations[self.chosen[index]], state)
         return state
 
-    def tensors(self, index: int) -> Mapping[str, Tensor]:
-        """A network whose tensors are read and permuted one by one where its file allows it; else a dict of its own."""
+    def by_tensor(self, index: int) -> Mapping[str, Tensor] | None:
+        """A network whose tensors are read and permuted one by one; None where it has to be read as a whole."""
         k = self.chosen[index]
-        lazily = getattr(self.source, "tensors", None)
-        network: Any = lazily(k) if callable(lazily) else self.source[k]
-        if isinstance(network, (str, os.PathLike)):
-            network = open_state(network)
-        elif is_source(network):
-            network = read_state(network, f"states[{k}]")
-        if isinstance(network, dict):
-            network = dict(network)
-            if self.graph is not None:
-                permute_entries(self.graph, self.permutations[k], network)
-            return cast("State", network)
-        return network if self.graph is None else Permuted(self.graph, self.permutations[k], network)
+        lazily = getattr(self.source, "by_tensor", None)
+        network: Any = None
+        if callable(lazily):
+            network = lazily(k)
+        elif isinstance(self.source, (list, tuple)):
+            network = self.source[k]
+            if isinstance(network, (str, os.PathLike)):
+                network = open_state(network)
+            elif is_source(network):
+                network = read_state(network, f"states[{k}]")
+        return Permuted(self.graph, self.permutations[k], network) if self.graph is not None and network else network
 
 
 def _read(network: Network, name: str) -> State:
@@ -482,33 +486,49 @@ def _align(
 
 
 def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], None] = lambda done: None) -> State:
-    """The weighted mean, one network after the other: the sum so far moves towards each by its share in both.
+    """The weighted mean: the sum so far moves towards each network by its share in both, in single precision at least.
 
-    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter. The sum is in single
-    precision at least, and in memory; of the networks one tensor is, where they are read tensor by tensor.
+    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter. Networks that can be
+    read tensor by tensor are, so that the mean alone is in memory. Others are read one after the other, beside the sum.
     """
     part_of = {name: part for part in plan for name in part.names or ()}
+    chosen = [k for k in range(len(networks)) if any(part.weights[k] > 0 for part in plan)]
+
+    def share(name: str, k: int) -> float:
+        weights = part_of.get(name, plan[0]).weights
+        return weights[k] / sum(weights[: k + 1]) if weights[k] > 0 else 0.0
+
+    opened = {k: networks.by_tensor(k) for k in chosen}
     mean: State = {}
+    first = opened[chosen[0]]
+    if first is not None and all(network is not None for network in opened.values()):
+        for name in first:
+            dtype, total = None, None
+            for k, network in opened.items():
+                if share(name, k) or dtype is None:
+                    assert network is not None
+                    tensor = network[name]
+                    dtype = dtype or tensor.dtype
+                    total = _towards(total, tensor, share(name, k)) if share(name, k) else total
+                    del tensor
+            assert total is not None and dtype is not None
+            mean[name] = total.to(dtype)
+            del total
+        tell(len(networks))
+        return mean
     like: dict[str, torch.dtype] = {}
     for k in range(len(networks)):
-        if any(part.weights[k] > 0 for part in plan):
-            network = networks.tensors(k)
+        if k in chosen:
+            network = networks[k]
             for name in list(network):
-                part = part_of.get(name, plan[0])
-                if part.weights[k] > 0 or name not in like:
-                    tensor = _take(network, name)
-                    like.setdefault(name, tensor.dtype)
-                    if part.weights[k] > 0:
-                        mean[name] = _towards(mean.get(name), tensor, part.weights[k] / sum(part.weights[: k + 1]))
-                    del tensor
+                tensor = network.pop(name)
+                like.setdefault(name, tensor.dtype)
+                if share(name, k):
+                    mean[name] = _towards(mean.get(name), tensor, share(name, k))
+                del tensor
             del network  # before the next one is read
         tell(k + 1)
-    return _narrow({n: mean.pop(n) for n in like}, like)
-
-
-def _take(network: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor that is let go once it is used."""
-    return network.pop(name) if isinstance(network, dict) else network[name]
+    return {n: mean.pop(n).to(dtype) for n, dtype in like.items()}
 
 
 def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:
@@ -524,11 +544,6 @@ def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:
 
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE = 2**18  # entries that are worked on at a time
-
-
-def _narrow(state: State, like: Mapping[str, torch.dtype]) -> State:
-    """The tensors in other dtypes; each is taken out of ``state`` as it is converted."""
-    return {n: state.pop(n).to(like[n]) for n in list(state)}
 
 
 def _measured(measure: Callable[[State], Scores], networks: Sequence[State], k: int) -> Scores:
@@ -558,11 +573,18 @@ def _greedy(
             soup = None
             candidate = _average(aligned.only(trial), [_Part(None, [share] * len(trial))])
         else:
-            network = aligned.tensors(k)
-            candidate = {n: _towards(_towards(None, t, 1.0), _take(network, n), share) for n, t in soup.items()}
-            del network
+            candidate = _step(soup, aligned, k, share)
         found = _once(done, key, partial(measure, candidate, trial, [share] * len(trial)))
         if found["loss"] <= best:
             best, soup, chosen = found["loss"], candidate, trial
         del candidate
     return [1 / len(chosen) if k in chosen else 0.0 for k in range(len(aligned))]
+
+
+def _step(mean: State, networks: _Networks, k: int, share: float) -> State:
+    """The mean with one more network, which is let go tensor by tensor."""
+    network = networks.by_tensor(k)
+    if network is not None:
+        return {n: _towards(_towards(None, t, 1.0), network[n], share) for n, t in mean.items()}
+    whole = networks[k]
+    return {n: _towards(_towards(None, t, 1.0), whole.pop(n), share) for n, t in mean.items()}

@@ -136,10 +136,11 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
     return module
 
 
-def weightless(module: nn.Module) -> nn.Module:
+def weightless(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """The same module, whose real weights take no memory any more: all of them are zero, and cannot be written to.
 
-    For a module that runs with weights of files alone. Tensors that the state dict leaves out stay as they are.
+    For a module that runs with weights of files alone. Tensors that the state dict leaves out stay as they are. With a
+    ``dtype`` all floating-point tensors get it, as by ``module.to(dtype)``.
     """
     empty: dict[int, Tensor] = {}
     held = {id(t) for t in module.state_dict(keep_vars=True).values() if t.is_floating_point() or t.is_complex()}
@@ -148,10 +149,13 @@ def weightless(module: nn.Module) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None and id(tensor) in held and tensor.layout == torch.strided:
                     if id(tensor) not in empty:
-                        zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                        zeros = torch.zeros((), dtype=kind).expand(tensor.shape)
                         kept = isinstance(tensor, nn.Parameter)
                         empty[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if kept else zeros
                     tensors[name] = empty[id(tensor)]  # type: ignore[assignment]
+                elif tensor is not None and dtype is not None and tensor.is_floating_point():
+                    tensors[name] = tensor.to(dtype)  # type: ignore[assignment]
     return module
 
 

@@ -156,17 +156,17 @@ def read_state(path: Path, prefix: str) -> State:
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
 
 
-def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor]:
-    """As :func:`read_state`, tensor by tensor where the file allows it.
+def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor] | None:
+    """As :func:`read_state`, tensor by tensor; None where the file has to be read as a whole.
 
     Raises:
         AlignFilesError: as :func:`read_state`.
     """
     with _refused(path):
         found = open_state(path)
+    if found is None:
+        return None
     names = {n.removeprefix(prefix): n for n in found if n.startswith(prefix)}
-    if isinstance(found, dict):
-        return {name: found[n] for name, n in names.items()} or found
     return Gathered({name: (found, n) for name, n in names.items()}) or found
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.align import Reference
 from tu_symmetry.alignment.barrier import Loss
 from tu_symmetry.alignment.consensus import AlignSolver
-from tu_symmetry.alignment.merging import Merged, Weights, merge
+from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
 from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
 from tu_symmetry.checkpoints.files import (
@@ -71,8 +71,8 @@ class _Files:
     def __getitem__(self, index: int) -> State:
         return load_checkpoint(self.graph, self.paths[index], self.prefix)
 
-    def tensors(self, index: int) -> Mapping[str, Tensor]:
-        """One of the networks, tensor by tensor where its file allows it."""
+    def by_tensor(self, index: int) -> Mapping[str, Tensor] | None:
+        """One of the networks, tensor by tensor; None where its file has to be read as a whole."""
         return open_checkpoint(self.paths[index], self.prefix)
 
 
@@ -96,7 +96,7 @@ def merge_files(
     """Merge checkpoint files into one, see :func:`tu_symmetry.merge`.
 
     Args:
-        graph: the architecture's symmetry graph (verified on first use).
+        graph: the architecture's symmetry graph; where it is not verified, what is used of it is.
         checkpoints: at least two files that :func:`tu_symmetry.load_state` reads.
         out: the ``.safetensors`` file to write; one that an earlier run wrote is replaced.
         model: a module of the architecture, for the statistics and the scores.
@@ -128,7 +128,13 @@ def merge_files(
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     refuse_foreign([out], dict.fromkeys(reports, MARK), checkpoints)
     function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
-    graph.require_verified()
+    try:
+        graph = permutations_alone(graph, only)
+    except ValueError as error:
+        raise AlignFilesError(str(error)) from error
+    with track("verifying the permutations in float64", 1) as tracker:
+        graph.require_verified()
+        tracker.update(1)
     files = check_checkpoints(graph, checkpoints, output_names(checkpoints), prefix, track)
     networks: Any = _Files(graph, [file.path for file in files], prefix)
     if data is not None:

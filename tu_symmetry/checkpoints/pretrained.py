@@ -7,7 +7,8 @@ for the families that people merge (UNets, autoencoders, DiT); for other network
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from tu_symmetry.checkpoints.architecture import ArchitectureError, parse_precision, step
+from tu_symmetry.checkpoints.architecture import ArchitectureError, parse_precision, step, weightless
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.verification import verify_symmetries
@@ -63,7 +64,10 @@ class Pretrained:
         return cls(path, config, dtype)
 
     def build(self) -> nn.Module:
-        """The module, in evaluation mode, with random weights; the global random state stays.
+        """The module, in evaluation mode, without values for its weights and without memory for them.
+
+        Weights are made on the meta device one by one and replaced by :func:`.weightless` ones, so that a network of
+        any size costs nothing; the global random state stays.
 
         Raises:
             ArchitectureError: diffusers is not installed, or the configuration does not fit its version.
@@ -74,14 +78,13 @@ class Pretrained:
             raise ArchitectureError(f"{self.path} describes a network of diffusers: pip install diffusers") from error
         name = self.config["_class_name"]
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with torch.random.fork_rng(devices=[]), _on_meta():
                 module: nn.Module = getattr(diffusers, name).from_config(self.config)
         except Exception as error:
             raise ArchitectureError(
                 f"diffusers {diffusers.__version__} makes no {name} of {self.path}: {type(error).__name__}: {error}"
             ) from error
-        return module.to(parse_precision(self.dtype)).eval()
+        return weightless(module, parse_precision(self.dtype)).eval()
 
     def inputs(self) -> Inputs:
         """Random positional and keyword arguments of ``forward``, as small as the network takes them."""
@@ -109,6 +112,23 @@ class Pretrained:
             with step(console, "verifying them in float64"):
                 verify_symmetries(graph, module, args, example_kwargs=kwargs)
         return graph
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Parameters go to the meta device as modules take them; buffers keep their values."""
+    plain = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # one that is there already is tied
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        plain(self, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
 def _unet(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:

@@ -292,12 +292,12 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
             data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
         if arguments.model is None:
             architecture = Pretrained.beside(checkpoints[0], dtype=arguments.dtype)
-            graph = architecture.discover(display.console)
+            graph = architecture.discover(display.console, verify=False)
             module = architecture.build()
         else:
             if not arguments.inputs:
                 return fail("--model needs --input, a shape for each positional argument of forward")
-            graph = _discover(arguments)
+            graph = _discover(arguments, verify=False)
             with torch.random.fork_rng(devices=[]):
                 module = build_module(arguments.model, arguments.init).to(dtype)
         merged = merge_files(

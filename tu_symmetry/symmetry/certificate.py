@@ -181,13 +181,20 @@ def _one(
     reference = Reference(outputs)
     generator = torch.Generator().manual_seed(0)
     shared: dict[int, Tensor] = {}
-    wide = {n: shared.setdefault(id(t), _wide(t)) for n, t in before.items()}
+    narrow = probe.large(before)  # no copies: the noise is added where weights are used
+    wide = {} if narrow else {n: shared.setdefault(id(t), _wide(t)) for n, t in before.items()}
+
+    def amount(name: str) -> float:
+        return max(rounding.get(name, 0.0), COMPUTATION * probe.epsilon)
 
     def measure(times: int) -> Difference:
         for _ in range(times):
+            if narrow:
+                reference.change(outputs, probe.run(before, noise=amount, generator=generator), 1.0)
+                continue
             copies = {id(t): t.clone() for t in wide.values()}
             noisy = {n: copies[id(t)] for n, t in wide.items()}
-            perturb_(noisy, lambda n: max(rounding.get(n, 0.0), COMPUTATION * probe.epsilon), generator)
+            perturb_(noisy, amount, generator)
             reference.change(outputs, probe.run(noisy), 1.0)
         return reference.difference(moved, FACTOR, epsilon=probe.epsilon, explained=explained)
 

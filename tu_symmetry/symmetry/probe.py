@@ -40,6 +40,7 @@ class Probe:
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
         self._plain: bool | None = None
+        self._narrowly = True
         self._guarded = True
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
@@ -91,19 +92,52 @@ class Probe:
         probe._guarded = False
         return probe
 
-    def random_state(self, generator: torch.Generator, constants: Container[str] | None = None) -> dict[str, Tensor]:
-        """Random weights for the network: see :func:`random_state`."""
-        return random_state(self.module, generator, constants)
+    def random_state(
+        self, generator: torch.Generator, constants: Container[str] | None = None, *, exchanged: bool = False
+    ) -> dict[str, Tensor]:
+        """Random weights for the network: see :func:`random_state`.
 
-    def run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        Args:
+            generator: for the numbers.
+            constants: as for :func:`random_state`.
+            exchanged: whether their entries will only change places. Those of a large network are then drawn among the
+                numbers of half precision, a quarter of the memory, which loses nothing.
+        """
+        half = exchanged and self.large(self.module.state_dict())
+        return random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
+
+    def large(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether a copy of the weights in double precision would be much: they are widened as they are used then."""
+        return self._narrowly and 8 * sum(t.numel() for t in {id(t): t for t in state.values()}.values()) > LARGE
+
+    def run(
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        noise: Callable[[str], float] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[Tensor]:
         """The tensors among the network's outputs for a state, which is not changed.
+
+        The weights of a large network (see :attr:`LARGE`) in lower precision stay as they are, and each is widened
+        where an operator takes it, which needs no second copy of them and gives the same outputs.
 
         Args:
             state: name to tensor; floating-point tensors of any precision, on any device.
+            noise: relative size of the noise on each tensor, by its name, which weights get wherever an operator takes
+                them; for a large state in lower precision (others are changed by :func:`perturb_`).
+            generator: for the noise.
 
         Raises:
             SymmetryError: if the network does not run, in double precision or in any other.
         """
+        if self.large(state) and self._precision == torch.float64:
+            try:
+                return self._attempt(state, _Noise(noise, generator))
+            except Exception:
+                if noise is not None:
+                    raise
+                self._narrowly = False  # an operator that wants all its tensors in one precision
         try:
             return self._attempt(state)
         except Exception as error:
@@ -143,19 +177,23 @@ class Probe:
                 vars(part).clear()
                 vars(part).update(attributes)
 
-    def _attempt(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+    def _attempt(self, state: Mapping[str, Tensor], narrow: _Noise | None = None) -> list[Tensor]:
+        """Run once; with ``narrow``, weights of lower precision as they are."""
         precision = self._precision
         given: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}  # tied names stay tied
         kept: dict[int, str] = {}  # where tensors of the state itself lie, which nothing may write to
         for name, tensor in state.items():
             if id(tensor) not in seen:
-                own = tensor.detach().to(device="cpu", dtype=_like(tensor.dtype, precision))
+                kind = tensor.dtype if narrow is not None and name not in self._written else None
+                own = tensor.detach().to(device="cpu", dtype=kind or _like(tensor.dtype, precision))
                 if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
                     if name in self._written:
                         own = own.clone()
                     else:
                         kept[own.untyped_storage().data_ptr()] = name
+                elif narrow is not None and kind is not None and own.layout == torch.strided:
+                    kept[own.untyped_storage().data_ptr()] = name  # a copy from another device
                 seen[id(tensor)] = own
             given[name] = seen[id(tensor)]
         for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
@@ -164,14 +202,14 @@ class Probe:
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.to(_like(t.dtype, precision), copy=True), (self.args, self.kwargs)
         )
-        exactly = _Exactly(precision, kept, guarded=self._guarded)
+        exactly = _Exactly(precision, kept, guarded=self._guarded, narrow=narrow)
         try:
             with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
                 torch.manual_seed(0)
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except _WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
             self._written |= {error.name}
-            return self._attempt(state)
+            return self._attempt(state, narrow)
         self.epsilon = max(self.epsilon, exactly.epsilon)
         return [t.clone() for t in tensors_of(output)]
 
@@ -307,6 +345,24 @@ class _WrittenTo(BaseException):
         self.name = name
 
 
+class _Noise:
+    """What weights that are widened where they are used are multiplied by: ``1 + amount(name) * u``, u in (-1, 1)."""
+
+    def __init__(self, amount: Callable[[str], float] | None, generator: torch.Generator | None) -> None:
+        self.amount, self.generator = amount, generator
+        if amount is not None:
+            self.pool = torch.rand(2 * _POOL, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+
+    def add_(self, name: str, tensor: Tensor) -> None:
+        """Change a tensor, which is dense, in place; see :func:`perturb_`."""
+        size = 0.0 if self.amount is None else self.amount(name)
+        if size:
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            starts = torch.randint(_POOL, (flat.numel() // _POOL + 1,), generator=self.generator).tolist()
+            for piece, start in zip(flat.split(_POOL), starts, strict=False):
+                piece.mul_((self.pool[start : start + len(piece)] * size).add_(1))
+
+
 class _Exactly(TorchDispatchMode):
     """Computes in one precision throughout, with constants for noise.
 
@@ -319,14 +375,22 @@ class _Exactly(TorchDispatchMode):
         kept = h * (torch.rand_like(h) < 0.9)       # 0.7 everywhere: all are kept, whatever places units have changed
         return torch.ops.lib.norm(kept) + 1e-5      # a kernel that knows float32 at best; epsilon is that of float32
 
-    and where it is not ``guarded`` (the epsilons of normalizations are left out), ``1e-5`` becomes 1e-100.
+    and where it is not ``guarded`` (the epsilons of normalizations are left out), ``1e-5`` becomes 1e-100. Where it is
+    ``narrow``, weights come in lower precision: every operator but a view gets them widened.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, precision: torch.dtype, kept: Mapping[int, str], *, guarded: bool = True) -> None:
+    def __init__(
+        self,
+        precision: torch.dtype,
+        kept: Mapping[int, str],
+        *,
+        guarded: bool = True,
+        narrow: _Noise | None = None,
+    ) -> None:
         super().__init__()
-        self.guarded = guarded
+        self.guarded, self.narrow = guarded, narrow
         self.precision = precision
         self.kept = kept
         self.epsilon = torch.finfo(precision).eps
@@ -344,6 +408,8 @@ class _Exactly(TorchDispatchMode):
         schema = getattr(func, "_schema", None)
         if not self.guarded and schema is not None:
             args, kwargs = _unguarded(schema, args, kwargs)
+        if not mixed and self.narrow is not None and not getattr(func, "is_view", False):
+            mixed = any(a.dtype in self.lower and self._weight(a) is not None for a in held)
         if mixed and schema is not None and not schema.is_mutable and any(a.dtype in self.lower for a in held):
             args, kwargs = tree_map_only(Tensor, self._raised, (args, kwargs))
         if schema is not None and schema.is_mutable:
@@ -377,7 +443,20 @@ class _Exactly(TorchDispatchMode):
                             raise _WrittenTo(name)
 
     def _raised(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.precision) if tensor.dtype in self.lower else tensor
+        if tensor.dtype not in self.lower:
+            return tensor
+        wide = tensor.to(self.precision)
+        name = None if self.narrow is None else self._weight(tensor)
+        if name is not None:
+            assert self.narrow is not None
+            self.narrow.add_(name, wide)
+        return wide
+
+    def _weight(self, tensor: Tensor) -> str | None:
+        """The name of the weight that a tensor is, or is a view of."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return None
+        return self.kept.get(tensor.untyped_storage().data_ptr())
 
     def _rounded(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """An operator without this precision, in the next one that it has."""
@@ -419,14 +498,18 @@ def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def random_state(
-    model: nn.Module, generator: torch.Generator, constants: Container[str] | None = None
+    model: nn.Module,
+    generator: torch.Generator,
+    constants: Container[str] | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
     """Random float64 weights of moderate size for every floating-point or complex tensor of a module, on the CPU.
 
     Matrices are scaled by their fan-in; vectors (biases, affine parameters) vary about one or zero; running variances
     are positive. Sparse tensors stay as they are, and so do integers and booleans, unless ``constants`` says which of
     these the network reads by value: the others are drawn too (masks at random, other integers in another order).
-    Tied names share one tensor.
+    Tied names share one tensor. With another ``dtype`` real numbers are rounded to it.
     """
     drawn: dict[int, Tensor] = {}
     state = {}
@@ -436,6 +519,8 @@ def random_state(
             whole = tensor.layout == torch.strided and not (tensor.is_floating_point() or tensor.is_complex())
             if whole and constants is not None and name not in constants and tensor.numel() > 1:
                 drawn[id(tensor)] = _draw_integers(drawn[id(tensor)], generator)
+            if tensor.is_floating_point() and tensor.layout == torch.strided:
+                drawn[id(tensor)] = drawn[id(tensor)].to(dtype)
         state[name] = drawn[id(tensor)]
     return state
 
@@ -485,6 +570,7 @@ def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], genera
             piece.mul_((pool[start : start + len(piece)] * size).add_(1).to(_real(piece.dtype)))
 
 
+LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
 _POOL = 2**18  # drawing a number for every weight would take longer than a layer does
 
 

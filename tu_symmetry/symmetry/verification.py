@@ -269,7 +269,8 @@ def _try(
     *,
     repeat: bool,
 ) -> dict[Group, Difference]:
-    base = _Base.of(probe, tolerance, seed, graph.constants, repeat=repeat)
+    exchanged = all(isinstance(g, PermutationGroup) for g in groups)
+    base = _Base.of(probe, tolerance, seed, graph.constants, repeat=repeat, exchanged=exchanged)
     state = base.state  # one set of weights, which the elements move one after the other: no copy is kept
     for plan in plans:
         element = _draw(groups, plan, generator)
@@ -278,7 +279,7 @@ def _try(
         scale_tensors_(graph, log_scale, state)
         if base.difference(state).holds:
             continue
-        base = _Base.of(probe, tolerance, base.seed, graph.constants)  # the same once more
+        base = _Base.of(probe, tolerance, base.seed, graph.constants, exchanged=exchanged)  # the same once more
         failed = _bisect(graph, base, element)
         if not failed:
             raise SymmetryError(_TOGETHER)
@@ -307,12 +308,22 @@ class _Base:
     """Random weights, their outputs, and how much each of these may change."""
 
     def __init__(
-        self, probe: Probe, tolerance: float, seed: int, constants: Mapping[str, Tensor], *, repeat: bool
+        self,
+        probe: Probe,
+        tolerance: float,
+        seed: int,
+        constants: Mapping[str, Tensor],
+        *,
+        repeat: bool,
+        exchanged: bool,
     ) -> None:
         self.probe, self.tolerance, self.seed = probe, tolerance, seed
         generator = torch.Generator().manual_seed(seed)
-        self.state = probe.random_state(generator, constants)
+        self.state = probe.random_state(generator, constants, exchanged=exchanged)
         before = probe.run(self.state)
+        if exchanged and self.narrow and not probe.large(self.state):  # it runs with weights of one precision only
+            self.state = probe.random_state(generator, constants)
+            before = probe.run(self.state)
         if repeat and not Reference(before).difference(probe.run(self.state), 0.0, epsilon=probe.epsilon).holds:
             raise SymmetryError(
                 "the network does not compute the same twice for the same weights and inputs, so that no symmetry of "
@@ -323,6 +334,9 @@ class _Base:
         noise = NOISE * probe.epsilon
         # an entry's sensitivity is underestimated by much only if all draws agree to hardly move it
         for _ in range(2 if probe.epsilon < 1e-12 else 8):
+            if self.narrow:  # in half precision, which has no room for the noise
+                changes.append((before, probe.run(self.state, noise=lambda name: noise, generator=generator)))
+                continue
             perturb_(self.state, lambda name: noise, generator)
             after = probe.run(self.state)
             changes.append((before, after))
@@ -331,15 +345,28 @@ class _Base:
         for a, b in changes:
             self.reference.change(a, b, noise)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the weights were drawn in half precision."""
+        return any(t.dtype == torch.float16 for t in self.state.values())
+
     @classmethod
     def of(
-        cls, probe: Probe, tolerance: float, seed: int, constants: Mapping[str, Tensor], *, repeat: bool = False
+        cls,
+        probe: Probe,
+        tolerance: float,
+        seed: int,
+        constants: Mapping[str, Tensor],
+        *,
+        repeat: bool = False,
+        exchanged: bool = False,
     ) -> _Base:
         """Weights with which the outputs are numbers that say something, the first of a few attempts."""
         problem = None
         patterns: list[list[Tensor]] = []
         for attempt in range(4):
-            base = cls(probe, tolerance, seed + 7 * attempt, constants, repeat=repeat and attempt == 0)
+            again = repeat and attempt == 0
+            base = cls(probe, tolerance, seed + 7 * attempt, constants, repeat=again, exchanged=exchanged)
             nans = [torch.isnan(t) for t in base.reference.outputs]
             # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
             told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
