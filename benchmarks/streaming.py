@@ -27,7 +27,7 @@ COUNT = 1000  # networks of each set that the figure is of
 LIMIT = 8e9
 DEFAULT = 2**30  # bytes of weights that are held at a time, when nothing is said
 LARGE = 100  # networks of a set, of which one tensor alone takes more than DEFAULT, so that this is what limits a piece
-_SHARD = 100
+_SHARD = 10
 Network = Callable[[], tuple[nn.Module, Tensor]]
 
 

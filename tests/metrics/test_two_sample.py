@@ -19,6 +19,7 @@ from tu_symmetry.metrics.functional import (
     removal,
     stream_discrepancy,
 )
+from tu_symmetry.metrics.functional.discrepancy import pairwise_distances
 from tu_symmetry.metrics.functional.two_sample import _u_statistics
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.scaling.removal import removal_element
@@ -27,6 +28,22 @@ from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("width", [3, 1024, 2600])
+def test_distances_of_close_and_of_wide_rows(power: int, width: int) -> None:
+    """Those of rows that almost agree are no rounding of large squares; equal rows have distance 0 and no NaN slope."""
+    x = 100 + 1e-3 * normal(7, width)
+    x[3] = x[5]
+    expected = (x[:, None] - x[None]).abs().pow(power).sum(-1).pow(1 / power)
+    torch.testing.assert_close(pairwise_distances(x, power), expected, rtol=1e-12, atol=1e-12)
+    single = x.float()
+    expected = (single.double()[:, None] - single.double()[None]).abs().pow(power).sum(-1).pow(1 / power)
+    torch.testing.assert_close(pairwise_distances(single, power), expected, rtol=1e-5, atol=0)
+    leaf = x.clone().requires_grad_()
+    pairwise_distances(leaf, power).sum().backward()
+    assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and leaf.grad.abs().sum() > 0
 
 
 def mmdagg_values(x: np.ndarray, y: np.ndarray, triangle: bool) -> list[float]:
