@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
@@ -24,7 +25,7 @@ release = version = tu_symmetry.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
+    "formulas",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -54,6 +55,18 @@ napoleon_use_rtype = False
 napoleon_custom_sections = ["Laws", "Warns"]
 add_module_names = False
 
+
+def leave_colons(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Napoleon takes what stands before a colon in a property's first line for its type; an empty line stops it."""
+    if what in ("attribute", "data", "property") and lines and lines[0]:
+        lines.insert(0, "")
+
+
+def setup(app: Any) -> None:
+    """Connect before Napoleon does (500)."""
+    app.connect("autodoc-process-docstring", leave_colons, priority=400)
+
+
 # -- tutorials ---------------------------------------------------------------------------------------------------------
 sphinx_gallery_conf = {
     "examples_dirs": ["tutorials"],
@@ -77,6 +90,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = f"tu_symmetry {release}"
 html_static_path: list[str] = ["_static"]
 html_css_files = ["site.css"]
+html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sourcelink = False
 html_sidebars = {
@@ -84,11 +98,13 @@ html_sidebars = {
     "architecture": [],
     "laplace": [],
     "glossary": [],
-    "contributing": [],
-    "changelog": [],
+    "laplace_comparison": [],
+    "generated/contributing": [],
+    "generated/changelog": [],
 }
 html_theme_options = {
     "navbar_align": "left",
+    "header_links_before_dropdown": 4,
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "show_prev_next": False,

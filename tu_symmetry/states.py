@@ -259,13 +259,13 @@ def load_state(
         ValueError: a LightningModule with several networks.
     """
     if isinstance(path, nn.Module):
-        held = {name: t.to(device, copy=True) for name, t in read_state(path, "the routine").items()}
-        if prefix and not any(name.startswith(prefix) for name in held):
+        own = {name: t.to(device, copy=True) for name, t in read_state(path, "the routine").items()}
+        if prefix and not any(name.startswith(prefix) for name in own):
             raise SampleFileError(
                 f"no name in the {type(path).__name__}'s network starts with {prefix!r}: a prefix is of names in "
                 "files; the names of a routine's network have none"
             )
-        return {name[len(prefix) :]: t for name, t in held.items() if name.startswith(prefix)}
+        return {name[len(prefix) :]: t for name, t in own.items() if name.startswith(prefix)}
     path = _file(path)
     content: Any
     if path.name.endswith(INDEX):

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import yaml
 
@@ -74,7 +75,9 @@ def reference() -> dict[str, str]:
             package, _, leaf = path.rpartition(".")
             value = getattr(importlib.import_module(package), leaf)
             lines += [name, "-" * len(name), ""]
-            if isinstance(value, type):
+            if isinstance(value, ModuleType):
+                lines += [f".. automodule:: {path}", "   :members:", ""]
+            elif isinstance(value, type):
                 lines += [f".. autoclass:: {path}", ""]
             elif callable(value):
                 lines += [f".. autofunction:: {path}", ""]
@@ -190,7 +193,8 @@ def titles_of(families: tuple[str, ...]) -> list[str]:
         if relative.parts[0] not in families:
             continue
         table = yaml.safe_load(path.read_text(encoding="utf-8"))
-        said = " ".join(str(table.get(key, "")).strip() for key in ("source", "note")).strip()
+        parts = [str(table.get(key, "")).strip().rstrip(".") for key in ("source", "note")]
+        said = " ".join(f"{part}." for part in parts if part)
         lines.append(f"`{relative.as_posix()}`: *{table['title']}*\n: {said or 'see its page.'}\n")
     return lines
 

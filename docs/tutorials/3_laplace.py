@@ -14,6 +14,7 @@ how well it tells what it has never seen.
 # out-of-distribution data as two loaders. Only 200 images are for training, so that the network becomes too certain of
 # itself; 200 more choose the temperature of the posterior.
 
+import matplotlib.pyplot as plt
 import torch
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
@@ -106,6 +107,21 @@ with torch.no_grad():
         print(f"{name}: mean confidence of the network {plain:.3f}, of Laplace {bayes:.3f}")
 
 # %%
+# How often the network and its Laplace approximation are how sure of a digit that neither has seen.
+
+with torch.no_grad():
+    sure = {
+        "network": network(new).softmax(-1).amax(-1),
+        "Laplace": laplace.laplace.predictive(new, link_approx="probit").amax(-1),
+    }
+figure, axes = plt.subplots(figsize=(6, 3.5))
+axes.hist([c.numpy() for c in sure.values()], bins=20, range=(0, 1), label=list(sure))
+axes.set(xlabel="largest probability on new digits", ylabel="number of images")
+axes.legend()
+figure.tight_layout()
+
+# %%
+# The scores of TorchUncertainty's routine.
 
 results = trainer.test(routine, data, verbose=False)[0]
 for key in sorted(results):

@@ -17,7 +17,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 def batchnorm() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, eps=0.0), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.0),
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, eps=1e-30), nn.Tanh(), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=1e-30),
         nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
     )  # fmt: skip
 

@@ -310,10 +310,10 @@ class _Networks(Sequence[State]):
         chosen: Sequence[int] | None = None,
     ) -> None:
         self.source: Sequence[Network]
-        if isinstance(source, Mapping) or is_source(source):
-            self.source = unstack(source)  # type: ignore[arg-type]
+        if isinstance(source, Mapping) or (isinstance(source, nn.Module) and is_source(source)):
+            self.source = unstack(source)
         elif hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, (str, bytes)):
-            self.source = source
+            self.source = cast("Sequence[Network]", source)
         else:
             raise TypeError(
                 f"states is a {type(source).__name__}, not a list of state dicts or files, a sample store, or a stack"

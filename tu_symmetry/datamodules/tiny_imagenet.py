@@ -40,7 +40,7 @@ class TinyImageNet(_Dataset):
 
     def _make_paths(self) -> list[tuple[Path, int]]:
         if self.split != "train":
-            return super()._make_paths()  # type: ignore[no-any-return]
+            return super()._make_paths()
         folder, found = self.root / "train", []
         for label, wnid in enumerate(self.wnids_path.read_text().split()):
             for line in (folder / wnid / f"{wnid}_boxes.txt").read_text().splitlines():

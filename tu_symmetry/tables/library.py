@@ -33,8 +33,10 @@ def titles() -> dict[str, str]:
 def configurations() -> dict[str, Path]:
     """Name (``lightning/mnist_ensemble_rebasin.yaml``) to file of every configuration that belongs to no table."""
     folder = _shipped()
-    files = [] if folder is None else sorted(folder.rglob("*.yaml"))
-    return {p.relative_to(folder).as_posix(): p for p in files if not (p.parent / "table.yaml").is_file()}
+    if folder is None:
+        return {}
+    files = [p for p in sorted(folder.rglob("*.yaml")) if not (p.parent / "table.yaml").is_file()]
+    return {p.relative_to(folder).as_posix(): p for p in files}
 
 
 def _within_recipes(name: str | Path) -> str:
