@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]
@@ -14,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pages  # noqa: E402
+from sphinx.ext.napoleon import GoogleDocstring  # noqa: E402
 
 import tu_symmetry  # noqa: E402
 
@@ -56,16 +56,8 @@ napoleon_custom_sections = ["Laws", "Warns"]
 add_module_names = False
 
 
-def leave_colons(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in a property's first line for its type; an empty line stops it."""
-    if what in ("attribute", "data", "property") and lines and lines[0]:
-        lines.insert(0, "")
-
-
-def setup(app: Any) -> None:
-    """Connect before Napoleon does (500)."""
-    app.connect("autodoc-process-docstring", leave_colons, priority=400)
-
+# Napoleon takes what stands before a colon in a property's first line for its type; our types are annotations.
+GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end  # type: ignore[method-assign]
 
 # -- tutorials ---------------------------------------------------------------------------------------------------------
 sphinx_gallery_conf = {
@@ -84,6 +76,8 @@ sphinx_gallery_conf = {
     "reset_modules": ("matplotlib",),
 }
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+for words in (".*LeafSpec.* is deprecated", "Metric `.*` will save all targets"):  # what others say to each other
+    warnings.filterwarnings("ignore", message=words)
 
 # -- HTML --------------------------------------------------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
