@@ -28,6 +28,7 @@ PACKAGE = ROOT / "tu_symmetry"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {  # where a package is called otherwise than the distribution that has it
+    "PIL": "pillow",
     "backpack": "backpack-for-pytorch",
     "laplace": "laplace-torch",
     "pyro": "pyro-ppl",
