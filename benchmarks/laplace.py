@@ -22,7 +22,6 @@ from benchmarks._measure import both, figure, in_own_process, interleave, times
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.prediction import Drawer
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.reporting.grid import Grid
 
@@ -77,8 +76,8 @@ def section(fits: list[Record], predictives: list[Record]) -> Section:
         "*Predictive*: of one or two images; one and the same posterior (100 classes in narrower networks: at full "
         "width laplace-torch's Jacobian of one image takes 4.5 GB, and more than once). *Error*: mean total variation "
         f"distance to the exact GLM predictive, {_REFERENCE:,} samples of Gaussian logits with laplace-torch's mean "
-        "and covariance. *Memory*: growth of the resident set during the call. *Weight samples* are drawn in the "
-        "first call and kept for all others, so that their time is given apart; results of other batches of images "
+        "and covariance. *Memory*: growth of the resident set during the call. *Weight samples* are drawn once, before "
+        "the calls, and kept, so that their time is given apart; results of other batches of images "
         "cost the time of the call alone. The two links of laplace-torch share one call. Rows for "
         f"{_MANY} images show what a batch saves. *Bare passes*: a forward pass and the gradient of every output with "
         "respect to the inputs, on copies of the images, and nothing made of it: no method that goes through the "
@@ -313,7 +312,7 @@ def measure_predictive(classes: int, width: int = 32, images: int = 1) -> list[R
     }
     start = time.process_time()
     with evaluating(model):
-        list(Drawer().samples(la.fitted, _DRAWS, 0).chunks())
+        list(la._drawer.samples(la.fitted, _DRAWS, 0).chunks())
     drawing = time.process_time() - start
     outcomes = interleave({f"{name}, {n} images": partial(_with_memory, c) for (name, n), c in calls.items()}, 1)
     first = next(iter(outcomes.values()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,6 +246,28 @@ def test_samples_are_the_same_however_many_are_drawn_at_once(monkeypatch: pytest
     values, vectors = torch.linalg.eigh(dense_covariance(la))
     root = vectors @ (values.clamp(min=0).sqrt() * vectors).mT
     torch.testing.assert_close(together[2][4], root @ noise, rtol=1e-7, atol=1e-9)
+
+
+def test_samples_are_drawn_once_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the posterior is another one; a temperature does not make it another."""
+    la, x = fitted("cnn")
+    drawn: list[int] = []
+    own = WeightSamples._draw
+    monkeypatch.setattr(
+        WeightSamples, "_draw", lambda self, first, last: drawn.append(last - first) or own(self, first, last)
+    )
+    for temperature in (1.0, 0.25):
+        la._fitted = replace(la.fitted, temperature=temperature)
+        for batch in (x[:4], x[4:]):
+            la.predictive(batch, covariance="samples", num_samples=5)
+            la.predictive(batch, covariance="samples", num_samples=5, link_approx="probit")
+        la.predictive(x, joint=True, num_samples=5)
+        assert drawn == [5]
+    la.predictive(x, covariance="samples", num_samples=5, seed=1)
+    la.set_precision(2.0)
+    la.predictive(x, covariance="samples", num_samples=5, seed=1)
+    la.predictive(x, covariance="samples", num_samples=6, seed=1)
+    assert drawn == [5, 5, 5, 6]
 
 
 # ---------------------------------------------------------------------- links

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace import predictive as outputs_posterior
+from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.inputs import batch_size, mapped, ordinary
 from tu_symmetry.laplace.links import LinkApprox, check_link_approx
@@ -30,11 +31,17 @@ class Drawer:
         self._kept: WeightSamples | None = None
 
     def samples(self, fitted: FittedLaplace, count: int, seed: int) -> WeightSamples:
-        """``count`` samples of the posterior, a function of it and of the seed alone."""
+        """``count`` samples of the posterior, a function of it and of the seed alone, whatever the temperature."""
         kept = self._kept
-        if kept is None or kept.posterior is not fitted.posterior or (kept.count, kept.seed) != (count, seed):
+        if kept is None or (kept.count, kept.seed) != (count, seed) or not _same(kept.posterior, fitted.posterior):
             kept = self._kept = WeightSamples(fitted.posterior, count, seed, fitted.tangent.point()[:1])
         return kept
+
+
+def _same(one: Posterior, other: Posterior) -> bool:
+    """The same Gaussian, of the very same blocks."""
+    alike = len(one.blocks) == len(other.blocks) and all(a is b for a, b in zip(one.blocks, other.blocks, strict=True))
+    return alike and one.noise == other.noise and torch.equal(one.log_precision, other.log_precision)
 
 
 def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
