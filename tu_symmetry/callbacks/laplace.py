@@ -117,7 +117,7 @@ class FitLaplace(Callback):
         max_iterations: likewise, each of which takes about as long as one or two epochs of training. ``auto``: at most
             as many as read 150,000 samples, and never less than 30, so that Laplace takes at most about as long as 60
             epochs: 150 for 1,000 training samples, 30 for 5,000 and more. That is enough for precisions to predict
-            with (on a LeNet and 10,000 images of MNIST, 30 leave them 2 % from where they end after 80), and is said
+            with (on a LeNet and 10,000 images of MNIST, 30 leave them 2 % from where they are after 67), and is said
             where it stops the evidence before its tolerances are met. To compare networks by their evidence choose
             None: to convergence.
         calibrate: on which data to choose the posterior's temperature, see :meth:`LinearizedLaplace.calibrate`; at

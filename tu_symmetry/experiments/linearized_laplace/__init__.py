@@ -1,9 +1,15 @@
-"""arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization, two tables and a figure."""
+"""arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization, two tables and two figures."""
 
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, optimize_evidence
 from tu_symmetry.experiments.linearized_laplace.networks import CNN, FixUpResNet, PreActivationResNet, Transformer
-from tu_symmetry.experiments.linearized_laplace.report import report_architectures, report_bands, report_residual
+from tu_symmetry.experiments.linearized_laplace.report import (
+    report_architectures,
+    report_bands,
+    report_residual,
+    report_rotations,
+)
 from tu_symmetry.experiments.linearized_laplace.residual import KroneckerSettings, optimize_kronecker_evidence
+from tu_symmetry.experiments.linearized_laplace.shift import measure_rotations
 from tu_symmetry.experiments.linearized_laplace.sources import SmallIDXDataModule
 from tu_symmetry.experiments.linearized_laplace.toy import BatchNormMLP, CurveDataModule, compute_bands
 
@@ -19,9 +25,11 @@ __all__ = [
     "Trained",
     "Transformer",
     "compute_bands",
+    "measure_rotations",
     "optimize_evidence",
     "optimize_kronecker_evidence",
     "report_architectures",
     "report_bands",
     "report_residual",
+    "report_rotations",
 ]

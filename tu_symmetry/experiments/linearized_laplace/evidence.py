@@ -31,6 +31,7 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.jacobians import Tangent, features
 from tu_symmetry.laplace.model import (
+    EvidenceResult,
     LinearizedLaplace,
     NotConvergedWarning,
     PrunedGroupWarning,
@@ -130,7 +131,7 @@ def optimize_evidence(
     jobs = [(k, name) for k in range(max(map(len, states.values()))) for name in networks if k < len(states[name])]
     with Display().track("evidence", len(jobs) * len(keys)) as tracker:
         for number, (k, name) in enumerate(jobs):
-            work = _Work(networks[name].model, states[name][k], images, settings, name, graphs)
+            work = Work(networks[name].model, states[name][k], images, settings, name, graphs)
             for done, key in enumerate(keys, 1):
                 found = kept[name].take(f"{name}-{k}-{key}", partial(work.row, key))
                 results.setdefault(key, {}).setdefault(name, []).append(found)
@@ -150,7 +151,7 @@ def optimize_evidence(
 
 
 @dataclass(frozen=True)
-class _Subject:
+class Subject:
     """A network (or its tangent model), data as it takes them, and the parameters of each prior group."""
 
     model: nn.Module
@@ -159,7 +160,7 @@ class _Subject:
     groups: dict[str, list[str]]
 
 
-class _Work:
+class Work:
     """One network, which is put into its architecture, and differentiated, when the first row asks for it."""
 
     def __init__(
@@ -188,7 +189,7 @@ class _Work:
         return model
 
     @cached_property
-    def subject(self) -> _Subject:
+    def subject(self) -> Subject:
         """The network as the evidence takes it."""
         images, names = self.images, matrices(self.model)
         if self.name not in self.graphs:
@@ -206,10 +207,11 @@ class _Work:
             train_x, test_x = (features(model, names, x).double() for x in (train_x, test_x))
             model = Tangent(model, names).double()
         size = self.settings.batch_size
-        return _Subject(model, Batches(train_x, images.train_y, size), Batches(test_x, images.test_y, size), groups)
+        return Subject(model, Batches(train_x, images.train_y, size), Batches(test_x, images.test_y, size), groups)
 
 
-def _measure(subject: _Subject, settings: Settings, choice: Choice) -> dict[str, Any]:
+def approximate(subject: Subject, settings: Settings, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult]:
+    """A fitted approximation with the precisions of one choice, and how their search ended."""
     la = LinearizedLaplace(
         subject.model,
         evaluate_at="map" if choice.where == "map" else "tangent_mode",
@@ -229,6 +231,11 @@ def _measure(subject: _Subject, settings: Settings, choice: Choice) -> dict[str,
             mode_tolerance=settings.mode_tolerance,
             max_iterations=settings.max_iterations,
         )
+    return la, result
+
+
+def _measure(subject: Subject, settings: Settings, choice: Choice) -> dict[str, Any]:
+    la, result = approximate(subject, settings, choice)
     p = torch.cat([la.predictive(x, num_samples=settings.num_samples) for x, _ in subject.test])
     groups = la.report()
     return scores(p.double(), subject.test.y) | {
