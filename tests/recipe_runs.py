@@ -94,6 +94,7 @@ SMALL: dict[str, Callable[[Any], Any]] = {
     "batch_size": _least(32),
     "train_size": lambda _: 64,
     "test_size": lambda _: 48,
+    "val_size": _least(32),
     "ood_size": lambda _: 24,
     "images": _least(48),
     "statistics": _least(48),

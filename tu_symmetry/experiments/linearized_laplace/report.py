@@ -335,20 +335,20 @@ def _against_network(found: Mapping[str, Any]) -> Grid:
         if key == NETWORK:
             continue
         cells = []
-        for column in SHIFTED:
+        for column, scale, digits in (("nll", 1, 3), ("ece", 100, 1)):
             for some in ([a for a in angles if a not in turned], turned):
                 if not some:
                     cells.append("–")
                     continue
                 values = [
-                    sum(run["by_angle"][a][column] - own["by_angle"][a][column] for a in some) / len(some)
+                    scale * sum(run["by_angle"][a][column] - own["by_angle"][a][column] for a in some) / len(some)
                     for run, own in zip(runs, rows[NETWORK], strict=True)
                 ]
-                cells.append(cell(values, sign="+") + marks(runs))
+                cells.append(cell(values, digits, sign="+") + marks(runs))
         temperatures = [run["temperature"] for run in runs if "temperature" in run]
         cells.append(" / ".join(f"{t:.2g}" for t in temperatures) or "1")
         body.append([shift_title(key), *cells])
-    header = ["", "NLL\nnot turned", "NLL\nturned", "ECE\nnot turned", "ECE\nturned", "temperature"]
+    header = ["", "NLL\nnot turned", "NLL\nturned", "ECE %\nnot turned", "ECE %\nturned", "temperature"]
     caption = (
         "difference to the networks themselves, mean ± standard error over networks; negative helps. turned: mean over "
         f"all angles but 0. {OPEN_CAPTION}"
@@ -377,7 +377,7 @@ def draw_rotations(path: Path, found: Mapping[str, Any]) -> None:
             ax.set(title=name, xlabel="rotation of the test images (degrees)", xticks=angles)
             ax.set_ylim(bottom=0)
         axes[0].set_ylabel("nats, mean over networks")
-        axes[1].legend(loc="best", fontsize=6)
+        axes[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
