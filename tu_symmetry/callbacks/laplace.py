@@ -53,7 +53,7 @@ _OF_MEANS = ("held_out/", "temperature")  # what is logged of an ensemble's mean
 _FEW = ("held_out/network/nll", "held_out/calibrated/nll")  # and of these only so many
 _SHOWN = 12  # groups that the printed summary names
 _HELD_OUT, _TRAINED_ON = 2000, 1000  # samples that the temperature is chosen on, of either kind
-_READINGS, _LEAST = 150_000, 30  # of samples by the evidence at its default, and iterations whatever their number
+_READINGS, _LEAST = 75_000, 30  # of samples by the evidence at its default, and iterations whatever their number
 
 
 @runtime_checkable
@@ -114,12 +114,12 @@ class FitLaplace(Callback):
             ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
         solver, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
-        max_iterations: likewise, each of which takes about as long as one or two epochs of training. ``auto``: at most
-            as many as read 150,000 samples, and never less than 30, so that Laplace takes at most about as long as 60
-            epochs: 150 for 1,000 training samples, 30 for 5,000 and more. That is enough for precisions to predict
-            with (on a LeNet and 10,000 images of MNIST, 30 leave them 2 % from where they are after 67), and is said
-            where it stops the evidence before its tolerances are met. To compare networks by their evidence choose
-            None: to convergence.
+        max_iterations: likewise, each of which takes about as long as 1 to 2 epochs of training. ``auto``: at most as
+            many as read 75,000 samples, and never less than 30: 75 for 1,000 training samples, 30 for 2,500 and more,
+            so that from 1,000 samples on Laplace takes no longer than 100 epochs. That is enough for precisions to
+            predict with (on a LeNet and 10,000 images of MNIST, 30 leave them 2 % from where they are after 67), and is
+            said where it stops the evidence before its tolerances are met. To compare networks by their evidence
+            choose None: to convergence.
         calibrate: on which data to choose the posterior's temperature, see :meth:`LinearizedLaplace.calibrate`; at
             temperature 0 predictions are the network's own, so that on these data they are never worse. ``auto``: the
             validation data of the trainer or its data module (2,000 samples of them at most), unless they are the test
