@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -204,7 +205,8 @@ class Probe:
         )
         exactly = _Exactly(precision, kept, guarded=self._guarded, narrow=narrow)
         try:
-            with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
+            widened = contextlib.nullcontext() if narrow is None else _Widened(exactly)
+            with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
                 torch.manual_seed(0)
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except _WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
@@ -409,9 +411,9 @@ class _Exactly(TorchDispatchMode):
         if not self.guarded and schema is not None:
             args, kwargs = _unguarded(schema, args, kwargs)
         if not mixed and self.narrow is not None and not getattr(func, "is_view", False):
-            mixed = any(a.dtype in self.lower and self._weight(a) is not None for a in held)
+            mixed = any(a.dtype in self.lower and self.weight(a) is not None for a in held)
         if mixed and schema is not None and not schema.is_mutable and any(a.dtype in self.lower for a in held):
-            args, kwargs = tree_map_only(Tensor, self._raised, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self.raised, (args, kwargs))
         if schema is not None and schema.is_mutable:
             self._guard(schema, args, kwargs)
         try:
@@ -422,7 +424,7 @@ class _Exactly(TorchDispatchMode):
             result = self._rounded(func, args, kwargs, error)
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
         if isinstance(result, Tensor) and (not held or name in ("lift_fresh", "lift", "zeros_like", "ones_like")):
-            result = self._raised(result)
+            result = self.raised(result)
         if name == "bernoulli":
             result.fill_(1)
         elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
@@ -442,17 +444,18 @@ class _Exactly(TorchDispatchMode):
                         if name is not None:
                             raise _WrittenTo(name)
 
-    def _raised(self, tensor: Tensor) -> Tensor:
+    def raised(self, tensor: Tensor) -> Tensor:
+        """A tensor in the precision that is computed in; weights with their noise."""
         if tensor.dtype not in self.lower:
             return tensor
         wide = tensor.to(self.precision)
-        name = None if self.narrow is None else self._weight(tensor)
+        name = None if self.narrow is None else self.weight(tensor)
         if name is not None:
             assert self.narrow is not None
             self.narrow.add_(name, wide)
         return wide
 
-    def _weight(self, tensor: Tensor) -> str | None:
+    def weight(self, tensor: Tensor) -> str | None:
         """The name of the weight that a tensor is, or is a view of."""
         if tensor.layout != torch.strided or not tensor.numel():
             return None
@@ -472,8 +475,30 @@ class _Exactly(TorchDispatchMode):
             except (RuntimeError, TypeError, ValueError):
                 continue
             self.epsilon = max(self.epsilon, torch.finfo(dtype).eps)
-            return tree_map_only(Tensor, self._raised, result)
+            return tree_map_only(Tensor, self.raised, result)
         raise error
+
+
+class _Widened(TorchFunctionMode):
+    """Widens weights before functions that compare precisions themselves, as convolutions do; see :class:`_Exactly`."""
+
+    def __init__(self, exactly: _Exactly) -> None:
+        super().__init__()
+        self.exactly = exactly
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own, name = self.exactly, getattr(func, "__name__", "")
+        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        written = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+        mixed = not written and "out" not in kwargs and any(a.dtype == own.precision for a in held)
+        if mixed and any(a.dtype in own.lower and own.weight(a) is not None for a in held):
+            args, kwargs = tree_map_only(
+                Tensor, lambda t: t if own.weight(t) is None else own.raised(t), (args, kwargs)
+            )
+        return func(*args, **kwargs)
 
 
 def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
