@@ -228,13 +228,17 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
     root, _, _ = run
     found = sampled_posterior(
         tmp_path, root / "dip.safetensors", UNet((4, 4), (2,)), num_steps=2, num_probes=4, num_samples=400, rank=10,
-        max_iterations=200, patches=[1, 2], noise_variance=0.3,
+        max_iterations=200, patches=[1, 2], noise_variance=0.3, tv_weight={2: 1e-3, 4: 1e-2}, hyperprior_probes=8,
     ).results  # fmt: skip
-    assert {entry["patch"] for entry in found["rows"]} == {1, 2} and len(found["rows"]) == 8
+    assert {entry["patch"] for entry in found["rows"]} == {1, 2} and len(found["rows"]) == 24
+    assert {entry["row"] for entry in found["rows"]} == {EVIDENCE, TV_SEED, TV_CODE}
+    assert len({found["hyperparameters"][row]["1"]["inc.lengthscale"] for row in (EVIDENCE, TV_SEED, TV_CODE)}) == 3
     saved = Reconstructions.load(root / "dip.safetensors")
     network, x, a, y = one_problem(saved, 1, UNet((4, 4), (2,)))
     la = tus.DualLaplace(network, structured=unet_priors(network), prior=None, observation=tus.LinearObservation(a))
-    la.fit([(x, y.unsqueeze(0))]).set_hyperparameters(found["hyperparameters"]["1"])
-    exact = la.predictive().variance.sqrt()[0].float()
-    drawn = read_tensors(tmp_path / "arrays.safetensors")["1.deviation"]
-    assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)
+    la.fit([(x, y.unsqueeze(0))])
+    for row in (EVIDENCE, TV_SEED):
+        la.set_hyperparameters(found["hyperparameters"][row]["1"])
+        exact = la.predictive().variance.sqrt()[0].float()
+        drawn = read_tensors(tmp_path / "arrays.safetensors")[f"1.{ROWS.index(row)}.deviation"]
+        assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)

@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
-from dual_oracles import case
+from dual_oracles import SHAPE, case
 
 from tu_symmetry.laplace.flat import FlatTangentModel, ObservedTangent
+from tu_symmetry.laplace.hyperpriors import TotalVariation, differences
 from tu_symmetry.laplace.sampled import (
     NystromPreconditioner,
     SampledEvidence,
+    SampledStatistics,
     SolverWarning,
     conjugate_gradients,
 )
@@ -144,3 +146,65 @@ def test_unfinished_solves_and_bad_input_are_told():
         broken = case(20)
         broken.priors = broken.priors[:1]
         sampled(broken)
+
+
+def estimated(own, num_probes, seed=0):
+    evidence = sampled(own)
+    evidence.operator.unobserved = lambda v: v @ own.jacobian.mT  # the dense Jacobian, many products
+    return SampledStatistics(evidence.operator, evidence.priors, evidence.index, num_probes=num_probes, seed=seed)
+
+
+@pytest.mark.parametrize("name", ["ab", "c"])
+def test_variances_of_differences_are_estimated_without_bias(name):
+    own, count = case(7), 800
+    first, second = differences(SHAPE, own.outputs.numel())
+    exact, _ = own.evidence().statistics.difference_variances(name, first, second)
+    prior = next(p for p in own.priors if p.name == name)
+    one, all_ = (estimated(own, n).difference_variances(name, first, second)[0] for n in (1, count))
+    for scale in (0.2, 3.0):  # whatever the hyperparameters, from the same estimates
+        coefficients = prior.coefficients(scale * torch.ones(len(prior.hyperparameters), dtype=torch.float64))
+        wanted = coefficients @ exact
+        few, many = coefficients @ one, coefficients @ all_
+        assert bool((few >= 0).all()), "an estimate of a variance is one"
+        assert bool(((many - wanted).abs() <= 4.5 * math.sqrt(2 / count) * wanted).all())
+    assert torch.equal(own.outputs.reshape(-1), estimated(own, 1).outputs.reshape(-1))
+    with pytest.raises(ValueError, match="at least 1"):
+        estimated(own, 0)
+
+
+def test_the_jacobian_of_the_estimates_is_the_networks():
+    own = case(7)
+    operator = sampled(own, matrix_free=True).operator
+    v = torch.randn(2, operator.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.allclose(operator.unobserved(v), v @ own.jacobian.mT)
+
+
+@pytest.mark.parametrize("jacobian_weight", [1.0, 0.3])
+def test_slopes_of_total_variation_are_those_of_the_dense_evidence(jacobian_weight):
+    """With exact variances in the place of estimates, so that nothing but rounding differs."""
+    own = case(7)
+    hyperprior = TotalVariation(SHAPE, 0.3, jacobian_weight)
+    dense, plain = (own.evidence(hyperprior=h).value_and_gradient(PHI)[1] for h in (hyperprior, None))
+    exact = own.evidence().split(dense - plain)[0]
+    kept = {}
+    found = sampled(own)._hyperprior_slopes(hyperprior, own.evidence().statistics, blocks(own), kept)
+    assert set(found) == {"ab"} and len(kept) == 1, "read once"
+    assert torch.allclose(found["ab"], exact["ab"], rtol=1e-9) and float(exact["ab"].abs().min()) > 1e-3
+    assert torch.equal(exact["c"], torch.zeros_like(exact["c"]))
+
+
+def test_adam_with_total_variation_goes_to_the_optimum_of_the_dense_evidence():
+    own = case(7)
+    hyperprior = TotalVariation(SHAPE, 2.0)
+    options = {"noise_variance": NOISE, "fit_noise": False, "num_steps": 40, "lr": 0.1, "decay_every": 20}
+    evidence = sampled(own, num_samples=16, rank=0)
+    evidence.operator.unobserved = lambda v: v @ own.jacobian.mT
+    ways = {h: evidence.adam(blocks(own), hyperprior=h, hyperprior_probes=200, **options) for h in (None, hyperprior)}
+    total = own.evidence("tangent_mode", hyperprior=hyperprior)
+
+    def objective(result):
+        phi = torch.cat([*(result.phi[p.name] for p in own.priors), torch.tensor([math.log(NOISE)]).double()])
+        return total.value(phi)
+
+    assert objective(ways[hyperprior]) < objective(ways[None]) - 0.05
+    assert objective(ways[hyperprior]) < total.value(PHI)

@@ -24,7 +24,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -66,6 +66,23 @@ class DualStatistics:
     kernels: dict[str, Tensor]
     seconds: dict[str, Tensor]
     sizes: dict[str, int]
+
+    def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Prior variances of ``f[second] - f[first]`` by a block, for unit coefficients, and the size of what cancels.
+
+        Args:
+            name: of the block.
+            first: indices of outputs ``[pairs]``.
+            second: the same.
+
+        Returns:
+            ``[R, pairs]`` each.
+        """
+        kernels = self.kernels[name]
+        first, second = first.to(kernels.device), second.to(kernels.device)
+        diagonal = kernels.diagonal(dim1=1, dim2=2)
+        variances = diagonal[:, first] + diagonal[:, second] - 2 * kernels[:, first, second]
+        return variances, diagonal.abs()[:, first] + diagonal.abs()[:, second]
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but the sizes, by name."""
@@ -163,6 +180,17 @@ def require_disjoint(priors: Sequence[StructuredPrior], names: Mapping[str, Any]
         )
 
 
+class OutputStatistics(Protocol):
+    """What a hyperprior reads of a network: exact (:class:`DualStatistics`), or estimated where no kernel fits."""
+
+    @property
+    def outputs(self) -> Tensor:
+        """``f``, all outputs in one vector ``[d]``."""
+
+    def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`DualStatistics.difference_variances`."""
+
+
 @dataclass(frozen=True, eq=False)
 class HyperpriorContext:
     """What a hyperprior reads: it is called as ``hyperprior(coefficients, context)``.
@@ -174,7 +202,7 @@ class HyperpriorContext:
         kept: for what a hyperprior computes of the statistics alone, kept from one call to the next.
     """
 
-    statistics: DualStatistics
+    statistics: OutputStatistics
     priors: dict[str, StructuredPrior]
     phi: dict[str, Tensor]
     kept: dict[Any, Any] = field(default_factory=dict)

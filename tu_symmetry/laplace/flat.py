@@ -113,9 +113,12 @@ class ObservedTangent:
 
     def forward(self, vectors: Tensor) -> Tensor:
         """``A J v``: ``[count, size] -> [count, values]``."""
+        return self.observation.forward(self.unobserved(vectors))
+
+    def unobserved(self, vectors: Tensor) -> Tensor:
+        """``J v``: ``[count, size] -> [count, outputs]``."""
         with evaluating(self.tangent.model):
-            parts = [self.tangent.jvps(inputs, vectors).flatten(1) for inputs in self.batches]
-        return self.observation.forward(torch.cat(parts, dim=1))
+            return torch.cat([self.tangent.jvps(inputs, vectors).flatten(1) for inputs in self.batches], dim=1)
 
     def adjoint(self, values: Tensor) -> Tensor:
         """``J^T A^T u``: ``[count, values] -> [count, size]``."""

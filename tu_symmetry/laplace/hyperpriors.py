@@ -133,10 +133,8 @@ class TotalVariation:
         key = (self.image_shape, name)
         if key in context.kept:
             return context.kept[key]
-        outputs, kernels = context.statistics.outputs, context.statistics.kernels[name]
+        outputs = context.statistics.outputs.detach().double()
         first, second = (i.to(outputs.device) for i in differences(self.image_shape, outputs.numel()))
-        diagonal = kernels.diagonal(dim1=1, dim2=2)
-        variances = diagonal[:, first] + diagonal[:, second] - 2 * kernels[:, first, second]
-        scale = diagonal.abs()[:, first] + diagonal.abs()[:, second]
+        variances, scale = context.statistics.difference_variances(name, first, second)
         context.kept[key] = (outputs[second] - outputs[first]).cpu(), variances.cpu(), scale.cpu()
         return context.kept[key]

@@ -9,6 +9,11 @@ with ``H = S^-1 + J^T A^T A J / v``. The effective dimension of block b is
 ``gamma_b = E[zeta . (J^T A^T A J zeta / v)]_b``, and MacKay's fixed point of its variance is
 ``s_b^2 <- s_b^2 * (theta*_b . S_b^-1 theta*_b) / gamma_b``. Length scales have no such step; they take stochastic
 gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with random signs z.
+
+A hyperprior of the outputs, total variation say, reads prior variances of differences of outputs. Those of a block are
+``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over its patterns n, where ``g_n [k]`` is the derivative of the difference in
+the k weights of one pattern. G does not depend on the hyperparameters and is estimated once: with random signs ``u_n``
+``h = sum_n u_n g_n`` takes k Jacobian products (3 x 3 kernels: nine), and ``E h h^T = G``. Every estimate is positive.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.dual import require_disjoint
+from tu_symmetry.laplace.dual import DualHyperprior, HyperpriorContext, require_disjoint
 from tu_symmetry.laplace.flat import ObservedTangent
 from tu_symmetry.laplace.observation import require_measurements
 from tu_symmetry.laplace.structured import StructuredPrior
@@ -34,6 +39,7 @@ __all__ = [
     "NystromPreconditioner",
     "SampledEvidence",
     "SampledResult",
+    "SampledStatistics",
     "SolverWarning",
     "conjugate_gradients",
 ]
@@ -162,6 +168,55 @@ class SampledResult:
     effective: dict[str, float]
     theta: Tensor
     history: list[dict[str, Any]] = field(repr=False)
+
+
+class SampledStatistics:
+    """What a hyperprior reads of a network whose kernels fit nowhere: its outputs, and variances by random signs.
+
+    Args:
+        operator: ``A J`` over the linearized weights, of which ``J`` is used.
+        priors: block to prior, resolved.
+        index: block to the places of its weights.
+        num_probes: random signs of a block; a variance is estimated to ``sqrt(2 / num_probes)`` of itself at worst.
+        seed: seed of the signs.
+    """
+
+    def __init__(
+        self,
+        operator: ObservedTangent,
+        priors: Mapping[str, StructuredPrior],
+        index: Mapping[str, Tensor],
+        *,
+        num_probes: int,
+        seed: int,
+    ) -> None:
+        if num_probes < 1:
+            raise ValueError(f"num_probes={num_probes} has to be at least 1")
+        self.operator, self.priors, self.index = operator, dict(priors), dict(index)
+        self.num_probes, self.seed = num_probes, seed
+
+    @property
+    def outputs(self) -> Tensor:
+        """``f``, all outputs in one vector ``[d]``."""
+        return self.operator.base
+
+    def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Estimates of :meth:`tu_symmetry.laplace.dual.DualStatistics.difference_variances`, float64 on the CPU."""
+        prior, own = self.priors[name], self.index[name]
+        generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + list(self.priors).index(name)))
+        basis = prior.basis.double()
+        total = torch.zeros(len(basis), len(first), dtype=torch.float64)
+        places = own.view(-1, prior.pattern)
+        for _ in range(self.num_probes):
+            signs = (2 * torch.randint(0, 2, (len(places),), generator=generator) - 1).to(self.operator.base)
+            vectors = self.operator.base.new_zeros(prior.pattern, self.operator.size)
+            for offset in range(prior.pattern):
+                vectors[offset, places[:, offset]] = signs
+            moved = self.operator.unobserved(vectors)
+            h = (moved[:, second.to(moved.device)] - moved[:, first.to(moved.device)]).double().cpu()
+            for r, form in enumerate(basis):  # one form after the other: [k, pairs] is what is in memory
+                total[r] += (h * (form @ h)).sum(0)
+        return total / self.num_probes, total.abs() / self.num_probes
 
 
 class SampledEvidence:
@@ -387,6 +442,8 @@ class SampledEvidence:
         lr: float = 0.01,
         decay_every: int = 1000,
         refresh_every: int = 100,
+        hyperprior: DualHyperprior | None = None,
+        hyperprior_probes: int = 20,
         progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> SampledResult:
         """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
@@ -399,6 +456,9 @@ class SampledEvidence:
             lr: learning rate of Adam.
             decay_every: steps after which the learning rate is halved.
             refresh_every: steps after which the preconditioner is made anew.
+            hyperprior: added to the negative log evidence, as for :class:`~tu_symmetry.laplace.dual.DualEvidence`; of
+                :class:`~tu_symmetry.TotalVariation` the variances are estimated, once for all steps.
+            hyperprior_probes: random signs of each block for these estimates.
             progress: called with the history's entry after each step.
         """
         leaves = {name: own.double().clone() for name, own in (phi or self.initial()).items()}
@@ -408,12 +468,19 @@ class SampledEvidence:
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
         history: list[dict[str, Any]] = []
         preconditioner = None
+        kept: dict[Any, Any] = {}
+        statistics = SampledStatistics(
+            self.operator, self.priors, self.index, num_probes=hyperprior_probes, seed=self.seed
+        )
         for step in range(num_steps):
             variance = float(noise.exp())
             if step % refresh_every == 0:
                 preconditioner = self.preconditioner(leaves, variance)
             seed = self.seed + 7919 * (step + 1)
             slopes, noise_slope = self.gradient(leaves, variance, seed=seed, preconditioner=preconditioner)
+            if hyperprior is not None:
+                for name, slope in self._hyperprior_slopes(hyperprior, statistics, leaves, kept).items():
+                    slopes[name] = slopes[name] + slope
             for name, own in leaves.items():
                 own.grad = slopes[name]
             noise.grad = torch.tensor(noise_slope, dtype=torch.float64)
@@ -432,3 +499,18 @@ class SampledEvidence:
                 progress(entry)
         _, theta, _ = self.samples(leaves, float(noise.exp()), count=1, preconditioner=preconditioner)
         return SampledResult(dict(leaves), float(noise.exp()), {}, theta, history)
+
+    def _hyperprior_slopes(
+        self,
+        hyperprior: DualHyperprior,
+        statistics: SampledStatistics,
+        phi: Mapping[str, Tensor],
+        kept: dict[Any, Any],
+    ) -> dict[str, Tensor]:
+        """Gradients of a negative log density of the hyperparameters; blocks that it does not read are left out."""
+        with torch.enable_grad():
+            leaves = {name: own.detach().clone().requires_grad_() for name, own in phi.items()}
+            context = HyperpriorContext(statistics, self.priors, leaves, kept)
+            value = hyperprior({n: self.priors[n].coefficients(own) for n, own in leaves.items()}, context)
+            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        return {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}

@@ -15,6 +15,9 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     EVIDENCE,
     JITTER,
     RANK,
+    ROWS,
+    TV_CODE,
+    TV_SEED,
     one_problem,
     unet_priors,
 )
@@ -22,9 +25,9 @@ from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.dual_model import gaussian_log_density
 from tu_symmetry.laplace.flat import FlatTangentModel, ObservedTangent
+from tu_symmetry.laplace.hyperpriors import TotalVariation
 from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.sampled import SampledEvidence
-from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
 from tu_symmetry.tables.outcome import Outcome
 
@@ -46,6 +49,9 @@ def sampled_posterior(
     patches: Sequence[int] = (1, 2, 10),
     noise_variance: float = 1.0,
     double: bool = True,
+    tv_weight: float | dict[int, float] | None = None,
+    predcp_scale: float = 1.0,
+    hyperprior_probes: int = 20,
 ) -> Outcome:
     """Hyperparameters by stochastic gradients of the evidence, and a Gaussian of patches from posterior samples.
 
@@ -66,6 +72,10 @@ def sampled_posterior(
         patches: sides of the square patches that are scored; pixels of different patches are independent.
         noise_variance: to start from.
         double: whether to compute in float64.
+        tv_weight: weight of the training, one for all or number of angles to weight: the rows of TV-PredCP too, in both
+            readings, with the rate ``predcp_scale * measurements * tv_weight``; None for the evidence alone.
+        predcp_scale: see ``tv_weight``.
+        hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
 
     Raises:
         ValueError: too few samples for the covariance of a patch.
@@ -81,8 +91,8 @@ def sampled_posterior(
     dtype = torch.float64 if double else torch.float32
     entries: list[dict[str, Any]] = []
     arrays: dict[str, Tensor] = {}
-    hyperparameters: dict[str, dict[str, float]] = {}
-    histories: dict[str, list[float]] = {}
+    hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
+    histories: dict[str, dict[str, list[float]]] = {}
     for index in range(len(found)):
         network, x, operator, y = one_problem(found, index, model)
         assert isinstance(network, UNet)
@@ -101,48 +111,58 @@ def sampled_posterior(
             tolerance=tolerance,
             max_iterations=max_iterations,
         )
-        result = evidence.adam(
-            noise_variance=noise_variance,
-            num_steps=num_steps,
-            lr=lr,
-            decay_every=decay_every,
-            refresh_every=refresh_every,
-        )
-        phi, noise = result.phi, result.noise_variance
-        preconditioner = evidence.preconditioner(phi, noise)
-        drawn = []
-        for start in range(0, num_samples, batch_size):
-            count = min(batch_size, num_samples - start)
-            zeta = evidence.samples(phi, noise, count=count, seed=start + 1, preconditioner=preconditioner)[0]
-            with evaluating(network):
-                drawn.append(tangent.jvps(x.to(device, dtype), zeta).flatten(1).double().cpu())
-        samples = torch.cat(drawn)
+        truth = found.problem.truth[index].double()
+        shape = (int(truth.shape[-2]), int(truth.shape[-1]))
+        ways: dict[str, TotalVariation | None] = {EVIDENCE: None}
+        if tv_weight is not None:
+            weight = tv_weight[int(found.problem.num_angles[index])] if isinstance(tv_weight, dict) else tv_weight
+            rate = predcp_scale * len(y) * weight
+            ways |= {TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
         gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
-        extra = noise * float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1] + JITTER
-        mean, truth = observed.base.double().cpu(), found.problem.truth[index].double()
+        gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
+        mean = observed.base.double().cpu()
         psnr, ssim = image_quality(mean.view(1, *truth.shape), truth.unsqueeze(0))
-        for side in patches:
-            score = patch_log_density((truth.reshape(-1) - mean).view(truth.shape), samples, side, extra)
-            entries.append(
-                {
-                    "row": EVIDENCE,
-                    "problem": index,
-                    "patch": side,
-                    "log_likelihood": score,
-                    "psnr": float(psnr[0]),
-                    "ssim": float(ssim[0]),
-                    "noise_variance": noise,
-                }
-            )
-        arrays[f"{index}.deviation"] = samples.square().mean(0).sqrt().view(truth.shape).float()
-        arrays[f"{index}.mean"] = mean.view(truth.shape).float()
         names = {p.name: p.hyperparameters for p in priors}
-        hyperparameters[str(index)] = {
-            f"{name}.{key}": math.exp(value)
-            for name, own in phi.items()
-            for key, value in zip(names[name], own.tolist(), strict=True)
-        } | {"noise_variance": noise}
-        histories[str(index)] = [entry["noise_variance"] for entry in result.history]
+        for row, hyperprior in ways.items():
+            result = evidence.adam(
+                noise_variance=noise_variance,
+                num_steps=num_steps,
+                lr=lr,
+                decay_every=decay_every,
+                refresh_every=refresh_every,
+                hyperprior=hyperprior,
+                hyperprior_probes=hyperprior_probes,
+            )
+            phi, noise = result.phi, result.noise_variance
+            preconditioner = evidence.preconditioner(phi, noise)
+            drawn = []
+            for start in range(0, num_samples, batch_size):
+                count = min(batch_size, num_samples - start)
+                zeta = evidence.samples(phi, noise, count=count, seed=start + 1, preconditioner=preconditioner)[0]
+                drawn.append(observed.unobserved(zeta).double().cpu())
+            samples = torch.cat(drawn)
+            for side in patches:
+                error = (truth.reshape(-1) - mean).view(truth.shape)
+                entries.append(
+                    {
+                        "row": row,
+                        "problem": index,
+                        "patch": side,
+                        "log_likelihood": patch_log_density(error, samples, side, noise * gain + JITTER),
+                        "psnr": float(psnr[0]),
+                        "ssim": float(ssim[0]),
+                        "noise_variance": noise,
+                    }
+                )
+            key = f"{index}.{ROWS.index(row)}"
+            arrays[f"{key}.deviation"] = samples.square().mean(0).sqrt().view(truth.shape).float()
+            arrays[f"{key}.mean"] = mean.view(truth.shape).float()
+            hyperparameters.setdefault(row, {})[str(index)] = {
+                f"{name}.{what}": math.exp(value)
+                for name, own in phi.items()
+                for what, value in zip(names[name], own.tolist(), strict=True)
+            } | {"noise_variance": noise}
+            histories.setdefault(row, {})[str(index)] = [entry["noise_variance"] for entry in result.history]
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / ARRAYS, {name: t.contiguous() for name, t in arrays.items()}, {})
     content = {"rows": entries, "hyperparameters": hyperparameters, "noise_variances": histories}
