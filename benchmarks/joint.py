@@ -80,7 +80,7 @@ def section(records: list[Record], products: Record) -> Section:
         "machine. float32, one thread. *To the reference*: the objective (negative log evidence less log hyperprior, "
         f"nats) less that of the same search continued to {_TIGHT:g} posterior standard deviations and 1e-3 in the "
         "log precisions. *Certificate*: what the result's `gap` bounds the distance of the weights' part by. *NLL*: "
-        f"on {1000 if len(records) > 1 else 60:,} other images of the kind.\n\n"
+        "on up to 1,000 other images of the kind, no more than it was trained on.\n\n"
         "*Products*: what one direction of the search costs where a whole run would take hours: a product with the "
         "Jacobian and one with its transpose, with the linearization kept in memory or the network run again, in "
         "epochs of training on the same images; and the preconditioner, which does not depend on their number. *Epochs "
