@@ -428,7 +428,8 @@ def _fill(call: Call) -> Value:
     filler = call.get("value")
     if isinstance(filler, Value):
         call.ledger.pin(filler, "fills a tensor")
-    zero = call.operator == "aten.zero" or filler == 0
+    known = isinstance(filler, Value) and id(filler) in call.zeros  # torch 2.11 lifts `h[0] = 0.0` to a tensor
+    zero = call.operator == "aten.zero" or filler == 0 or known
     written = call.get("self")
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
     return replace(moving.uniform(call.shape), scale=scale)

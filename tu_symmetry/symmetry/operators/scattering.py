@@ -19,6 +19,7 @@ from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, pinne
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
 from tu_symmetry.symmetry.operators.movement import pin_tensor
+from tu_symmetry.symmetry.operators.pointwise import join_labels
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 SYMMETRIC = ("sum", "mean", "amax", "amin", "add")
@@ -160,6 +161,8 @@ def _index_put(call: Call) -> Value:
     indices = list(call["indices"])
     used = [k for k, i in enumerate(indices) if i is not None]
     accumulate = bool(call.get("accumulate", False))
+    if len(used) == 1 and not accumulate and math.prod(values.shape) == 1 and _is_mask(call, used[0]):
+        return _filled(call, value, values, indices[used[0]], used[0])
     if len(used) != 1 or indices[used[0]].ndim != 1:
         return _put_at_points(call, value, values, indices, used)
     (axis,) = used
@@ -186,6 +189,27 @@ def _index_put(call: Call) -> Value:
     held = replace(call["self"], scale=parts[0].scale)
     written: Value | float = values if id(values) not in call.zeros else 0.0
     return replace(found, scale=_combined(call, held, written, arriving.scale, linear=True))
+
+
+def _is_mask(call: Call, k: int) -> bool:
+    """Whether an index says of each entry whether it is meant, and not (a constant) which units are."""
+    kinds = call.dtypes.get("indices")
+    return kinds is not None and kinds[k] in (torch.bool, torch.uint8) and call.constants["indices"][k] is None
+
+
+def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -> Value:
+    """One number wherever a mask is true, ``where(mask, filling, value)``: ``h[h > 1] = 1.0`` as torch 2.11 traces it.
+
+    The mask covers the axes of the value from ``first`` on, ``h[:, mask] = 1.0`` of a ``h`` of four axes as many as the
+    mask has: it is stretched over those that follow. Units of the mask are the value's own.
+    """
+    after = value.ndim - first - mask.ndim
+    stretched = moving.reshape(call.ledger, mask, [*mask.shape, *(1 for _ in range(after))]) if after else mask
+    single = replace(moving.reshape(call.ledger, filling, []), parameter=None) if filling.ndim else filling
+    _, result = join_labels(call, [stretched, value, single], call.shape)
+    if id(filling) not in call.zeros:
+        call.ledger.equate(value.scale, moving.pad_left(single, value.ndim).scale)
+    return replace(result, scale=value.scale)
 
 
 def _put_at_points(call: Call, value: Value, values: Value, indices: list[Value | None], used: list[int]) -> Value:
