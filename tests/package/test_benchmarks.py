@@ -144,3 +144,30 @@ def test_figures() -> None:
         "1235",
         "1.0e-05",
     ]
+
+
+def test_the_comparison_keeps_the_tables_that_were_not_measured_again(tmp_path: Path) -> None:
+    from benchmarks import comparison
+
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"What to try.\n\n{comparison._MARK}\n\nold text\n\n**ViT, trained long**\n\n| a |\n|---|\n| kept |\n"
+    )
+    scores = {"nll": 0.25, "ece": 0.5, "brief": 0.0, "brier": 0.75, "auroc": 0.875}
+    itself = {
+        "network": "MLP",
+        "training": "briefly",
+        "seconds": 0.0,
+        "method": "the network itself",
+        "evidence": scores,
+    }
+    row = itself | {"method": "all", "calibrated": scores | {"nll": 0.125}, "temperature": 0.1, "converged": False}
+    for _ in range(2):
+        comparison.write(comparison.section([itself, row]), page)
+        text = page.read_text()
+        assert text.startswith("What to try.") and "old text" not in text and text.count("| kept |") == 1
+        assert text.index("**MLP, trained briefly**") < text.index("**ViT, trained long**")
+        assert text.count("| all † | 0.250 → 0.125 | 0.500 → 0.500 | 0.750 → 0.750 | 0.875 → 0.875 | 0.1 |") == 1
+    page.write_text("no mark")
+    with pytest.raises(ValueError, match="has no line"):
+        comparison.write(comparison.section([itself]), page)
