@@ -238,25 +238,27 @@ def orderings(entries: Entries) -> list[str]:
 
 
 def images_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tensor]) -> None:
-    """One problem of each number of angles: what was there, what was seen, what each row says."""
+    """One line for each number of angles: what was there, what was seen, what each row says.
+
+    The linearized rows have one mean, the network's image, so that they share a reconstruction and its error.
+    """
     problem = found.problem
     chosen = {int(a): i for i, a in reversed(list(enumerate(problem.num_angles.tolist())))}
-    rows = [row for row in (DROPOUT, EVIDENCE, TV_SEED, TV_CODE) if f"0.{ROWS.index(row)}.mean" in arrays]
     panels: list[list[tuple[str, Tensor, str]]] = []
     for angles, index in sorted(chosen.items()):
         truth = problem.truth[index]
-        for row in rows:
-            key = f"{index}.{ROWS.index(row)}"
-            mean = arrays[f"{key}.mean"]
-            panels.append(
-                [
-                    (f"truth, {angles} angles", truth, "gray"),
-                    ("back-projection", problem.back_projection[index], "gray"),
-                    (_short(row), mean, "gray"),
-                    ("absolute error", (truth - mean).abs(), "error"),
-                    ("standard deviation", arrays[f"{key}.deviation"], "error"),
-                ]
-            )
+        line = [(f"truth, {angles} angles", truth, "gray"), ("back-projection", problem.back_projection[index], "gray")]
+        for group in ((DROPOUT,), (EVIDENCE, TV_SEED, TV_CODE)):
+            own = [row for row in group if f"{index}.{ROWS.index(row)}.mean" in arrays]
+            if own:
+                mean = arrays[f"{index}.{ROWS.index(own[0])}.mean"]
+                line.append((_short(own[0]) if group == (DROPOUT,) else "DIP, linearized", mean, "gray"))
+                line.append(("absolute error", (truth - mean).abs(), "error"))
+            for row in own:
+                name = _short(row).removeprefix("lin. ").strip("()")
+                name = "its deviation" if row == DROPOUT else f"deviation, {name}"
+                line.append((name, arrays[f"{index}.{ROWS.index(row)}.deviation"], "error"))
+        panels.append(line)
     _pictures(path, panels)
 
 
