@@ -256,7 +256,7 @@ def images_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tenso
                 line.append(("absolute error", (truth - mean).abs(), "error"))
             for row in own:
                 name = _short(row).removeprefix("lin. ").strip("()")
-                name = "its deviation" if row == DROPOUT else f"deviation, {name}"
+                name = "its std" if row == DROPOUT else f"std, {name}"
                 line.append((name, arrays[f"{index}.{ROWS.index(row)}.deviation"], "error"))
         panels.append(line)
     _pictures(path, panels)
