@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks._report import describe_error
@@ -110,6 +111,15 @@ def in_own_process(module: str, *arguments: str) -> Any:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise RuntimeError(lines[-1])
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak_memory() -> int:
+    """The largest resident memory of this process (bytes, Linux).
+
+    Not ``getrusage``: what that gives starts at the peak of the process that has started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def figure(value: float | None, digits: int = 3) -> str:

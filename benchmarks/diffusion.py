@@ -18,7 +18,6 @@ measurement, verification at full size would take some 16 minutes of processor t
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 
 import tu_symmetry as tus
-from benchmarks._measure import in_own_process
+from benchmarks._measure import in_own_process, peak_memory
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.reporting.grid import Grid
 
@@ -83,7 +82,7 @@ def measure(name: str) -> dict[str, Any]:
         "scales": len(graph.scales),
         "normalizations": len(graph.normalizations),
         "without_rule": list(graph.unknown_operators),
-        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,  # kilobytes on Linux
+        "peak": peak_memory(),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from benchmarks._measure import in_own_process
+from benchmarks._measure import in_own_process, peak_memory
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.experiments.symmetry_aware import residual_network
 from tu_symmetry.metrics.functional import removal, stream_discrepancy
@@ -26,7 +25,7 @@ from tu_symmetry.states import stack_states
 COUNT = 1000  # networks of each set that the figure is of
 LIMIT = 8e9
 DEFAULT = 2**30  # bytes of weights that are held at a time, when nothing is said
-LARGE = 100  # networks of a set, of which one tensor alone takes more than DEFAULT, so that this is what limits a piece
+LARGE = 60  # networks of a set, of which one tensor alone takes more than DEFAULT, so that this is what limits a piece
 _SHARD = 10
 Network = Callable[[], tuple[nn.Module, Tensor]]
 
@@ -107,7 +106,7 @@ def measure(name: str, folder: Path, memory: int) -> dict[str, Any]:
         "element": sum(t.numel() * t.element_size() for t in held),
         "value": test.value,
         "cpu": time.process_time() - start,
-        "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,  # kilobytes on Linux
+        "peak": peak_memory(),
     }
 
 

@@ -269,10 +269,11 @@ def stream_discrepancy(
                     assert graph is not None
                     log_scale, permutation = elements[row]
                     t = permute_tensors(graph, permutation, scale_tensors(graph, log_scale, {name: t.float()}))[name]
+                if not torch.isfinite(t).all():
+                    raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
                 block[row] = t.reshape(-1)[start:stop]
-            if not torch.isfinite(block).all():
-                raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
             yield block
+            del block  # before the next one is made; whoever takes them lets go of them likewise
 
     def parts() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
         by_part: dict[str, list[str]] = {}
@@ -285,6 +286,7 @@ def stream_discrepancy(
                 for block in pieces(name):
                     one += pairwise_distances(block, 1)
                     two += pairwise_distances(block, 2).square_()
+                    del block
             yield part, (one, two.sqrt_())
 
     return _test(
