@@ -175,7 +175,7 @@ def test_a_line_search_that_rounding_ends_is_judged_by_the_curvature(monkeypatch
         if where == "elsewhere" and len(runs) == 1:
             options["options"] = options["options"] | {"maxiter": 2}
         outcome = real(function, start, **options)
-        outcome.success = False
+        outcome.success, outcome.status = False, 2
         return outcome
 
     monkeypatch.setattr(dual, "minimize", failing)

@@ -444,6 +444,7 @@ class DualEvidence:
 
 
 _NEWTON_GAIN = 1e-6  # nats, below which an optimum counts as found
+_ABNORMAL = 2  # SciPy's status of L-BFGS-B whose line search has failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -479,7 +480,7 @@ def newton_gain(evidence: DualEvidence, phi: Tensor, free: Tensor) -> float:
         free: which of them may move ``(P,)``.
 
     Returns:
-        The gain; infinite at a saddle.
+        The gain; infinite at a saddle, and within 1e-3 of hyperparameters whose covariance is singular.
     """
     limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
     gradient = evidence.value_and_gradient(phi)[1]
@@ -494,7 +495,10 @@ def newton_gain(evidence: DualEvidence, phi: Tensor, free: Tensor) -> float:
         for sign in (1.0, -1.0):
             point = phi.clone()
             point[i] = (point[i] + sign * 1e-3).clamp(limits[i, 0], limits[i, 1])
-            ends.append((point[i], evidence.value_and_gradient(point)[1][moving]))
+            try:
+                ends.append((point[i], evidence.value_and_gradient(point)[1][moving]))
+            except SingularCovarianceError:
+                return math.inf
         rows.append((ends[0][1] - ends[1][1]) / (ends[0][0] - ends[1][0]))
     hessian = torch.stack(rows)
     values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
@@ -594,12 +598,13 @@ def optimize(
                 options={"maxiter": left, "maxfun": 20 * left, "ftol": 1e-13, "gtol": 1e-6, "maxcor": 20},
             )
             left -= outcome.nit
-            converged = bool(outcome.success)
             # Close to the optimum a line search can fail by rounding alone. The optimizer then starts again from
             # there without what it remembers of the curvature; where that gains nothing, the curvature itself decides.
-            if converged or left < 1 or not best[0] < before - _NEWTON_GAIN:
+            if outcome.status != _ABNORMAL or left < 1 or not best[0] < before - _NEWTON_GAIN:
                 break
-        converged = converged or newton_gain(evidence, best[1], free) < _NEWTON_GAIN
+        converged = bool(outcome.success)
+        if outcome.status == _ABNORMAL:
+            converged = newton_gain(evidence, best[1], free) < _NEWTON_GAIN
     gradient = evidence.value_and_gradient(best[1])[1]
     near = 1e-6 * (limits[:, 1] - limits[:, 0])
     pushed = ((best[1] - limits[:, 0] < near) & (gradient > 1e-3)) | (
