@@ -98,3 +98,12 @@ class Net(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(self, *inputs)
+
+
+def exports(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Whether this release of torch.export takes a network; what it cannot trace is to be refused, and nothing else."""
+    try:
+        torch.export.export(model.eval(), inputs, strict=False)
+    except Exception:
+        return False
+    return True

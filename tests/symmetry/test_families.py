@@ -157,6 +157,23 @@ def test_means_and_deviations_of_bayesian_layers_move_together() -> None:
     }
 
 
+def test_checks_of_a_distribution_are_no_branches() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 5), nn.Linear(5, 2)
+            self.share = nn.Parameter(torch.randn(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kind = torch.distributions.Categorical(logits=self.share)
+            place = torch.distributions.Normal(self.b(torch.relu(self.a(x))), torch.nn.functional.softplus(self.share))
+            return self.c(place.mean * kind.probs + place.log_prob(torch.ones_like(self.share)))
+
+    before = torch.distributions.Distribution._validate_args
+    check(Mixture(), (3, 4), [8, 5])
+    assert torch.distributions.Distribution._validate_args is before
+
+
 @pytest.mark.slow
 def test_large_torch_uncertainty_backbones() -> None:
     names = ("inception_time", "vgg", "wideresnet")

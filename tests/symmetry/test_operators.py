@@ -16,6 +16,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo import exports
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
@@ -533,7 +534,11 @@ def test_operators_have_the_groups_counted_by_hand(row: Row) -> None:
     model = row.build().eval()
     generator = torch.Generator().manual_seed(1)
     inputs = tuple(torch.randn(shape, generator=generator) for shape in row.inputs)
-    graph = tus.discover_symmetries(model, inputs)
+    try:
+        graph = tus.discover_symmetries(model, inputs)
+    except tus.SymmetryError as error:  # on an older release of torch
+        assert "cannot trace" in str(error) and not exports(model, inputs)
+        return
     assert graph.unknown_operators == ()
     assert sorted(g.shape for g in graph.permutations) == sorted(row.permutations)
     assert sum(g.size for g in graph.scales) == row.scales

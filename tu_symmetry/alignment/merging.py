@@ -134,7 +134,7 @@ def merge(
     """Align networks of one architecture, average them, and correct the statistics of the average.
 
     Args:
-        graph: the architecture's symmetry graph (verified on first use).
+        graph: the architecture's symmetry graph (verified on first use, where networks are aligned).
         states: at least two networks: state dicts, files that :func:`~tu_symmetry.load_state` reads, a
             :class:`~tu_symmetry.SampleStore`, or a stack with a leading sample axis. Files and stores are read one
             network at a time, two or three times each. A LightningModule (a routine of TorchUncertainty) stands for
@@ -435,13 +435,13 @@ def _align(
     tell: Callable[[str, int], None],
 ) -> tuple[list[Permutation], list[Certificate], str]:
     """Permutations of all networks; one of them is in memory beside the reference, where it is a single network."""
-    graph.require_verified()
-    identity = identity_permutation(graph)
-    if reference is None:
+    if reference is None:  # nothing is permuted, and so nothing is verified
         for k in range(len(members)):
             graph.check_state(members[k], name=f"states[{k}]")
             tell("align", k + 1)
-        return [identity] * len(members), [], "the networks were merged as they are"
+        return [identity_permutation(graph)] * len(members), [], "the networks were merged as they are"
+    graph.require_verified()
+    identity = identity_permutation(graph)
     together = isinstance(reference, str) and reference in get_args(Reference) and reference != "first"
     if together and not all(f"permutation/{k}" in done for k in range(len(members))):
         found = align(

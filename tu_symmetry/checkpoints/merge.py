@@ -99,7 +99,8 @@ def merge_files(
     """Merge checkpoint files into one, see :func:`tu_symmetry.merge`.
 
     Args:
-        graph: the architecture's symmetry graph; where it is not verified, what is used of it is.
+        graph: the architecture's symmetry graph; where it is not verified, what is used of it is
+            (nothing, where networks are merged as they are).
         checkpoints: at least two files that :func:`tu_symmetry.load_state` reads.
         out: the ``.safetensors`` file to write; one that an earlier run wrote is replaced.
         model: a module of the architecture, for the statistics and the scores.
@@ -136,10 +137,11 @@ def merge_files(
     except ValueError as error:
         raise AlignFilesError(str(error)) from error
     _give_back()
-    with track("verifying the permutations in float64", 1) as tracker:
-        graph.require_verified()
-        tracker.update(1)
-    _give_back()
+    if reference is not None:
+        with track("verifying the permutations in float64", 1) as tracker:
+            graph.require_verified()
+            tracker.update(1)
+        _give_back()
     files = check_checkpoints(graph, checkpoints, output_names(checkpoints), prefix, track)
     networks: Any = _Files(graph, [file.path for file in files], prefix)
     if data is not None:

@@ -9,7 +9,7 @@ import operator
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -100,7 +101,8 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+            with silence[0], silence[1], _unchecked_distributions():
                 program = torch.export.export(model, args, dict(kwargs), strict=False)
             if _has_open_shapes(program):  # boolean masks, nonzero: no branch, but sizes that only values tell
                 return _recorded(model, args, kwargs, None)
@@ -130,6 +132,21 @@ def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
                 f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
                 "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
             ) from error
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Leave out the checks that ``torch.distributions`` makes of its arguments.
+
+    They branch on values, which older releases of torch.export refuse, and decide nothing but whether an error is
+    raised. Verification runs the network with them.
+    """
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def batch_axis_missing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
