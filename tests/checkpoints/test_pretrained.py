@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from rich.console import Console
@@ -16,8 +17,6 @@ from tu_symmetry import cli
 from tu_symmetry.checkpoints.architecture import ArchitectureError
 from tu_symmetry.checkpoints.pretrained import Pretrained
 from tu_symmetry.symmetry import probe
-
-diffusers = pytest.importorskip("diffusers")
 
 UNET = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 CROSS_DOWN, CROSS_UP = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
