@@ -718,3 +718,16 @@ def test_members_of_a_deep_ensemble_are_a_mixture() -> None:
     each = [la.predictive(x, link_approx="probit") for la in callback.laplaces]
     assert [la.model for la in callback.laplaces] == list(model.core_models)
     torch.testing.assert_close(callback.mixture.predictive(x, link_approx="probit"), (each[0] + each[1]) / 2)
+
+
+def test_a_precision_for_each_weight_is_said_in_a_line_for_each_parameter(caplog: pytest.LogCaptureFixture) -> None:
+    """And neither logged nor drawn weight by weight."""
+    callback = Fit(prior="diagonal", curvature="diag", evaluate_at="map")
+    with caplog.at_level("INFO"):
+        trainer(callback, epochs=1).fit(Routine(), Data())
+    (said,) = [m for m in caplog.messages if m.startswith("Laplace approximation")]
+    assert callback.laplace is not None and len(callback.laplace.report()) == callback.laplace.tangent.size == 53
+    names = [line.split(":")[0].strip() for line in said.splitlines()[1:]]
+    assert names == list(callback.laplace.tangent.names)
+    with pytest.raises(ValueError, match="for every weight"):
+        FitLaplace(prior="diagonal", curvature="diag", log_groups=True)

@@ -134,7 +134,8 @@ class FitLaplace(Callback):
         load_from: a file that was saved earlier, to use instead of fitting before tests; it has to belong to the
             weights.
         prefix: first part of the logged names.
-        log_groups: log three scalars for each group of weights too (a ResNet-18 has 62 groups).
+        log_groups: log three scalars for each group of weights too (a ResNet-18 has 62 groups); not with
+            ``prior="diagonal"``.
         likelihood: see :class:`~tu_symmetry.LinearizedLaplace`. By default that of the LightningModule's ``loss`` where
             it is one of torch's, else ``classification``.
         options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``evaluate_at``,
@@ -192,6 +193,8 @@ class FitLaplace(Callback):
         if isinstance(max_iterations, str) and max_iterations != "auto":
             raise ValueError(f"max_iterations={max_iterations!r} is not known; choose 'auto', a number, or None")
         self.prefix = prefix
+        if log_groups and options.get("prior") == "diagonal":
+            raise ValueError("log_groups=True would log three scalars for every weight with prior='diagonal'; leave it")
         self.log_groups = log_groups
         self.options = options
         self.forget()
@@ -471,7 +474,8 @@ class FitLaplace(Callback):
             logger.log_metrics({f"{self.prefix}/{k}": v for k, v in scalars.items()}, step=trainer.global_step)
             logger.save()
         names = [row.name for row in rows[0]]
-        if all([row.name for row in one] == names for one in rows):  # members of one architecture
+        single = self.laplaces[0].prior_groups.weights  # no figure has room for a bar for each weight
+        if not single and all([row.name for row in one] == names for one in rows):  # members of one architecture
             many = len(rows) > 1
             values = {f"member {k}" if many else "lambda": [r.precision for r in one] for k, one in enumerate(rows)}
             draw = partial(plot.bars, values, names, ylabel="prior precision", log=True)
@@ -678,9 +682,25 @@ def _progress(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None] | N
 
 
 def _summary(laplace: LinearizedLaplace, rows: list[GroupReport], which: str = "") -> str:
-    lines = [
-        f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
-        for row in rows[:_SHOWN]
-    ]
-    more = [f"  and {len(rows) - _SHOWN} more groups"] if len(rows) > _SHOWN else []
-    return "\n".join([f"Laplace approximation{which} from {laplace.summary.samples} training samples:", *lines, *more])
+    groups = laplace.prior_groups
+    if groups.weights:
+        lines = [_of_parameter(name, rows[slot.start : slot.stop]) for name, slot in groups.slots.items()]
+    else:
+        lines = [
+            f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
+            for row in rows
+        ]
+    what = "parameters" if groups.weights else "groups"
+    more = [f"  and {len(lines) - _SHOWN} more {what}"] if len(lines) > _SHOWN else []
+    head = f"Laplace approximation{which} from {laplace.summary.samples} training samples:"
+    return "\n".join([head, *lines[:_SHOWN], *more])
+
+
+def _of_parameter(name: str, rows: list[GroupReport]) -> str:
+    """A line for all weights of a parameter, where each has a precision of its own."""
+    found = sorted(row.precision for row in rows)
+    pruned = sum(row.pruned for row in rows)
+    return (
+        f"  {name}: lambda {found[0]:.3g} to {found[-1]:.3g}, half of them below {found[len(found) // 2]:.3g}, gamma "
+        f"{sum(row.gamma for row in rows):.4g} of {len(rows)}{f', {pruned} pruned' if pruned else ''}"
+    )

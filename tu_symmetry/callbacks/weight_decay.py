@@ -85,8 +85,10 @@ class EvidenceWeightDecay(Callback):
         taken = [name for name in _RESERVED if options.get(name) is not None]
         if taken:
             raise ValueError(f"{taken} cannot be chosen: the evidence is that at the weights of the run")
-        if options.get("prior") == "per_filter":
-            raise ValueError("prior='per_filter' has several precisions within a parameter, an optimizer has one decay")
+        if options.get("prior") in ("per_filter", "diagonal"):
+            raise ValueError(
+                f"prior={options['prior']!r} has several precisions within a parameter, an optimizer has one decay"
+            )
         if every_n_epochs < 1 or start_epoch < 0:
             raise ValueError(
                 f"every_n_epochs={every_n_epochs} has to be positive, start_epoch={start_epoch} not negative"

@@ -178,7 +178,11 @@ def fit_curvature(
 
     Returns:
         The blocks in the order of the flat parameter vector, and the summary of the pass.
+
+    Raises:
+        ValueError: Kronecker factors under a prior with a precision for each weight.
     """
+    require_separable(options.curvature, weights=groups.weights)
     one_pass = _Pass(tangent, likelihood, loader if first_pass is None else first_pass, progress, "curvature")
     one_pass.batches = count_of(loader)
     with evaluating(tangent.model):
@@ -198,6 +202,21 @@ def fit_curvature(
             second = _Pass(tangent, likelihood, loader, progress, "eigenvalues")
             _correct(tangent, likelihood, second, layers, blocks, options, generator)
     return sorted(blocks, key=lambda b: b.start), summary
+
+
+def require_separable(curvature: Curvature, *, weights: bool) -> None:
+    """Refuse Kronecker factors where every weight has a precision of its own.
+
+    Raises:
+        ValueError: they have no common eigenbasis with the prior.
+    """
+    if weights and curvature in ("kfac", "ekfac"):
+        raise ValueError(
+            f"prior='diagonal' and curvature={curvature!r} do not go together: a Kronecker product plus a diagonal, "
+            "A x G + Lambda, has no eigenvectors made of those of its factors, so that it could only be inverted as "
+            "the whole matrix. Choose curvature='diag' (everything separates), 'full', 'last_layer' or 'lowrank'; or "
+            "prior='per_filter' or 'per_layer'"
+        )
 
 
 def _columns(
@@ -334,8 +353,7 @@ def _diagonal(
     all_reduce(diagonal)
     blocks: list[Block] = []
     for name, slot in tangent.slots.items():
-        part = Part(name, slot.shape)
-        number = _rows_of_group(groups, part)
+        number = groups.of[name]
         if number.ndim == 1:
             number = number.repeat_interleave((slot.stop - slot.start) // len(number))
         blocks.append(DiagonalBlock(name, slot.start, number, diagonal[slot.start : slot.stop].clone()))

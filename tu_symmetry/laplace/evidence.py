@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, CoupledBlock, LowRankBlock
@@ -27,8 +26,10 @@ from tu_symmetry.laplace.groups import PriorGroups
 _EXACT = 4096  # as many eigenvalues of a group are kept as they are
 _ENTRIES = 1 << 22  # bins of all groups together
 _SMALLEST = 1e-18  # eigenvalues below this share of the largest count as zero
-_BISECTIONS = 80
+_ROOT_STEPS = 200  # bisections alone would take 60
+_ROOT_ROUNDING = 4e-14  # relative, of a log precision
 _NEWTON_STEPS = 100
+_CONJUGATE = 200  # products for a Newton step
 _ROUNDING = 1e-12  # relative error of a log determinant
 _SHORT = 1e-6  # of log precisions: the next step of Newton's method would have about its square
 _NOISE_RANGE = 50.0  # largest log ratio of the noise variance to the residuals'
@@ -41,7 +42,8 @@ class Hyperprior:
     The center ``c_g`` is the group's number of weights over their squared norm at the linearization point. It divides
     by ``k^2`` where normalized weights are multiplied by ``k``, so that the hyperprior keeps the predictive's
     invariance (Proposition 3). The data outweigh it wherever a group has more than a few determined directions; where
-    the evidence alone would send a precision to infinity, it stops that.
+    the evidence alone would send a precision to infinity, it stops that. A single weight (``prior="diagonal"``) has the
+    center of its parameter as a whole, for one number says too little of its own scale.
 
     Attributes:
         std: standard deviation of the log precision in nats, one decade by default; infinite for a flat prior.
@@ -104,14 +106,21 @@ class Determinants(ABC):
         """Effective number of determined directions of every group, float64 ``[groups]``."""
 
     @abstractmethod
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Gradient and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
+    def response(
+        self, x: Tensor, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, weight: float, free: Tensor
+    ) -> Tensor:
+        """``X^T F^-1 X``, ``F`` being the Hessian of ``-log Z - log hyperprior`` in ``(rho, tau)`` for fixed weights.
+
+        What a quadratic form loses where the precisions move along. Where ``F`` is zero, nothing counts.
 
         Args:
+            x: float64 ``[groups + 1, k]``.
             norms: squared norm of the weights in each group.
             rho: log precisions.
             tau: log noise variance.
-            noise: None for a noise variance that stays: its row and column are zero.
+            noise: None for a noise variance that stays.
+            weight: inverse variance of the hyperprior.
+            free: which entries of ``(rho, tau)`` can move; the others' rows of ``x`` and ``F`` are left out.
         """
 
     @abstractmethod
@@ -165,19 +174,21 @@ class Spectrum(Determinants):
 
     @classmethod
     def _exact(cls, blocks: Sequence[Block], groups: PriorGroups, largest: Tensor) -> Spectrum:
-        rows: list[list[Tensor]] = [[] for _ in range(len(groups))]
+        found, numbers = [], []
         for block in blocks:
             values = block.eigenvalues().double().cpu()
             own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
-            for number in own.unique().tolist():
-                flat = values.reshape(-1)[own == number]
-                rows[number].append(flat[flat > _SMALLEST * largest[number]])
-        joined = [torch.cat(r) if r else torch.zeros(0, dtype=torch.float64) for r in rows]
-        logs = torch.zeros(len(groups), max(1, *(len(r) for r in joined)), dtype=torch.float64)
+            flat = values.reshape(-1)
+            positive = flat > _SMALLEST * largest[own]
+            found.append(flat[positive].log())
+            numbers.append(own[positive])
+        number, order = torch.cat(numbers).sort(stable=True)
+        sizes = torch.bincount(number, minlength=len(groups))
+        place = torch.arange(len(number)) - (sizes.cumsum(0) - sizes)[number]
+        logs = torch.zeros(len(groups), max(1, int(sizes.max())), dtype=torch.float64)
         counts = torch.zeros_like(logs)
-        for number, row in enumerate(joined):
-            logs[number, : len(row)] = row.log()
-            counts[number, : len(row)] = 1
+        logs[number, place] = torch.cat(found)[order]
+        counts[number, place] = 1
         return cls(logs, counts)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
@@ -188,12 +199,32 @@ class Spectrum(Determinants):
         """``sum s / (s + v lambda)``."""
         return (self.counts * torch.sigmoid(self.logs - tau - rho.unsqueeze(-1))).sum(-1)
 
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """Those of every group by itself; the noise variance is shared by all."""
+    def _slopes(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+        """``gamma``, and its derivative in ``-rho``: both are sums over the eigenvalues of every group by itself."""
         shares = torch.sigmoid(self.logs - tau - rho.unsqueeze(-1))
-        gamma = (self.counts * shares).sum(-1)
-        slopes = (self.counts * shares * (1 - shares)).sum(-1)
-        return _assembled(norms, rho, tau, noise, gamma, torch.diag(slopes))
+        counted = self.counts * shares
+        return counted.sum(-1), (counted * (1 - shares)).sum(-1)
+
+    def response(
+        self, x: Tensor, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, weight: float, free: Tensor
+    ) -> Tensor:
+        """``F`` is diagonal, bordered by the row of the noise variance that all groups share.
+
+        With ``F = [D, b; b^T, c]`` it is ``X^T D^-1 X + y y^T / (c - b^T D^-1 b)``, ``y = x_tau - X^T D^-1 b``.
+        """
+        _, slopes = self._slopes(rho, tau)
+        diagonal = 0.5 * (slopes + rho.exp() * norms) + weight
+        inverse = torch.where(free[:-1] & (diagonal > 1e-15 * diagonal.max()), diagonal, torch.inf).reciprocal()
+        rows = x[:-1]
+        found = rows.T @ (inverse.unsqueeze(-1) * rows)
+        if noise is not None and bool(free[-1]):
+            border = 0.5 * slopes
+            corner = 0.5 * (noise.squares * math.exp(-tau) + float(slopes.sum()))
+            left = corner - float((border.square() * inverse).sum())
+            if left > 1e-15 * corner:
+                own = x[-1] - rows.T @ (inverse * border)
+                found += torch.outer(own, own) / left
+        return found
 
     def step(
         self,
@@ -204,31 +235,80 @@ class Spectrum(Determinants):
         hyperprior: Hyperprior,
         noise: Noise | None,
     ) -> tuple[Tensor, float]:
-        """Bisection of the derivative in every group at once, exact and independent of the start.
+        """The root of the derivative in every group at once, exact and independent of the start.
 
         With noise, the same for the objective as a function of the log noise variance alone, minimized over the
         precisions, which is convex as well.
         """
         if noise is None:
-            return self._precisions(norms, tau, log_center, hyperprior), tau
-
-        def slope(log_noise: float) -> float:
-            gamma = self.gamma(self._precisions(norms, log_noise, log_center, hyperprior), log_noise)
-            return noise.values - noise.squares * math.exp(-log_noise) - float(gamma.sum())
-
+            return self._precisions(norms, tau, log_center, hyperprior, rho), tau
+        weight = 0.0 if math.isinf(hyperprior.std) else 2 / hyperprior.std**2
+        bound = math.log(hyperprior.cap)
         low = noise.lowest()
         high = low + _NOISE_RANGE
-        tau = high if slope(high) <= 0 else float(brentq(slope, low, high, xtol=1e-13, rtol=1e-14))
-        return self._precisions(norms, tau, log_center, hyperprior), tau
+        if not low <= tau <= high:
+            tau = low
+        before = math.inf
+        for _ in range(_ROOT_STEPS):
+            rho = self._precisions(norms, tau, log_center, hyperprior, rho)
+            gamma, slopes = self._slopes(rho, tau)
+            residual = noise.squares * math.exp(-tau)
+            value = noise.values - residual - float(gamma.sum())
+            low, high = (tau, high) if value < 0 else (low, tau)
+            moving = (rho - log_center).abs() < bound * (1 - 1e-12)
+            along = torch.where(moving, slopes / (rho.exp() * norms + slopes + weight), 0)
+            step = -value / (residual + float((slopes * (1 - along)).sum()))
+            if abs(step) <= _ROOT_ROUNDING * (1 + abs(tau)) or value == 0 or low == high:
+                return rho, tau
+            halved = abs(value) > 0.5 * before or not low < tau + step < high
+            before = math.inf if halved else abs(value)
+            tau = (low + high) / 2 if halved else tau + step
+            if halved and high - low <= _ROOT_ROUNDING * (1 + abs(tau)):
+                return self._precisions(norms, tau, log_center, hyperprior, rho), tau
+        return rho, tau
 
-    def _precisions(self, norms: Tensor, tau: float, log_center: Tensor, hyperprior: Hyperprior) -> Tensor:
+    def _precisions(
+        self, norms: Tensor, tau: float, log_center: Tensor, hyperprior: Hyperprior, guess: Tensor
+    ) -> Tensor:
+        """Newton's method within a bracket, on a logarithm where there is one; bisection where that is of no use.
+
+        The derivative ``e^rho n - R``, ``R = gamma - weight (rho - center)``, rises with the log precision, so that
+        each group has one root, or none within its bounds and the nearer one for an answer. Where ``R`` is positive the
+        root is also that of ``rho + log n - log R``, which is nearly straight over decades, where the derivative itself
+        is an exponential. For example ``n = 1e-8``, ``R = 1`` and a start at ``rho = 0``: Newton's step is 18.4, and
+        right, where that of the derivative is ``1e8``.
+        """
         low, high = log_center - math.log(hyperprior.cap), log_center + math.log(hyperprior.cap)
         weight = 0.0 if math.isinf(hyperprior.std) else 2 / hyperprior.std**2
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            slope = middle.exp() * norms - self.gamma(middle, tau) + weight * (middle - log_center)
-            low, high = torch.where(slope < 0, middle, low), torch.where(slope < 0, high, middle)
-        return (low + high) / 2
+
+        def parts(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            gamma, slopes = self._slopes(point, tau)
+            return point.exp() * norms, gamma - weight * (point - log_center), slopes + weight
+
+        def derivative(point: Tensor) -> Tensor:
+            ridge, right, _ = parts(point)
+            return ridge - right
+
+        at_low, at_high = derivative(low) >= 0, derivative(high) <= 0
+        done = at_low | at_high
+        point = torch.where(at_low, low, torch.where(at_high, high, guess.clamp(low, high)))
+        before = torch.full_like(point, math.inf)
+        for _ in range(_ROOT_STEPS):
+            ridge, right, fall = parts(point)
+            value = ridge - right
+            low, high = torch.where(value < 0, point, low), torch.where(value < 0, high, point)
+            straight = point - (ridge / right).log() / (1 + fall / right)  # NaN or infinite where there is no logarithm
+            plain = point - value / (ridge + fall)
+            slow = value.abs() > 0.5 * before
+            trial = torch.where((straight > low) & (straight < high) & (right > 0), straight, plain)
+            # a last step can round to an end of the bracket, which is where the search stands
+            done |= (value == 0) | ((trial - point).abs() <= _ROOT_ROUNDING * (1 + point.abs()))
+            if bool(done.all()):
+                break
+            halved = slow | ~((trial > low) & (trial < high))
+            point = torch.where(done, point, torch.where(halved, (low + high) / 2, trial))
+            before = torch.where(halved, math.inf, value.abs())
+        return point
 
 
 class CoupledDeterminants(Determinants):
@@ -292,15 +372,10 @@ class CoupledDeterminants(Determinants):
         for _ in range(_NEWTON_STEPS):
             gradient, hessian = self.derivatives(norms, point[:-1], float(point[-1]), noise)
             gradient[:-1] += weight * (point[:-1] - log_center)
-            hessian.diagonal()[:-1].add_(weight)
             held = ((point <= low) & (gradient >= 0)) | ((point >= high) & (gradient <= 0))
             held |= gradient.abs() <= unsure
             gradient[held] = 0
-            hessian[held] = 0
-            hessian[:, held] = 0
-            hessian.diagonal()[held] = 1
-            hessian.diagonal().add_(1e-12 * float(hessian.diagonal().max()))
-            step = -torch.linalg.solve(hessian, gradient)
+            step = -hessian.solve(gradient, held, weight)
             rounding = _ROUNDING * (1 + abs(value))
             longest = float(step.abs().max())
             if float(-gradient @ step) <= rounding:
@@ -320,16 +395,38 @@ class CoupledDeterminants(Determinants):
             point, value = trial, found
         return point[:-1], float(point[-1])
 
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
-        """The determinant depends on ``rho + tau`` alone."""
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Hessian]:
+        """Gradient and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
+
+        The determinant depends on ``rho + tau`` alone.
+
+        Args:
+            norms: squared norm of the weights in each group.
+            rho: log precisions.
+            tau: log noise variance.
+            noise: None for a noise variance that stays: its row and column are zero.
+        """
         inner = self._shrinkage(rho, tau)
         sizes = self._sum(torch.ones_like(inner.diagonal()))
         free = self._sum(inner.diagonal())  # the group's size less gamma
-        rows = torch.zeros(self.count, len(inner), dtype=torch.float64, device=inner.device)
-        rows.index_add_(0, self.groups, inner.square())
-        coupling = torch.zeros(self.count, self.count, dtype=torch.float64, device=inner.device)
-        coupling.index_add_(1, self.groups, rows)
-        return _assembled(norms, rho, tau, noise, sizes - free, torch.diag(free) - coupling.cpu())
+        coupling = inner.square_()
+        if self.count < self.entries:
+            rows = torch.zeros(self.count, len(inner), dtype=torch.float64, device=inner.device)
+            rows.index_add_(0, self.groups, coupling)
+            coupling = torch.zeros(self.count, self.count, dtype=torch.float64, device=inner.device)
+            coupling.index_add_(1, self.groups, rows)
+        curvature = coupling.neg_().cpu()
+        curvature.diagonal().add_(free)
+        return _assembled(norms, rho, tau, noise, sizes - free, curvature)
+
+    def response(
+        self, x: Tensor, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, weight: float, free: Tensor
+    ) -> Tensor:
+        """By the pseudo-inverse of the whole Hessian."""
+        second = self.derivatives(norms, rho, tau, noise)[1].matrix()
+        second.diagonal()[:-1].add_(weight)
+        own = x[free]
+        return own.T @ torch.linalg.pinv(second[free][:, free], hermitian=True) @ own
 
 
 class LowRankDeterminants(CoupledDeterminants):
@@ -362,7 +459,7 @@ class LowRankDeterminants(CoupledDeterminants):
         parts, factor = self._parts(rho, tau)
         return (parts * torch.cholesky_inverse(factor)).sum((1, 2))
 
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Hessian]:
         """Second derivatives are ``gamma_g`` on the diagonal less ``tr K A_g K A_h``, ``K = (1 + sum A)^-1``."""
         parts, factor = self._parts(rho, tau)
         inner = torch.cholesky_inverse(factor) @ parts
@@ -371,9 +468,138 @@ class LowRankDeterminants(CoupledDeterminants):
         return _assembled(norms, rho, tau, noise, gamma, torch.diag(gamma) - coupling)
 
 
+class LowRankWeights(CoupledDeterminants):
+    """Few rows with a precision for each weight: nothing is larger than the rows, ``[rank, weights]``.
+
+    With ``a_i`` the column of a weight over ``sqrt(v lambda_i)`` and ``K = (1 + sum a_i a_i^T)^-1``, ``gamma_i`` is
+    ``a_i^T K a_i``, and second derivatives are ``gamma_i`` on the diagonal less ``(a_i^T K a_j)^2``. Of these only
+    products with vectors are taken: ``sum_j (a_i^T K a_j)^2 u_j = a_i^T (K (sum_j u_j a_j a_j^T) K) a_i``.
+    """
+
+    def __init__(self, block: LowRankBlock) -> None:
+        self.rows = block.rows.double().cpu()
+        self.count = self.entries = self.rows.shape[1]
+
+    def _scaled_rows(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+        """``a``, and the Cholesky factor of ``1 + sum a_i a_i^T``."""
+        rows = self.rows * (-0.5 * (rho + tau)).exp()
+        whole = rows @ rows.mT
+        whole.diagonal().add_(1)
+        return rows, torch.linalg.cholesky(whole)
+
+    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
+        """``log det(1 + sum a_i a_i^T)``."""
+        return 2 * float(self._scaled_rows(rho, tau)[1].diagonal().log().sum())
+
+    def gamma(self, rho: Tensor, tau: float) -> Tensor:
+        """``a_i^T K a_i``."""
+        rows, factor = self._scaled_rows(rho, tau)
+        return torch.linalg.solve_triangular(factor, rows, upper=False).square_().sum(0)
+
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Hessian]:
+        """The Hessian as products with vectors."""
+        rows, factor = self._scaled_rows(rho, tau)
+        white = torch.linalg.solve_triangular(factor, rows, upper=False)  # K^1/2 a
+        gamma = white.square().sum(0)
+
+        def coupled(vector: Tensor) -> Tensor:
+            return (((white * vector) @ white.mT) @ white).mul_(white).sum(0)
+
+        sums = gamma - coupled(torch.ones_like(gamma))
+        ridge = rho.exp() * norms
+        gradient = torch.cat([0.5 * (ridge - gamma), torch.zeros(1, dtype=torch.float64)])
+        corner = 0.0
+        if noise is not None:
+            residual = noise.squares * math.exp(-tau)
+            gradient[-1] = 0.5 * (noise.values - residual - float(gamma.sum()))
+            corner = 0.5 * (residual + float(sums.sum()))
+        border = 0.5 * sums if noise is not None else torch.zeros_like(sums)
+
+        def product(vector: Tensor) -> Tensor:
+            own, last = vector[:-1], vector[-1]
+            inner = 0.5 * ((gamma + ridge) * own - coupled(own)) + border * last
+            return torch.cat([inner, (border @ own + corner * last).unsqueeze(0)])
+
+        diagonal = 0.5 * (gamma + ridge - gamma.square())
+        return gradient, _Products(product, torch.cat([diagonal, torch.tensor([corner], dtype=torch.float64)]))
+
+
+class Hessian(ABC):
+    """Second derivatives of ``-log Z`` in ``(rho, tau)``."""
+
+    @abstractmethod
+    def matrix(self) -> Tensor:
+        """The whole of it, ``[groups + 1, groups + 1]``.
+
+        Raises:
+            ValueError: one that is only known by its products.
+        """
+
+    @abstractmethod
+    def solve(self, gradient: Tensor, held: Tensor, weight: float) -> Tensor:
+        """``(F + weight)^-1 gradient`` among the entries that are not held, where the gradient is zero; else zero.
+
+        Args:
+            gradient: right side, zero where it is held.
+            held: entries that do not move.
+            weight: inverse variance of the hyperprior on the log precisions.
+        """
+
+
+@dataclass(frozen=True)
+class _Matrix(Hessian):
+    entries: Tensor
+
+    def matrix(self) -> Tensor:
+        return self.entries
+
+    def solve(self, gradient: Tensor, held: Tensor, weight: float) -> Tensor:
+        hessian = self.entries
+        hessian.diagonal()[:-1].add_(weight)
+        hessian[held] = 0
+        hessian[:, held] = 0
+        hessian.diagonal()[held] = 1
+        hessian.diagonal().add_(1e-12 * float(hessian.diagonal().max()))
+        return torch.linalg.solve(hessian, gradient)
+
+
+@dataclass(frozen=True)
+class _Products(Hessian):
+    product: Callable[[Tensor], Tensor]
+    diagonal: Tensor
+
+    def matrix(self) -> Tensor:
+        raise ValueError("the Hessian of low-rank rows with a precision for each weight is known by its products alone")
+
+    def solve(self, gradient: Tensor, held: Tensor, weight: float) -> Tensor:
+        """Conjugate gradients, preconditioned by the diagonal; the less is left to gain, the more exactly."""
+        added = torch.full_like(gradient, weight)
+        added[-1] = 0
+        diagonal = torch.where(held, 1, self.diagonal + added)
+        diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max()))
+        added += 1e-12 * diagonal.max()
+        solution, residual = torch.zeros_like(gradient), gradient
+        conditioned = residual / diagonal
+        direction, square = conditioned, float(residual @ conditioned)
+        wanted = square * min(0.01, max(square, 1e-16))
+        for _ in range(_CONJUGATE):
+            if square <= wanted or square == 0:
+                break
+            image = torch.where(held, 0, self.product(direction) + added * direction)
+            curvature = float(direction @ image)
+            if not curvature > 0:
+                break
+            length = square / curvature
+            solution, residual = solution + length * direction, residual - length * image
+            conditioned = residual / diagonal
+            before, square = square, float(residual @ conditioned)
+            direction = conditioned + (square / before) * direction
+        return solution if bool(solution.any()) else gradient / diagonal
+
+
 def _assembled(
     norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, gamma: Tensor, curvature: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Hessian]:
     """Derivatives of ``-log Z`` from those of the log determinants.
 
     Args:
@@ -389,18 +615,22 @@ def _assembled(
     gradient = torch.zeros(count + 1, dtype=torch.float64)
     hessian = torch.zeros(count + 1, count + 1, dtype=torch.float64)
     gradient[:-1] = 0.5 * (ridge - gamma)
-    hessian[:-1, :-1] = 0.5 * (curvature + torch.diag(ridge))
+    hessian[:-1, :-1] = curvature
+    hessian.diagonal()[:-1].add_(ridge)
+    hessian.mul_(0.5)
     if noise is not None:
         residual = noise.squares * math.exp(-tau)
         gradient[-1] = 0.5 * (noise.values - residual - float(gamma.sum()))
         hessian[-1, -1] = 0.5 * (residual + float(curvature.sum()))
         hessian[:-1, -1] = hessian[-1, :-1] = 0.5 * curvature.sum(1)
-    return gradient, hessian
+    return gradient, _Matrix(hessian)
 
 
 def determinants(blocks: Sequence[Block], groups: PriorGroups) -> Determinants:
     """The determinants of a posterior's blocks."""
     if isinstance(blocks[0], LowRankBlock):
+        if groups.weights:
+            return LowRankWeights(blocks[0])
         return LowRankDeterminants(blocks[0], len(groups))
     if isinstance(blocks[0], CoupledBlock):
         return CoupledDeterminants(blocks[0], len(groups))

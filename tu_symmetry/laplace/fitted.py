@@ -258,22 +258,15 @@ class FittedLaplace:
         """The same with what :meth:`tu_symmetry.LinearizedLaplace.calibrate` chooses put back: temperature and link."""
         return replace(self, temperature=1.0, link_approx="mc")
 
-    def with_precision(self, precision: float | Mapping[str, float]) -> FittedLaplace:
-        """Other precisions: one for all groups, or by group name (the others keep theirs).
+    def with_precision(self, precision: float | Tensor | Mapping[str, float | Tensor]) -> FittedLaplace:
+        """Other precisions: one for all groups, one for each, or by name (the others keep theirs).
+
+        A name is that of a group or, where every weight is one, that of a parameter, with a tensor of its shape.
 
         Raises:
-            ValueError: an unknown group, or a precision that is not positive and finite.
+            ValueError: an unknown name, another shape, or a precision that is not positive and finite.
         """
-        names = self.groups.names
-        given = dict.fromkeys(names, precision) if isinstance(precision, (int, float)) else precision
-        log_precision = self.log_precision.clone()
-        for name, value in given.items():
-            if name not in names:
-                raise ValueError(f"no prior group {name!r}; the groups are {list(names)[:12]}")
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"the precision of {name!r} is {value}; it has to be positive and finite")
-            log_precision[names.index(name)] = math.log(value)
-        return self.with_hyperparameters(log_precision)
+        return self.with_hyperparameters(self.groups.given(precision, self.log_precision))
 
     def with_solution(self, solution: Mode) -> FittedLaplace:
         """Other weights that the evidence is evaluated at."""
@@ -341,19 +334,11 @@ class FittedLaplace:
         gamma = self.gamma()
         norms = self.groups.total(self.theta.double().square())
         bound = math.log(self.hyperprior.cap) * (1 - 1e-9)
-        rows = []
-        for i, name in enumerate(self.groups.names):
-            away = float(self.log_precision[i] - self.center[i].log())
-            rows.append(
-                GroupReport(
-                    name=name,
-                    size=int(self.groups.sizes[i]),
-                    precision=float(self.log_precision[i].exp()),
-                    center=float(self.center[i]),
-                    gamma=float(gamma[i]),
-                    squared_norm=float(norms[i]),
-                    at_cap=abs(away) >= bound,
-                    pruned=away >= bound or float(gamma[i]) < 0.5,
-                )
-            )
-        return rows
+        away = self.log_precision - self.center.log()
+        pruned = away >= bound
+        if not self.groups.weights:  # the data determine most single weights by less than half
+            pruned |= gamma < 0.5
+        columns = (
+            self.groups.sizes.long(), self.log_precision.exp(), self.center, gamma, norms, away.abs() >= bound, pruned
+        )  # fmt: skip
+        return [GroupReport(*row) for row in zip(self.groups.names, *(c.tolist() for c in columns), strict=True)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
 from typing import Literal
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from tu_symmetry.laplace.tangent import Slot
 from tu_symmetry.symmetry.groups import NormalizationGroup
 
-Prior = Literal["per_group", "per_layer", "single", "per_filter"]
+Prior = Literal["per_group", "per_layer", "single", "per_filter", "diagonal"]
 REST = "rest"
 
 
@@ -28,7 +30,11 @@ class PriorGroups:
         names: of the groups.
         of: parameter to group number, 0-dim, or one number for each row of the parameter.
         sizes: number of parameters in each group, float64.
+        weights: whether every group is a single weight, in the order of the flat vector (:class:`SingleWeights`).
     """
+
+    names: tuple[str, ...]
+    weights = False
 
     def __init__(self, slots: Mapping[str, Slot], labels: Mapping[str, str | Sequence[str]]) -> None:
         self.slots = dict(slots)
@@ -72,6 +78,101 @@ class PriorGroups:
             sums.index_add_(0, number.reshape(-1), own)
         return sums
 
+    def given(self, precision: float | Tensor | Mapping[str, float | Tensor], present: Tensor) -> Tensor:
+        """Log precisions ``[groups]`` from those that are given in one of three ways.
+
+        Args:
+            precision: one for all groups; a tensor ``[groups]`` in their order; or by name. A name is that of a group,
+                or of a parameter whose entries are groups of their own, with a number or a tensor of its shape.
+            present: log precisions ``[groups]`` of those that are not named.
+
+        Raises:
+            ValueError: an unknown name, another shape, or a precision that is not positive and finite.
+        """
+        found = present.clone()
+        if not isinstance(precision, Mapping):
+            value = torch.as_tensor(precision, dtype=torch.float64).detach().cpu()
+            if value.ndim and value.shape != found.shape:
+                raise ValueError(
+                    f"the precisions have shape {tuple(value.shape)}; there are {len(self)} prior groups, so that it "
+                    "has to be one number for all, a tensor with one for each in their order, or a mapping by name"
+                )
+            return found.copy_(_positive(value, "the prior precision").log())
+        for name, own in precision.items():
+            place, shape = self._place(name)
+            value = torch.as_tensor(own, dtype=torch.float64).detach().cpu()
+            if value.ndim and value.shape != shape:
+                raise ValueError(
+                    f"the precisions of {name!r} have shape {tuple(value.shape)}; it has to be one number"
+                    + (f", or a tensor of the parameter's shape {shape}" if shape else "")
+                )
+            found[place] = _positive(value, f"the precision of {name!r}").log().reshape(-1)
+        return found
+
+    def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
+        """The groups that a name stands for, and the shape in which their precisions may be given."""
+        if name not in self._numbers:
+            raise ValueError(f"no prior group {name!r}; the groups are {list(self.names)[:12]}")
+        number = self._numbers[name]
+        return slice(number, number + 1), ()
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+
+class SingleWeights(PriorGroups):
+    """Every weight a group of its own, whose number is its place in the flat vector.
+
+    Names are made where they are asked for: ``0.weight[2,3]`` is the weight of input 3 in unit 2.
+    """
+
+    weights = True
+
+    def __init__(self, slots: Mapping[str, Slot]) -> None:
+        self.slots = dict(slots)
+        self.of = {name: torch.arange(slot.start, slot.stop) for name, slot in slots.items()}
+        self.sizes = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Parameter and place of every weight."""
+        found = []
+        for name, slot in self.slots.items():
+            places = product(*(range(n) for n in slot.shape))
+            found += [f"{name}[{','.join(map(str, place))}]" for place in places] if slot.shape else [name]
+        return tuple(found)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The values themselves."""
+        return values
+
+    def total(self, vector: Tensor) -> Tensor:
+        """The vector itself, float64 on the CPU."""
+        return vector.double().cpu()
+
+    def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
+        if name in self.slots:
+            slot = self.slots[name]
+            return slice(slot.start, slot.stop), tuple(slot.shape)
+        try:
+            return super()._place(name)
+        except ValueError:
+            raise ValueError(
+                f"no parameter {name!r}; the parameters are {list(self.slots)[:12]}, their weights "
+                f"{list(self.names)[:3]} and so on"
+            ) from None
+
+
+def _positive(value: Tensor, what: str) -> Tensor:
+    wrong = ~((value > 0) & value.isfinite())
+    if bool(wrong.any()):
+        raise ValueError(f"{what} is {float(value[wrong][0])}; it has to be positive and finite")
+    return value
+
 
 def prior_groups(
     slots: Mapping[str, Slot],
@@ -86,19 +187,25 @@ def prior_groups(
         slots: the parameters of the posterior.
         prior: ``single``: one group; ``per_layer``: one for each module; ``per_group``: one for each normalization
             group, all its channels together, and one for the rest; ``per_filter``: as ``per_group``, but one for each
-            factor (filter) of a normalization group.
+            factor (filter) of a normalization group; ``diagonal``: one for each weight.
         normalizations: the symmetry graph's normalization groups.
         groups: name to parameters, instead of ``normalizations``.
 
     Raises:
-        ValueError: parameters that ``groups`` names twice or that do not exist.
+        ValueError: parameters that ``groups`` names twice or that do not exist, ``groups`` of single weights.
     """
+    if prior == "diagonal":
+        if groups is not None:
+            raise ValueError("prior='diagonal' has a precision for each weight; groups=... goes with 'per_group'")
+        return SingleWeights(slots)
     if prior == "single":
         return PriorGroups(slots, dict.fromkeys(slots, "all"))
     if prior == "per_layer":
         return PriorGroups(slots, {name: name.rpartition(".")[0] or name for name in slots})
     if prior not in ("per_group", "per_filter"):
-        raise ValueError(f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'single' or 'per_filter'")
+        raise ValueError(
+            f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'single', 'per_filter' or 'diagonal'"
+        )
     if groups is not None:
         if prior == "per_filter":
             return PriorGroups(slots, _labels_by_row(slots, _from_mapping(slots, groups)))
@@ -176,6 +283,9 @@ def centers(groups: PriorGroups, point: Tensor) -> Tensor:
     It moves with the scale of the weights (``k theta`` has the center divided by ``k^2``), so that whatever is stated
     relative to it respects the scale invariance of normalized weights. Groups of zeros have the center 1.
 
+    A single weight says too little of its own scale (the logarithm of a normal number's square has a standard deviation
+    of 2.2 nats, and zero has none): where every weight is a group, its center is that of its parameter as a whole.
+
     Raises:
         ValueError: weights that are all zero, or not finite.
     """
@@ -183,4 +293,7 @@ def centers(groups: PriorGroups, point: Tensor) -> Tensor:
     overall = float(squares.sum())
     if overall == 0 or not math.isfinite(overall):
         raise ValueError("the weights are all zero or not finite: an untrained or damaged network")
+    if groups.weights:
+        whole = PriorGroups(groups.slots, {name: name for name in groups.slots})
+        return whole.spread(centers(whole, point))
     return torch.where(squares > 0, groups.sizes / squares.clamp(min=1e-300), 1.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.alternation import Step, alternate
-from tu_symmetry.laplace.blocks import CoupledBlock
+from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.kept import BUDGET, KeptData, TooLargeError
@@ -107,7 +107,8 @@ def at_joint_mode(
         The best point that was seen, and what was reached.
 
     Raises:
-        ValueError: data that do not fit with ``solver="subspace"``, other data than those of the fit.
+        ValueError: data that do not fit with ``solver="subspace"``, or a low-rank curvature with a precision for each
+            weight; other data than those of the fit.
     """
     if solver not in ("auto", "subspace", "alternation"):
         raise ValueError(f"solver={solver!r} is not known; choose 'auto', 'subspace' or 'alternation'")
@@ -115,6 +116,14 @@ def at_joint_mode(
     accuracy = mode_tolerance or default_mode_tolerance(fitted)
     fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
     coupled = any(isinstance(block, CoupledBlock) for block in fitted.curvature.blocks)
+    if fitted.groups.weights and any(isinstance(block, LowRankBlock) for block in fitted.curvature.blocks):
+        if solver == "subspace":
+            raise ValueError(
+                "solver='subspace' needs the second derivatives of the evidence in all precisions, which under "
+                "curvature='lowrank' and prior='diagonal' would be a matrix of all pairs of weights; use "
+                "solver='alternation' (or 'auto'), or curvature='diag'"
+            )
+        coupled = True
     if solver == "subspace" or (solver == "auto" and not coupled):
         with evaluating(fitted.model):
             try:

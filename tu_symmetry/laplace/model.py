@@ -22,7 +22,16 @@ from tu_symmetry.laplace import interop, prediction, storage
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import PRECISIONS, TEMPERATURES, Metric, calibrate, search_precision
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
-from tu_symmetry.laplace.curvature import Backend, BiasCurvature, Curvature, KfacApprox, Options, Summary, fit_curvature
+from tu_symmetry.laplace.curvature import (
+    Backend,
+    BiasCurvature,
+    Curvature,
+    KfacApprox,
+    Options,
+    Summary,
+    fit_curvature,
+    require_separable,
+)
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
@@ -109,7 +118,8 @@ class LinearizedLaplace:
             without ``groups``) the graph is discovered at :meth:`fit` from the first batch.
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
             ``per_filter`` (each filter of a normalized group; curvature between filters is dropped), ``per_layer``
-            (each module), ``single``.
+            (each module), ``single``, or ``diagonal`` (each weight; not with Kronecker factors, which have no
+            eigenbasis in common with it).
         evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at the weights ``theta*``, the
             mode of the tangent model) or ``map`` (at the linearization point, the trained weights).
         curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``,
@@ -132,7 +142,8 @@ class LinearizedLaplace:
             owns) that gets its exact dense block; a longer one gets the exact diagonal.
         rank: number of directions of ``curvature="lowrank"``.
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
-        prior_precision: initial precision, one for all groups or by group name; None starts each group at its center
+        prior_precision: initial precision, one for all groups, a tensor with one for each, or by group name (with
+            ``prior="diagonal"`` also by parameter name, a tensor of its shape); None starts each group at its center
             (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
         generator: of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
@@ -165,7 +176,7 @@ class LinearizedLaplace:
         backend: Backend = "hooks",
         rank: int = 100,
         noise_variance: float | None = None,
-        prior_precision: float | Mapping[str, float] | None = None,
+        prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         require_module(model)
@@ -175,7 +186,7 @@ class LinearizedLaplace:
                 "but a kernel of the outputs, and takes structured priors and linear observations"
             )
         for option, value, allowed in (
-            ("prior", prior, ("per_group", "per_filter", "per_layer", "single")),
+            ("prior", prior, ("per_group", "per_filter", "per_layer", "single", "diagonal")),
             ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
             ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer", "lowrank")),
             ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
@@ -185,6 +196,9 @@ class LinearizedLaplace:
         ):
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
+        require_separable(curvature, weights=prior == "diagonal")
+        if prior == "diagonal" and groups is not None:
+            raise ValueError("prior='diagonal' has a precision for each weight; groups=... goes with 'per_group'")
         self.likelihood = make_likelihood(likelihood)
         if backend == "backpack" and curvature not in ("diag", "full"):
             raise ValueError(
@@ -201,7 +215,8 @@ class LinearizedLaplace:
         if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
             raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
         for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
-            if precision is not None and not (precision > 0 and math.isfinite(precision)):
+            values = torch.as_tensor(1.0 if precision is None else precision)
+            if not bool(((values > 0) & values.isfinite()).all()):
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
         if rank < 1:
             raise ValueError(f"rank={rank} has to be at least 1")
@@ -426,8 +441,12 @@ class LinearizedLaplace:
         return prior_groups(self.tangent.slots, self.prior, normalizations=normalizations, groups=self.groups)
 
     @_apart
-    def set_precision(self, precision: float | Mapping[str, float]) -> None:
-        """Set the prior precision of all groups, or of groups by name (the others keep theirs)."""
+    def set_precision(self, precision: float | Tensor | Mapping[str, float | Tensor]) -> None:
+        """Set the prior precision of all groups, of each (a tensor ``[groups]``), or by name (the others keep theirs).
+
+        With ``prior="diagonal"`` names are also those of parameters, with a number or a tensor of the parameter's
+        shape: ``la.set_precision({"0.weight": torch.full((32, 4), 2.0)})``.
+        """
         self._fitted = self.fitted.with_precision(precision)
 
     # ------------------------------------------------------------------ evidence
@@ -463,7 +482,7 @@ class LinearizedLaplace:
                 network's ``J theta`` of these is 0, so that ``theta* = 0`` costs nothing), which takes the uncertainty
                 out of the prediction.
             solver: ``auto`` takes ``subspace`` where the data fit ``memory`` and the curvature is no single matrix
-                over several prior groups, else ``alternation``.
+                over several prior groups (nor low-rank with a precision for each weight), else ``alternation``.
             max_iterations: largest number of directions (None for 1,000), of which each costs a product with the
                 Jacobian and one with its transpose; or of alternations (None for 100).
             tolerance: largest change of a log precision in the last iteration; 1e-6 in double precision, else 0.03.

@@ -132,7 +132,8 @@ class GroupReport:
         gamma: effective number of directions that the data determine, between 0 and ``size``.
         squared_norm: ``||theta*||^2`` (``||theta~||^2`` at ``map``).
         at_cap: whether the precision is at the hyperprior's bound.
-        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
+        pruned: whether the data determine less than half a direction (of a single weight, that never counts), or the
+            precision is at its upper bound.
     """
 
     name: str
@@ -208,12 +209,13 @@ def _uneven(rows: Sequence[GroupReport]) -> str | None:
     37,000 weights at precisions of thousands, which leave them no uncertainty.
     """
     total, weights = sum(r.gamma for r in rows), sum(r.size for r in rows)
-    few: list[GroupReport] = []
-    for row in sorted(rows, key=lambda r: r.gamma / r.size, reverse=True):
-        if sum(r.gamma for r in few) >= _MOST * total or sum(r.size for r in few) + row.size > _FEW * weights:
+    ranked = sorted(rows, key=lambda r: r.gamma / r.size, reverse=True)
+    held, size, count = 0.0, 0, 0
+    for row in ranked:
+        if held >= _MOST * total or size + row.size > _FEW * weights:
             break
-        few.append(row)
-    bulk = [row for row in rows if row not in few]
+        held, size, count = held + row.gamma, size + row.size, count + 1
+    few, bulk = ranked[:count], ranked[count:]
     left = sum(r.gamma for r in bulk)
     if not few or not bulk or total - left < _MOST * total or left > _BULK * sum(r.size for r in bulk):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,13 @@ from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, Diagonal
 from tu_symmetry.laplace.curvature import Options, Summary
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
-from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.groups import PriorGroups, SingleWeights
 from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, last_linear
 
 _FORMAT = "tu_symmetry.laplace"
-_VERSION = 4
+_VERSION = 5  # 5: a precision for each weight
 _KINDS: dict[str, type[Block]] = {
     "kronecker": KroneckerBlock,
     "dense": DenseBlock,
@@ -52,9 +52,13 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
     blocks = fitted.curvature.blocks
     solution = fitted.solution
     tensors = {"log_precision": fitted.log_precision, "theta": solution.theta}
-    tensors |= {f"group_of.{name}": number for name, number in fitted.groups.of.items()}
+    weights = fitted.groups.weights  # numbers of single weights are their places, and need not be stored
+    if not weights:
+        tensors |= {f"group_of.{name}": number for name, number in fitted.groups.of.items()}
     for i, block in enumerate(blocks):
-        tensors |= {f"block{i}.{key}": t for key, t in block.tensors().items()} | {f"block{i}.groups": block.groups}
+        tensors |= {f"block{i}.{key}": t for key, t in block.tensors().items()}
+        if not weights:
+            tensors[f"block{i}.groups"] = block.groups
     content = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -67,7 +71,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "parameters": list(fitted.tangent.names),
         "layer": fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None,
         "whole": list(fitted.curvature.whole),
-        "groups": list(fitted.groups.names),
+        "groups": None if weights else list(fitted.groups.names),
         "noise_variance": fitted.noise_variance,
         "noise_fixed": fitted.noise_fixed,
         "temperature": fitted.temperature,
@@ -115,13 +119,8 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
             "and running statistics), or fit again"
         )
     device = next(model.parameters()).device
-    names = content["groups"]
-    labels: dict[str, Any] = {}
-    for name in tangent.names:
-        number = tensors[f"group_of.{name}"].tolist()
-        labels[name] = names[number] if isinstance(number, int) else [names[n] for n in number]
+    groups = _groups(content["groups"], tangent, tensors)
     blocks = tuple(_block(i, entry, tensors, device) for i, entry in enumerate(content["blocks"]))
-    groups = PriorGroups(tangent.slots, labels)
     return FittedLaplace.begin(
         tangent,
         likelihood,
@@ -144,12 +143,26 @@ def _solution(entry: Mapping[str, Any], theta: Tensor) -> Mode:
     return Mode(theta, **values)
 
 
+def _groups(names: Sequence[str] | None, tangent: TangentModel, tensors: Mapping[str, Tensor]) -> PriorGroups:
+    """The prior groups; without names every weight is one."""
+    if names is None:
+        return SingleWeights(tangent.slots)
+    labels: dict[str, Any] = {}
+    for name in tangent.names:
+        number = tensors[f"group_of.{name}"].tolist()
+        labels[name] = names[number] if isinstance(number, int) else [names[n] for n in number]
+    return PriorGroups(tangent.slots, labels)
+
+
 def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Block:
     prefix = f"block{number}."
     own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    groups = own.pop("groups")
+    groups = own.pop("groups", None)
     own = {name: t.to(device) for name, t in own.items()}
-    return _KINDS[entry["kind"]](entry["name"], entry["start"], groups, **own)
+    block = _KINDS[entry["kind"]](entry["name"], entry["start"], torch.tensor(0) if groups is None else groups, **own)
+    if groups is None:
+        block.groups = torch.arange(block.start, block.stop)
+    return block
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -82,7 +82,9 @@ class _Span:
         self.directions = theta.new_empty(self.limit, theta.numel())
         self.products = [o.new_empty(self.limit, *o.shape) for o in data.outputs]
         self.count = 0
-        self.grams = torch.zeros(len(groups), self.limit, self.limit, dtype=torch.float64)
+        # under a precision for each weight they are products of the directions' own entries, and not kept
+        kept = 0 if groups.weights else len(groups)
+        self.grams = torch.zeros(kept, self.limit, self.limit, dtype=torch.float64)
 
     def clear(self) -> None:
         """Forget all directions."""
@@ -101,12 +103,16 @@ class _Span:
         for kept, own in zip(self.products, product, strict=True):
             kept[k] = own
         self.count = k + 1
+        if self.groups.weights:
+            return
         own = self.with_all(direction)
         self.grams[:, k, : k + 1] = own
         self.grams[:, : k + 1, k] = own
 
     def with_all(self, vector: Tensor) -> Tensor:
         """Inner products of a flat vector with every direction, group by group: float64 ``[groups, directions]``."""
+        if self.groups.weights:
+            return self._entries() * vector.double().cpu().unsqueeze(-1)
         found = torch.zeros(len(self.groups), self.count, dtype=torch.float64)
         for name, slot in self.groups.slots.items():
             own, number = self.directions[: self.count, slot.start : slot.stop], self.groups.of[name]
@@ -117,9 +123,23 @@ class _Span:
                 found.index_add_(0, number, rows.T.double().cpu())
         return found
 
-    def gram(self) -> Tensor:
-        """Inner products of all directions, group by group: float64 ``[groups, directions, directions]``."""
-        return self.grams[:, : self.count, : self.count]
+    def with_combined(self, c: Tensor) -> Tensor:
+        """Inner products of ``sum c_i d_i`` with every direction, group by group: ``[groups, directions]``."""
+        if self.groups.weights:
+            own = self._entries()
+            return own * (own @ c).unsqueeze(-1)
+        return self.grams[:, : self.count, : self.count] @ c
+
+    def weighted(self, precision: Tensor) -> Tensor:
+        """``d_i^T Lambda d_j`` for the precisions of all groups: float64 ``[directions, directions]``."""
+        if self.groups.weights:
+            own = self._entries()
+            return own.mT @ (precision.unsqueeze(-1) * own)
+        return (precision.view(-1, 1, 1) * self.grams[:, : self.count, : self.count]).sum(0)
+
+    def _entries(self) -> Tensor:
+        """The directions, float64 ``[weights, directions]``."""
+        return self.directions[: self.count].double().cpu().mT
 
     def combined(self, c: Tensor) -> Tensor:
         """``sum c_i d_i``."""
@@ -234,7 +254,7 @@ class _Search:
         """The minimum of the profile over the weights plus all combinations of the kept directions, nearly."""
         span = self.span
         k = span.count
-        mixed, gram = span.with_all(point.theta), span.gram()
+        mixed = span.with_all(point.theta)
         c = torch.zeros(k, dtype=torch.float64)
         rho, tau, value, norms, linear, loss = (
             point.rho, point.tau, point.value, point.norms, point.linear, point.loss,
@@ -243,9 +263,9 @@ class _Search:
         for _ in range(_INNER):
             slope, curvature = self._derivatives(linear)
             variance, precision = math.exp(tau), rho.exp()
-            cross = precision.unsqueeze(-1) * (mixed + gram @ c)
+            cross = precision.unsqueeze(-1) * (mixed + span.with_combined(c))
             gradient = slope / variance + cross.sum(0)
-            hessian = curvature / variance + (precision.view(-1, 1, 1) * gram).sum(0)
+            hessian = curvature / variance + span.weighted(precision)
             step = self._newton(gradient, hessian, self._saved(norms, rho, tau, loss, cross, slope / variance))
             decrement = -float(gradient @ step)
             first = first or decrement
@@ -257,7 +277,7 @@ class _Search:
             for _halving in range(_HALVINGS):
                 trial = c + length * step
                 moved = [own + length * change for own, change in zip(linear, along, strict=True)]
-                new_norms = point.norms + 2 * mixed @ trial + ((gram @ trial) @ trial)
+                new_norms = point.norms + 2 * mixed @ trial + span.with_combined(trial) @ trial
                 new_loss = self.loss(moved)
                 found = self.profile(new_norms, new_loss, rho, tau)
                 if unsure or found[2] <= value - 1e-4 * length * decrement + self.rounding * (1 + abs(value)):
@@ -288,17 +308,15 @@ class _Search:
     def _saved(self, norms: Tensor, rho: Tensor, tau: float, loss: float, cross: Tensor, slope: Tensor) -> Tensor:
         """``X F^-1 X^T``: how much less the profile is curved than the objective with the precisions held."""
         noise = self.noise(loss)
-        _, second = self.determinants.derivatives(norms.clamp(min=0), rho, tau, noise)
-        if not math.isinf(self.hyperprior.std):
-            second.diagonal()[:-1].add_(1 / self.hyperprior.std**2)
+        weight = 0.0 if math.isinf(self.hyperprior.std) else 1 / self.hyperprior.std**2
         edge = 1e-9 * (self.high - self.low)
         free = torch.cat(
             [(rho > self.low + edge) & (rho < self.high - edge) & ~self.held, torch.tensor([noise is not None])]
         )
-        x = torch.cat([cross, -slope.unsqueeze(0)])[free]
-        if not len(x):
+        x = torch.cat([cross, -slope.unsqueeze(0)])
+        if not bool(free.any()):
             return torch.zeros(len(slope), len(slope), dtype=torch.float64)
-        return x.T @ torch.linalg.pinv(second[free][:, free], hermitian=True) @ x
+        return self.determinants.response(x, norms.clamp(min=0), rho, tau, noise, weight, free)
 
     def _newton(self, gradient: Tensor, hessian: Tensor, saved: Tensor) -> Tensor:
         """Newton's step on the profile; where that is not convex, on the objective with the precisions held."""

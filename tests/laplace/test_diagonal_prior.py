@@ -1,0 +1,331 @@
+"""A precision for each weight: against laplace-torch, dense formulas and scipy, in float64."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, posterior_covariance, randomize
+from scipy.optimize import minimize
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.laplace.blocks import CoupledBlock, DiagonalBlock, LowRankBlock
+from tu_symmetry.laplace.evidence import (
+    FLAT,
+    CoupledDeterminants,
+    Determinants,
+    Hyperprior,
+    LowRankWeights,
+    Noise,
+    Spectrum,
+)
+from tu_symmetry.laplace.groups import PriorGroups, SingleWeights, centers
+from tu_symmetry.laplace.model import LinearizedLaplace, PrunedGroupWarning
+from tu_symmetry.laplace.tangent import Slot
+
+CURVATURES = ["diag", "full", "lowrank"]
+
+
+def problem(kind: str = "classification") -> tuple[nn.Module, Tensor, Tensor]:
+    model = randomize(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)))
+    return model, *data(4, outputs=3, kind=kind, samples=9)
+
+
+def vector(size: int, seed: int = 0) -> Tensor:
+    """Positive numbers over two decades."""
+    return (4.6 * torch.rand(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 2.3).exp()
+
+
+def fitted(kind: str = "classification", **options: Any) -> tuple[LinearizedLaplace, Tensor, Tensor]:
+    model, x, y = problem(kind)
+    la = LinearizedLaplace(model, kind, **{"prior": "diagonal", "evaluate_at": "map", "curvature": "diag"} | options)  # type: ignore[arg-type]
+    return la.fit([(x[:4], y[:4]), (x[4:], y[4:])]), x, y
+
+
+# ---------------------------------------------------------------------- given precisions
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_evidence_and_predictive_are_those_of_laplace_torch(structure: Any, kind: str) -> None:
+    """Whose ``prior_precision`` is one vector, in the order of the parameters, as ours may be."""
+    laplace = pytest.importorskip("laplace")
+    model, x, y = problem(kind)
+    precision = vector(27)
+    noise: dict[str, Any] = {"sigma_noise": 0.6} if kind == "regression" else {}
+    theirs = laplace.Laplace(
+        model, kind, subset_of_weights="all", hessian_structure=structure, prior_precision=precision, **noise
+    )
+    theirs.fit(DataLoader(TensorDataset(x, y), 4))
+    ours: dict[str, Any] = {"noise_variance": 0.36} if kind == "regression" else {}
+    la, *_ = fitted(kind, curvature=structure, prior_precision=precision, **ours)
+    assert la.log_marginal_likelihood() == pytest.approx(float(theirs.log_marginal_likelihood()), rel=1e-7)
+    covariance = theirs._glm_predictive_distribution(x)[1].detach()
+    torch.testing.assert_close(la.function_covariance(x)[1], covariance, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("curvature", [*CURVATURES, "last_layer"])
+def test_posterior_evidence_and_samples_by_their_definition(curvature: Any) -> None:
+    la, x, _ = fitted(curvature=curvature, rank=6)
+    la.set_precision(vector(len(la.prior_groups)))
+    matrix, precision = dense_curvature(la), vector(la.tangent.size)
+    exact = dense_covariance(la)
+    torch.testing.assert_close(exact, torch.linalg.inv(matrix + torch.diag(precision)), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(posterior_covariance(la.posterior), exact, rtol=1e-8, atol=1e-10)
+    root = la.posterior.sample(torch.eye(la.posterior.size, dtype=torch.float64))
+    torch.testing.assert_close(root.mT @ root, exact, rtol=1e-8, atol=1e-10)
+    jac = jacobian(la.model, la.tangent.names, x)
+    torch.testing.assert_close(la.function_covariance(x)[1], jac @ exact @ jac.mT, rtol=1e-8, atol=1e-10)
+    ridge = float((precision * la.theta.square()).sum())
+    ratio = float(torch.logdet(matrix + torch.diag(precision)) - precision.log().sum())
+    assert la.log_marginal_likelihood() == pytest.approx(-la.summary.loss - 0.5 * (ridge + ratio), rel=1e-9)
+    torch.testing.assert_close(la.fitted.gamma(), 1 - precision * exact.diagonal(), rtol=1e-7, atol=1e-9)
+
+
+def test_precisions_by_parameter_by_weight_and_for_all() -> None:
+    la, *_ = fitted(prior_precision={"0.weight": torch.arange(1.0, 13.0).view(3, 4), "2.bias": 5.0})
+    place = la.tangent.slots["0.weight"]
+    torch.testing.assert_close(la.log_precision[place.start : place.stop].exp(), torch.arange(1.0, 13.0).double())
+    la.set_precision({"0.weight[2,3]": 0.5})
+    names = la.prior_groups.names
+    assert len(names) == len(set(names)) == la.tangent.size
+    precision = dict(zip(names, la.log_precision.exp().tolist(), strict=True))
+    assert precision["0.weight[2,3]"] == pytest.approx(0.5) and precision["0.weight[2,2]"] == pytest.approx(11)
+    assert [precision[f"2.bias[{i}]"] for i in range(3)] == pytest.approx([5, 5, 5])
+    assert precision["0.bias[0]"] == pytest.approx(float(la.center[names.index("0.bias[0]")]))
+    rows = {row.name: row for row in la.report()}
+    assert rows["0.weight[2,3]"].precision == pytest.approx(0.5) and rows["0.weight[2,3]"].size == 1
+    la.set_precision(2.0)
+    assert bool((la.log_precision == math.log(2.0)).all())
+
+
+@pytest.mark.parametrize(
+    ("precision", "message"),
+    [
+        ({"0.weight": torch.ones(4, 3)}, r"shape \(4, 3\).*\(3, 4\)"),
+        ({"0.weight[3,0]": 1.0}, "no parameter '0.weight\\[3,0\\]'"),
+        ({"0.weight": torch.zeros(3, 4)}, "positive and finite"),
+        (torch.ones(26), "26.*27 prior groups"),
+        (torch.full((27,), math.inf), "positive and finite"),
+    ],
+)
+def test_precisions_that_do_not_fit(precision: Any, message: str) -> None:
+    la, *_ = fitted()
+    before = la.log_precision.clone()
+    with pytest.raises(ValueError, match=message):
+        la.set_precision(precision)
+    assert torch.equal(la.log_precision, before)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_kronecker_factors_are_refused_with_the_reason(curvature: Any) -> None:
+    model, *_ = problem()
+    with pytest.raises(ValueError, match="no eigenvectors made of those of its factors"):
+        LinearizedLaplace(model, curvature=curvature, prior="diagonal")
+
+
+def test_groups_of_single_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="goes with 'per_group'"):
+        LinearizedLaplace(problem()[0], curvature="diag", prior="diagonal", groups={"a": ["0.weight"]})
+
+
+def test_single_weights_are_the_partition_into_rows_of_one() -> None:
+    """The same as a general partition that happens to have one label for each entry."""
+    slots = {"a": Slot(0, 6, (2, 3)), "s": Slot(6, 7, ()), "b": Slot(7, 9, (2,))}
+    own = SingleWeights(slots)
+    assert own.names == ("a[0,0]", "a[0,1]", "a[0,2]", "a[1,0]", "a[1,1]", "a[1,2]", "s", "b[0]", "b[1]")
+    flat = {name: Slot(s.start, s.stop, (s.stop - s.start,)) for name, s in slots.items()}
+    labels = {name: [f"{name}{i}" for i in range(s.stop - s.start)] for name, s in slots.items()}
+    other = PriorGroups(flat, labels)
+    values = torch.rand(9, dtype=torch.float64)
+    assert torch.equal(own.spread(values), other.spread(values)) and torch.equal(own.total(values), other.total(values))
+    assert torch.equal(own.sizes, other.sizes) and len(own) == len(other) == 9
+
+
+def test_centers_are_those_of_parameters() -> None:
+    """A weight of zero has the center of the others of its parameter, which moves with their scale."""
+    groups = SingleWeights({"a": Slot(0, 4, (4,)), "b": Slot(4, 6, (2,))})
+    point = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, 0.5])
+    found = centers(groups, point)
+    torch.testing.assert_close(found, torch.tensor([4 / 6] * 4 + [4.0] * 2, dtype=torch.float64))
+    torch.testing.assert_close(centers(groups, 3 * point), found / 9)
+
+
+# ---------------------------------------------------------------------- precisions by the evidence
+
+
+def determinants(kind: str, size: int = 7, rank: int = 4) -> Determinants:
+    rows = 2 * torch.randn(rank, size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rows[:, -1] = 0  # a weight of which the data say nothing
+    groups = SingleWeights({"w": Slot(0, size, (size,))})
+    number = torch.arange(size)
+    if kind == "diag":
+        return Spectrum.of([DiagonalBlock("w", 0, number, rows.square().sum(0))], groups)
+    if kind == "full":
+        return CoupledDeterminants(CoupledBlock("all", 0, number, rows.T @ rows), size)
+    return LowRankWeights(LowRankBlock("all", 0, number, rows))
+
+
+@pytest.mark.parametrize("noise", [None, Noise(20, 3.0)])
+@pytest.mark.parametrize("hyperprior", [Hyperprior(), Hyperprior(std=0.7, cap=3.0), FLAT])
+@pytest.mark.parametrize("kind", CURVATURES)
+def test_the_optimum_is_that_of_scipy(kind: str, hyperprior: Hyperprior, noise: Noise | None) -> None:
+    """The objective in all log precisions and the log noise variance, whose minimum scipy finds from another start."""
+    own = determinants(kind)
+    norms, center = vector(7, 1) / 5, vector(7, 2).log()
+    bound = min(math.log(hyperprior.cap), 20.0)  # scipy's line search does not like exp(27)
+
+    def energy(point: Any) -> tuple[float, Any]:
+        rho, tau = torch.as_tensor(point[:7], dtype=torch.float64), float(point[7]) if noise is not None else 0.4
+        value = 0.5 * (float((rho.exp() * norms).sum()) + own.log_det_ratio(rho, tau))
+        slope = 0.5 * (rho.exp() * norms - own.gamma(rho, tau))
+        if not math.isinf(hyperprior.std):
+            slope += (rho - center) / hyperprior.std**2
+        if noise is None:
+            return value + hyperprior.energy(rho, center), slope.numpy()
+        last = 0.5 * (noise.values - noise.squares * math.exp(-tau) - float(own.gamma(rho, tau).sum()))
+        return value + hyperprior.energy(rho, center) + noise.energy(tau), [*slope.tolist(), last]
+
+    bounds = [(c - bound, c + bound) for c in center.tolist()]
+    if noise is not None:
+        bounds.append((noise.lowest(), noise.lowest() + 20))
+    start = [*center.tolist(), *([noise.lowest() + 1] if noise is not None else [])]
+    limits = {"ftol": 1e-16, "gtol": 1e-10, "maxiter": 5000}
+    exact = minimize(energy, start, jac=True, bounds=bounds, method="L-BFGS-B", options=limits)
+    rho, tau = own.step(norms, center + 1, 0.4 if noise is None else noise.lowest(), center, hyperprior, noise)
+    point = [*rho.tolist(), tau] if noise is not None else rho.tolist()
+    assert energy(point)[0] <= exact.fun + 1e-9
+    determined = slice(0, 6)  # under a flat prior the last weight's precision falls without end
+    torch.testing.assert_close(rho[determined], torch.tensor(exact.x[:6]), rtol=0, atol=2e-4)
+    slope = rho.exp() * norms - own.gamma(rho, tau)
+    if not math.isinf(hyperprior.std):
+        slope += 2 * (rho - center) / hyperprior.std**2
+    free = (rho - center).abs() < math.log(hyperprior.cap) - 1e-9
+    torch.testing.assert_close(slope[free], torch.zeros_like(slope[free]), rtol=0, atol=1e-8)
+    if noise is not None:
+        assert noise.values - noise.squares * math.exp(-tau) - float(own.gamma(rho, tau).sum()) == pytest.approx(
+            0, abs=1e-7
+        )
+
+
+def test_at_the_map_it_is_the_root_of_a_quadratic_equation() -> None:
+    """Without a hyperprior ``lambda theta^2 = s / (s + lambda)`` for every weight by itself."""
+    la, *_ = fitted()
+    la.optimize_evidence(hyperprior=None)
+    s, n = dense_curvature(la).diagonal(), la.theta.square()
+    exact = (-s * n + (s * n * (s * n + 4)).sqrt()) / (2 * n)
+    torch.testing.assert_close(la.log_precision.exp(), exact, rtol=1e-9, atol=0)
+
+
+def test_laplace_torch_finds_no_better_precisions() -> None:
+    laplace = pytest.importorskip("laplace")
+    model, x, y = problem()
+    theirs = laplace.Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
+    theirs.fit(DataLoader(TensorDataset(x, y), 9))
+    theirs.optimize_prior_precision(method="marglik", prior_structure="diag", n_steps=300, lr=0.1)
+    assert len(theirs.prior_precision) == 27
+    la, *_ = fitted()
+    found = la.optimize_evidence(hyperprior=None).log_marginal_likelihood
+    their_best = float(theirs.log_marginal_likelihood())
+    assert found >= their_best and found == pytest.approx(their_best, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", ["diag", "full"])
+def test_the_response_of_the_precisions(kind: str) -> None:
+    """``X^T F^-1 X`` with the second derivatives of the objective, by torch."""
+    own, norms = determinants(kind), vector(7, 1)
+    rows = 2 * torch.randn(4, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    rows[:, -1] = 0
+    matrix = rows.T @ rows if kind == "full" else torch.diag(rows.square().sum(0))
+    noise = Noise(20, 3.0)
+
+    def energy(point: Tensor) -> Tensor:
+        rho, tau = point[:7], point[7]
+        ratio = torch.logdet(matrix * (-tau).exp() + torch.diag(rho.exp())) - rho.sum()
+        data = 0.5 * (noise.squares * (-tau).exp() + noise.values * tau)
+        return 0.5 * ((rho.exp() * norms).sum() + ratio) + 0.15 * rho.square().sum() + data
+
+    point = torch.cat([vector(7, 4).log(), torch.tensor([0.3], dtype=torch.float64)])
+    hessian = torch.func.hessian(energy)(point)
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    for held in ((), (2,), (7,)):
+        free = torch.ones(8, dtype=torch.bool)
+        free[list(held)] = False
+        exact = x[free].T @ torch.linalg.solve(hessian[free][:, free], x[free])
+        found = own.response(x, norms, point[:7], 0.3, noise if bool(free[7]) else None, 0.3, free)
+        torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_both_solvers_find_the_joint_point(curvature: Any, kind: str) -> None:
+    """At which the precisions are those of the weights, and the weights those of the precisions."""
+    options: dict[str, Any] = {"evaluate_at": "tangent_mode", "curvature": curvature, "rank": 27}
+    la, *_ = fitted(kind, noise_variance=0.3 if kind == "regression" else None, **options)
+    found = la.optimize_evidence(tolerance=1e-4, mode_tolerance=1e-4)
+    assert found.converged and found.gap < 1e-6
+    rho, _ = la.fitted.curvature.determinants.step(
+        la.theta.square(), la.center.log(), la.fitted.log_noise, la.center.log(), la.hyperprior, None
+    )
+    torch.testing.assert_close(rho, la.log_precision, rtol=0, atol=2e-4)
+    if curvature == "diag" and kind == "classification":
+        other, *_ = fitted(**options)
+        second = other.optimize_evidence(solver="alternation", tolerance=1e-3, mode_tolerance=1e-3)
+        # the objective has several minima in the weights, for a precision moves with each of them
+        assert other.fitted.objective() == pytest.approx(la.fitted.objective(), abs=0.5)
+        assert second.iterations > 1
+    if curvature == "lowrank":
+        with pytest.raises(ValueError, match="all pairs of weights"):
+            la.optimize_evidence(solver="subspace")
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_files(tmp_path: Path, curvature: Any) -> None:
+    la, x, _ = fitted(curvature=curvature, rank=5)
+    la.optimize_evidence()
+    la.save(tmp_path / "la.safetensors")
+    again = LinearizedLaplace.load(tmp_path / "la.safetensors", problem()[0])
+    assert again.prior == "diagonal" and again.prior_groups.names == la.prior_groups.names
+    assert torch.equal(again.predictive(x), la.predictive(x)) and again.report() == la.report()
+    assert again.optimize_evidence() == la.optimize_evidence()
+
+
+def test_forty_thousand_weights_take_seconds(tmp_path: Path) -> None:
+    """The fit, the evidence, the report and a file; nothing of all pairs of weights or groups is made."""
+    model = randomize(nn.Sequential(nn.Linear(100, 380), nn.Tanh(), nn.Linear(380, 5)), scale=0.1)
+    x, y = data(100, outputs=5, samples=20)
+    la = LinearizedLaplace(model, curvature="diag", prior="diagonal", evaluate_at="map").fit([(x, y)])
+    assert la.tangent.size == 40_285
+    started = time.process_time()
+    la.optimize_evidence()
+    la.report()
+    la.save(tmp_path / "la.safetensors")
+    assert time.process_time() - started < 15
+    assert (tmp_path / "la.safetensors").stat().st_size < 5 * 8 * la.tangent.size
+    low = LowRankWeights(LowRankBlock("all", 0, torch.arange(40_000), torch.randn(10, 40_000, dtype=torch.float64)))
+    center = torch.zeros(40_000, dtype=torch.float64)
+    started = time.process_time()
+    rho, _ = low.step(torch.ones_like(center), center, 0.0, center, Hyperprior(), None)
+    assert time.process_time() - started < 15
+    slope = rho.exp() - low.gamma(rho, 0.0) + 2 * rho / Hyperprior().std ** 2
+    assert float(slope.abs().max()) < 1e-6
+
+
+# ---------------------------------------------------------------------- what to expect of it
+
+
+def test_without_a_hyperprior_most_weights_are_switched_off_at_the_joint_point() -> None:
+    """Automatic relevance determination: evidence alone prunes, at precisions of 1e12 times the center."""
+    la, *_ = fitted(evaluate_at="tangent_mode")
+    with pytest.warns(PrunedGroupWarning, match="pruned"):
+        la.optimize_evidence(hyperprior=None, tolerance=1e-2, mode_tolerance=1e-2)
+    pruned = sum(row.pruned for row in la.report())
+    assert pruned > 0.5 * la.tangent.size
+    assert float(la.theta[torch.tensor([r.pruned for r in la.report()])].abs().max()) < 1e-9
+    la.optimize_evidence(tolerance=1e-2, mode_tolerance=1e-2)
+    assert not any(row.pruned for row in la.report())
