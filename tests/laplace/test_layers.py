@@ -449,6 +449,29 @@ def test_batch_normalization_is_watched_as_scale_and_shift(spatial: int) -> None
     torch.testing.assert_close(torch.autograd.grad(found, x, cotangent)[0], gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("padding", [0, 1, "valid"])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kernel", [1, 2])
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+def test_convolutions_of_single_entries_are_watched_without_their_stride(
+    spatial: int, kernel: int, stride: int, padding: int | str
+) -> None:
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[spatial - 1]
+    steps = (*[stride] * (spatial - 1), 1) if spatial == 3 else stride
+    model = kind(4, 6, kernel, steps, padding, groups=2).double()  # type: ignore[arg-type]
+    x = torch.randn(3, 4, *range(5, 5 + spatial), dtype=torch.float64, requires_grad=True)
+    expected = model(x)
+    cotangent = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad(expected, x, cotangent)
+    with watching(model, [], Watch(lambda layer, rows: None)) as forward:
+        found = forward(x, len(x))
+        torch.testing.assert_close(forward(x[0], 1), expected[0], rtol=1e-12, atol=1e-12)  # without a batch
+    names = {type(node).__name__ for node in nodes(found)}
+    assert ("SliceBackward0" in names) == (kernel == 1 and stride > 1 and padding != 1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(found, x, cotangent)[0], gradient, rtol=1e-12, atol=1e-12)
+
+
 def nodes(output: Tensor) -> set[Any]:
     """Of a graph of gradients."""
     found, waiting = set(), [output.grad_fn]

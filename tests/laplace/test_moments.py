@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import math
+from itertools import combinations_with_replacement
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tu_symmetry.laplace.blocks import decompose, decompose_rows
 from tu_symmetry.laplace.layers import MatrixLayer
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.moments import InputMoments
-from tu_symmetry.laplace.patches import ShiftedGrams, patches_of, positions_of
+from tu_symmetry.laplace.patches import ShiftedGrams, gram, patches_of, positions_of
+
+Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 GEOMETRIES = [
-    (nn.Conv2d(4, 3, 3, padding=1), (5, 6), True),
-    (nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=2), (7, 6), True),
-    (nn.Conv2d(2, 4, (3, 2)), (7, 6), False),
-    (nn.Conv2d(2, 4, 3), (30, 20), True),
-    (nn.Conv1d(2, 4, 5, padding=4), (9,), True),
-    (nn.Conv1d(2, 4, 3, padding=1), (1,), False),
-    (nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), (9, 8), True),
-    (nn.Conv3d(2, 2, (3, 1, 2), padding=(1, 0, 1)), (4, 5, 3), True),
-    (nn.Conv2d(2, 2, 4, padding="same"), (5, 6), True),
-    (nn.Conv2d(2, 2, 2, padding=3), (2, 2), True),
-    (nn.Conv2d(2, 2, 5, padding=2), (2, 3), False),
-    (nn.Conv2d(2, 2, 3, stride=2), (9, 9), False),
-    (nn.Conv2d(2, 2, 1), (9, 9), False),
-]  # fmt: skip
+    (nn.Conv2d(4, 3, 3, padding=1), (5, 6)),
+    (nn.Conv2d(4, 4, 3, padding=2, dilation=2, groups=2), (7, 6)),
+    (nn.Conv2d(2, 4, 3), (30, 20)),
+    (nn.Conv1d(2, 4, 5, padding=4), (9,)),
+    (nn.Conv1d(2, 4, 3, padding=1), (1,)),
+    (nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), (9, 8)),
+    (nn.Conv3d(2, 2, (3, 1, 2), padding=(1, 0, 1)), (4, 5, 3)),
+    (nn.Conv2d(2, 2, 4, padding="same"), (5, 6)),
+    (nn.Conv2d(2, 2, 2, padding=3), (2, 2)),
+    (nn.Conv2d(2, 2, 5, padding=2), (2, 3)),
+    (nn.Conv2d(2, 2, 3, stride=2), (9, 9)),
+    (nn.Conv2d(4, 2, (3, 5), stride=(3, 2), padding=2, dilation=(1, 2), groups=2), (8, 11)),
+    (nn.Conv2d(2, 2, 2, stride=3), (10, 9)),
+    (nn.Conv2d(2, 2, 1), (9, 9)),
+    (nn.Conv2d(2, 2, 1, stride=2, padding=1), (3, 4)),
+]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -45,27 +53,120 @@ def patches(x: Tensor, conv: nn.Module) -> Tensor:
     return picked.unflatten(1, (conv.groups, -1)).permute(1, 2, 0, *range(3, x.ndim + 1)).flatten(2).detach()
 
 
+def drawn(seed: int) -> tuple[Convolution, tuple[int, ...]]:
+    """Any convolution of one to three axes, and a size that it takes."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(least: int, most: int) -> int:
+        return int(torch.randint(least, most + 1, (), generator=generator))
+
+    axes, groups, channels = draw(1, 3), draw(1, 2), draw(1, 3)
+    kernel, stride, dilation, padding = (
+        tuple(draw(*ends) for _ in range(axes)) for ends in ((1, 4), (1, 3), (1, 2), (0, 3))
+    )
+    mode = ("zeros", "zeros", "circular", "replicate")[draw(0, 3)]
+    seen = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    least = [max(1, own - 2 * pad, pad * (mode == "circular")) for own, pad in zip(seen, padding, strict=True)]
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](
+        groups * channels, groups, kernel, stride, padding, dilation, groups, padding_mode=mode
+    )  # type: ignore[arg-type]
+    return conv, tuple(draw(n, n + 5) for n in least)
+
+
+@pytest.mark.parametrize("rows", [1, 1 << 20], ids=["in place", "side by side"])
 @pytest.mark.parametrize(
-    ("conv", "size", "cheaper"), GEOMETRIES, ids=lambda v: str(v) if isinstance(v, nn.Module) else ""
+    ("conv", "size"), [*GEOMETRIES, *map(drawn, range(30))], ids=lambda v: str(v) if isinstance(v, nn.Module) else ""
 )
-def test_products_of_shifts_are_the_sum_over_patches(conv: nn.Module, size: tuple[int, ...], cheaper: bool) -> None:
-    x = numbers(3, conv.in_channels, *size)  # type: ignore[arg-type]
-    rows = patches(x, conv)
-    assert positions_of(x, conv) * len(x) == rows.shape[-1]
-    torch.testing.assert_close(patches_of(x, conv).permute(1, 3, 0, 2).flatten(2), rows)
-    shifted = ShiftedGrams(conv)
-    assert shifted.is_cheaper(x) is cheaper and shifted.total() is None
-    if max(conv.stride) == 1:  # type: ignore[type-var,arg-type]
-        shifted.add(x[:1])
-        shifted.add(x[1:])
-        total = shifted.total()
-        assert total is not None
-        torch.testing.assert_close(total, rows @ rows.mT, rtol=1e-12, atol=1e-12)
+def test_products_of_shifts_are_the_sum_over_patches(
+    conv: Convolution, size: tuple[int, ...], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of batches of several sizes of images, whichever way the products are made."""
+    monkeypatch.setattr("tu_symmetry.laplace.patches._ROWS", rows)
+    shifted, expected = ShiftedGrams(conv), torch.zeros(())
+    assert shifted.total() is None
+    for samples, more in ((1, 0), (3, 0), (2, 1)):
+        x = numbers(samples, conv.in_channels, *(n + more for n in size))
+        own = patches(x, conv)
+        assert positions_of(x, conv) * len(x) == own.shape[-1]
+        torch.testing.assert_close(patches_of(x, conv).permute(1, 3, 0, 2).flatten(2), own)
+        expected = expected + own @ own.mT
+        shifted.add(x)
+    total = shifted.total()
+    assert total is not None
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("conv", "size"), [*GEOMETRIES, *map(drawn, range(30))], ids=str)
+def test_no_product_of_two_entries_is_made_twice(conv: Convolution, size: tuple[int, ...]) -> None:
+    """As many are made as there are pairs of entries of the input that lie in one patch, either order, or less."""
+    if conv.padding_mode != "zeros":
+        size = tuple(F.pad(torch.zeros(1, 1, *size), conv._reversed_padding_repeated_twice).shape[2:])
+        conv = type(conv)(1, 1, conv.kernel_size, conv.stride, 0, conv.dilation)  # type: ignore[arg-type]
+    one = type(conv)(1, 1, conv.kernel_size, conv.stride, conv.padding, conv.dilation)  # type: ignore[arg-type]
+    entries = patches(torch.arange(1.0, 1 + math.prod(size)).view(1, 1, *size), one)[0].T.long()
+    met = {tuple(sorted(pair)) for patch in entries.tolist() for pair in combinations_with_replacement(patch, 2)}
+    made = sum(math.prod(run.length for run in box) for box in ShiftedGrams(one)._of(size))
+    assert made == len([pair for pair in met if pair[0] > 0])  # 0 is padding
+
+
+def test_numbers_that_the_documentation_gives() -> None:
+    def made(conv: Convolution, *size: int) -> list[int]:
+        return [math.prod(run.length for run in box) for box in ShiftedGrams(conv)._of(size)]
+
+    assert sum(made(nn.Conv1d(1, 1, 3, padding=1), 5)) == 12
+    boxes = made(nn.Conv2d(1, 1, 3, padding=1), 32, 32)
+    assert len(boxes) == 29 and 12 < sum(boxes) / 32**2 < 13
+    assert 33 < sum(made(nn.Conv2d(1, 1, 3, stride=2, padding=1), 128, 128)) / 64**2 < 34
+
+
+@pytest.mark.parametrize(
+    ("conv", "size", "cheaper"),
+    [
+        (nn.Conv2d(64, 64, 3, padding=1), 32, True),
+        (nn.Conv2d(512, 512, 3, padding=1), 4, True),
+        (nn.Conv2d(64, 128, 3, padding=1, stride=2), 32, True),
+        (nn.Conv2d(64, 128, 1), 32, False),  # nothing to save
+        (nn.Conv2d(3, 64, 16, stride=16), 64, False),  # thousands of shifts
+        (nn.Conv2d(3, 8, 128, stride=128), 256, False),  # millions
+        (nn.Conv2d(1, 6, 5), 28, False),  # hundreds, of one channel
+    ],
+    ids=str,
+)
+def test_the_cheaper_way_is_taken(conv: nn.Conv2d, size: int, cheaper: bool) -> None:
+    assert ShiftedGrams(conv).is_cheaper(torch.empty(32, conv.in_channels, size, size)) is cheaper
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 7, 511), (3, 512), (4, 769), (2, 1, 1024)])
+def test_gram_matrices_by_panels(shape: tuple[int, ...]) -> None:
+    rows = numbers(*shape)
+    found = gram(rows)
+    torch.testing.assert_close(found, rows.mT @ rows, rtol=1e-12, atol=1e-12)
+    if shape[-1] >= 512:
+        beyond = (found - found.mT).abs()
+        for start in range(0, shape[-1], 256):  # one is the other's copy, apart from the blocks on the diagonal
+            beyond[..., start : start + 256, start : start + 256] = 0
+        assert not bool(beyond.any())
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_gradients_of_large_and_small_maps(groups: int, size: int, reduce: bool) -> None:
+    """More positions than outputs or fewer, in either layout of memory."""
+    conv = nn.Conv2d(groups, 6 * groups, 3, padding=1, groups=groups)
+    layer = MatrixLayer("layer", conv, tuple(conv.weight.shape), None, None)
+    gradient = numbers(4, 6 * groups, size, size)
+    rows = gradient.unflatten(1, (groups, 6)).flatten(3)
+    expected = (
+        torch.einsum("bgo,bgp->gop", *[rows.sum(-1)] * 2) if reduce else torch.einsum("bgot,bgpt->gop", rows, rows)
+    )
+    for own in (gradient, gradient.contiguous(memory_format=torch.channels_last)):
+        torch.testing.assert_close(layer.gradient_gram(own, reduce=reduce), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("samples", [2, 12])
-@pytest.mark.parametrize("conv", [None, *(conv for conv, _, _ in GEOMETRIES[:2])])
+@pytest.mark.parametrize("conv", [None, *(conv for conv, _ in GEOMETRIES[:2])])
 def test_the_decomposition_is_that_of_the_mean(conv: nn.Module | None, samples: int, reduce: bool) -> None:
     """Few rows or many, in batches whose sizes differ."""
     if conv is None:

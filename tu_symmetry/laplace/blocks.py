@@ -427,11 +427,11 @@ def decompose_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     y *= (tau != 0).unsqueeze(-2)  # a reflection that LAPACK leaves out, as for a row of zeros
     inverse = (y.mT @ y).triu(1)
     inverse.diagonal(dim1=-2, dim2=-1).copy_(torch.where(tau != 0, tau, 1).reciprocal())
-    right = torch.linalg.solve_triangular(inverse, y.mT, upper=True)  # T Y^T
+    right = torch.linalg.solve_triangular(inverse.neg_(), y.mT, upper=True)  # -T Y^T
     basis = rows.new_empty(*rows.shape[:-2], size, size)
-    basis[..., :number] = -(y @ (right[..., :number] @ small))
+    basis[..., :number] = y @ (right[..., :number] @ small)
     basis[..., :number, :number] += small
-    basis[..., number:] = -(y @ right[..., number:])
+    basis[..., number:] = y @ right[..., number:]
     basis[..., number:, number:].diagonal(dim1=-2, dim2=-1).add_(1)
     return torch.cat([values, values.new_zeros(*values.shape[:-1], size - number)], dim=-1), basis
 

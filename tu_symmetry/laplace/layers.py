@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.laplace.patches import CONVOLUTIONS, patches_of
+from tu_symmetry.laplace.patches import CONVOLUTIONS, gram, patches_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -116,15 +116,12 @@ class MatrixLayer(Layer):
 
     def gradient_gram(self, gradient: Tensor, *, reduce: bool) -> Tensor:
         """``sum g g^T`` over samples and positions, or over samples' sums over positions, ``[groups, n, n]``."""
-        if reduce or self.convolution is None:
-            rows = self.gradient_rows(gradient).transpose(0, 1)
-            rows = rows.sum(2) if reduce else rows.flatten(1, 2)
-            return rows.mT @ rows
-        split = gradient.reshape(len(gradient), self.groups, self.outputs, -1)
-        if self.outputs <= split.shape[-1]:  # as they lie in memory
-            return (split @ split.mT).sum(0)
-        columns = split.permute(1, 2, 0, 3).flatten(2)
-        return columns @ columns.mT
+        if not reduce and self.convolution is not None:
+            columns = self.gradient_columns(gradient)
+            if columns.shape[-1] >= 2 * self.outputs:  # as they lie in memory: to move them would take longer
+                return (columns @ columns.mT).sum(0)
+        rows = self.gradient_rows(gradient).transpose(0, 1)
+        return gram(rows.sum(2) if reduce else rows.flatten(1, 2).contiguous())
 
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """``sum_t g_t a_t^T``."""

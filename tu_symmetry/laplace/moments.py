@@ -8,7 +8,7 @@ from torch import Tensor
 from tu_symmetry.laplace.blocks import decompose, decompose_rows
 from tu_symmetry.laplace.data import all_reduce, processes
 from tu_symmetry.laplace.layers import MatrixLayer
-from tu_symmetry.laplace.patches import ShiftedGrams, positions_of
+from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
 
 _ELEMENTS = 1 << 24  # entries of the rows that are made at once
 
@@ -43,12 +43,13 @@ class InputMoments:
         keep = self._rows is not None and 2 * self.count <= layer.features
         if not keep:
             self._release()
+        if not keep and self._shifted is not None and self._shifted.is_cheaper(inputs):
+            self._shifted.add(inputs)
+            return
         for part in inputs.split(max(1, _ELEMENTS // (positions * features))):
             if keep:
                 assert self._rows is not None
                 self._rows.append(self._rows_of(part).clone())  # the network may go on to work in place
-            elif self._shifted is not None and self._shifted.is_cheaper(part):
-                self._shifted.add(part)
             else:
                 self._add(self._rows_of(part))
 
@@ -58,7 +59,7 @@ class InputMoments:
         return rows.mean(2).transpose(0, 1) if self.reduce else rows.transpose(0, 1).flatten(1, 2)
 
     def _add(self, rows: Tensor) -> None:
-        update = rows.mT @ rows
+        update = gram(rows)
         self._matrix = update if self._matrix is None else self._matrix.add_(update)
 
     def _release(self) -> None:
