@@ -395,12 +395,6 @@ def test_frozen_networks_and_outputs_of_other_shapes() -> None:
         LinearizedLaplace(nn.Linear(4, 1).double(), prior="single").fit([(X, Y % 2)])
 
 
-def test_too_large_for_a_full_matrix() -> None:
-    model = nn.Linear(4, 4000).double()
-    with pytest.raises(ValueError, match=r"20000 parameters needs 1\.5 GiB"):
-        LinearizedLaplace(model, prior="single", curvature="full").fit([(X, Y)])
-
-
 def test_a_single_output_and_flat_targets() -> None:
     """``[batch]`` outputs and targets of a regression are one column."""
 

@@ -23,6 +23,7 @@ from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.held_out import at_most, share_samples, spread, testing_loader, validation_loader
 from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.laplace.curvature import require_room
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.joint import Solver
@@ -249,8 +250,8 @@ class FitLaplace(Callback):
         """Take back older approximations, for the weights are about to change, and check what would fail at the end.
 
         Raises:
-            ValueError: no network, an averaging wrapper where one network is meant, a single logit, or an ensemble with
-                a part that predicts with one approximation.
+            ValueError: no network, an averaging wrapper where one network is meant, a single logit, an ensemble with a
+                part that predicts with one approximation, or a curvature that would not fit the memory.
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
@@ -258,6 +259,7 @@ class FitLaplace(Callback):
         for laplace in made:
             if laplace.options.curvature in ("kfac", "ekfac"):
                 find_layers(laplace.model, laplace.tangent.names)
+            require_room(laplace.tangent, laplace.options, groups=1 if laplace.prior == "single" else 2)
             if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
                 raise ValueError(
                     "num_classes=1 is a single logit: train with nn.BCEWithLogitsLoss(), which is recognized, or pass "

@@ -40,6 +40,7 @@ from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
+from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
@@ -180,11 +181,13 @@ def fit_curvature(
         The blocks in the order of the flat parameter vector, and the summary of the pass.
 
     Raises:
-        ValueError: Kronecker factors under a prior with a precision for each weight.
+        ValueError: Kronecker factors under a prior with a precision for each weight, or a curvature that would not fit
+            the memory.
     """
     require_separable(options.curvature, weights=groups.weights)
     one_pass = _Pass(tangent, likelihood, loader if first_pass is None else first_pass, progress, "curvature")
     one_pass.batches = count_of(loader)
+    require_room(tangent, options, groups=len(groups), whole=whole)
     with evaluating(tangent.model):
         if options.curvature in ("full", "last_layer"):
             return _full(tangent, likelihood, one_pass, groups, options, generator)
@@ -216,6 +219,67 @@ def require_separable(curvature: Curvature, *, weights: bool) -> None:
             "A x G + Lambda, has no eigenvectors made of those of its factors, so that it could only be inverted as "
             "the whole matrix. Choose curvature='diag' (everything separates), 'full', 'last_layer' or 'lowrank'; or "
             "prior='per_filter' or 'per_layer'"
+        )
+
+
+def require_room(tangent: TangentModel, options: Options, *, groups: int, whole: Sequence[str] = ()) -> None:
+    """Refuse a curvature that would not fit the memory with what its decomposition and the evidence need.
+
+    Counted is what is alive at the peak, in bytes for each entry (of single precision, in brackets of double precision;
+    measured): 17 (34) of a matrix in one prior group, which LAPACK decomposes with two matrices of work space; 47 (43)
+    over several groups, whose decompositions are made anew for every precision, in double precision; 36 (72) of
+    ``rank`` rows while they are gathered; and for Kronecker factors one for each matrix, with the decomposition of the
+    largest.
+
+    Args:
+        tangent: the network.
+        options: of the curvature.
+        groups: number of prior groups.
+        whole: parameters without Kronecker factors.
+
+    Raises:
+        ValueError: it would not fit; the message says what, how large, and what to do instead.
+    """
+    point = tangent.point()
+    entry, size = point.element_size(), tangent.size
+    if options.curvature in ("full", "last_layer"):
+        each = 5 * entry if groups == 1 else entry + 44
+        wide = options.curvature == "last_layer"
+        require_memory(
+            each * size**2,
+            point.device,
+            f"the exact curvature of {size} parameters{' of the last layer' * wide}, a matrix of {size} x {size} "
+            f"({entry * size**2 / 2**30:.1f} GiB) with its decomposition,",
+            "choose curvature='kfac' or 'diag' with parameters='last_layer'"
+            if wide
+            else "choose curvature='kfac' or 'diag', or a subset with parameters=[...]",
+        )
+    elif options.curvature == "lowrank":
+        rank = min(options.rank, size)
+        require_memory(
+            max(9 * entry, entry + 24) * rank * size,
+            point.device,
+            f"a curvature of rank {rank} over {size} parameters ({entry * rank * size / 2**30:.1f} GiB of rows)",
+            "choose a smaller rank=..., a subset with parameters=[...], or curvature='kfac'",
+        )
+    elif options.curvature in ("kfac", "ekfac"):
+        found = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
+        sides = {
+            layer.name: (layer.groups, layer.features, layer.outputs)
+            for layer in found
+            if isinstance(layer, MatrixLayer) and layer.weight is not None
+        }
+        if not sides:
+            return
+        widest = max(sides, key=lambda name: max(sides[name][1:]))
+        largest = max(groups * max(a, b) ** 2 for groups, a, b in sides.values())
+        total = sum(groups * (a**2 + b**2) for groups, a, b in sides.values())
+        require_memory(
+            entry * (total + 4 * largest),
+            point.device,
+            f"a Kronecker-factored curvature of {len(sides)} layers, the widest of which, {widest!r}, has matrices of "
+            f"{sides[widest][1]} features and {sides[widest][2]} outputs,",
+            f"leave {widest!r} out (parameters=[...]), or choose curvature='diag', which is as large as the network",
         )
 
 
@@ -259,11 +323,6 @@ def _full(
     options: Options,
     generator: torch.Generator | None,
 ) -> tuple[list[Block], Summary]:
-    if tangent.size**2 > 4 * _ELEMENTS:
-        raise ValueError(
-            f"a full curvature of {tangent.size} parameters needs {tangent.size**2 * 4 / 2**30:.1f} GiB; choose "
-            "curvature='kfac', or a subset with parameters=[...]"
-        )
     point = tangent.point()
     matrix = torch.zeros(tangent.size, tangent.size, dtype=point.dtype, device=point.device)
     source = _source(tangent, options)

@@ -36,6 +36,7 @@ from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
 from tu_symmetry.laplace.groups import PriorGroups, prior_groups
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
 from tu_symmetry.laplace.links import GaussianPredictive
+from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.storage import LaplaceFileError
@@ -46,7 +47,6 @@ from tu_symmetry.symmetry.randomness import leaves_randomness
 
 DualPrior = Literal["per_layer", "single", "per_group"]
 _FORMAT = "tu_symmetry.dual_laplace"
-_LIMIT = 8 << 30  # bytes of the kernels, or of the Jacobian
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,12 +251,13 @@ class DualLaplace:
     def _require_memory(self, outputs: int) -> None:
         kernels = 8 * outputs**2 * (sum(len(p.basis) for p in self.structured) + 8)
         rows = 16 * outputs * self.tangent.size
-        if max(kernels, rows) > _LIMIT:
-            raise ValueError(
-                f"{outputs} outputs and {self.tangent.size} weights need some {max(kernels, rows) >> 30} GiB for exact "
-                "kernels. For problems of this size use tu_symmetry.laplace.sampled.SampledEvidence, which multiplies "
-                "with the Jacobian and never stores it, or LinearizedLaplace"
-            )
+        require_memory(
+            max(kernels, rows),
+            self.tangent.point().device,
+            f"the exact kernel of {outputs} training outputs and {self.tangent.size} weights",
+            "take fewer training outputs. For problems of this size use tu_symmetry.laplace.sampled.SampledEvidence, "
+            "which multiplies with the Jacobian and never stores it, or LinearizedLaplace",
+        )
 
     def _blocks(self, inputs: Any) -> tuple[StructuredPrior, ...]:
         """The structured priors, and isotropic ones for everything else."""

@@ -18,6 +18,7 @@ from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
+from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 _ELEMENTS = 1 << 26
@@ -45,11 +46,15 @@ def function_covariance(
         layers: the layers of a Kronecker-factored posterior, None for any other.
         inputs: a batch of any size; it is worked through in pieces of bounded memory.
         whole: parameters of a Kronecker-factored posterior that no layer covers.
+
+    Raises:
+        ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
         shape = outputs.shape[1:]
         width = shape.numel()
+        _require_room(outputs, 0 if layers is not None else tangent.size)
         if layers is None:
             step = max(1, _ELEMENTS // (tangent.size * width))
             pieces = [
@@ -71,6 +76,22 @@ def function_covariance(
                     own = {block.name: block for block in posterior.blocks if block.name in other.slots}
                     pieces[-1] += _dense_covariance(other, posterior, own, some, shape)
     return outputs, torch.cat(pieces)
+
+
+def _require_room(outputs: Tensor, size: int) -> None:
+    """Refuse covariances that do not fit: ``outputs^2`` for each sample, twice while pieces are joined.
+
+    Apart from Kronecker factors a sample's Jacobian is made, stacked from one gradient for each output, and whitened.
+    """
+    count, width, entry = len(outputs), outputs[0].numel(), outputs.element_size()
+    positions = f" ({outputs.shape[1]} positions of {outputs.shape[2]})" if outputs.ndim == 3 else ""
+    require_memory(
+        entry * (2 * count * width**2 + 4 * width * size),
+        outputs.device,
+        f"the exact covariances of {count} samples with {width} outputs each{positions}, {count} x {width} x {width} "
+        "entries" + (f" and the Jacobian of one sample, {width} x {size}," if size else ","),
+        "take samples instead (covariance='samples', or function_samples), or smaller batches",
+    )
 
 
 def _longest_vector(layers: Sequence[Layer]) -> int:
@@ -288,9 +309,18 @@ def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any)
     """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, *outputs.shape]``.
 
     Samples are Jacobian-vector products with the same weights for all inputs, so that they are joint in the inputs.
+
+    Raises:
+        ValueError: samples that would not fit the memory.
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
+        require_memory(
+            4 * samples.count * outputs.numel() * outputs.element_size(),
+            outputs.device,
+            f"a prediction of {samples.count} samples of {tuple(outputs.shape)} outputs",
+            "take smaller batches (predict(loader) goes through one after the other), or fewer num_samples",
+        )
         changes = [tangent.jvps(inputs, chunk) for chunk in samples.chunks()]
     return outputs, torch.cat(changes)
 

@@ -1,0 +1,158 @@
+"""What would not fit the memory is refused before it is made; sizes are planted, nothing large is ever allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laplace_oracles import data, randomize
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tu_symmetry.callbacks import FitLaplace
+from tu_symmetry.laplace import memory
+from tu_symmetry.laplace.dual_model import DualLaplace
+from tu_symmetry.laplace.model import LinearizedLaplace
+
+GIB = 1 << 30
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """So many bytes are free, and even one is worth asking about."""
+    monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+
+
+def problem() -> tuple[nn.Module, Tensor, Tensor]:
+    return randomize(nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 3))), *data(4, outputs=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "each", "message"),
+    [
+        (
+            {"curvature": "full"},
+            40 * 243**2,
+            r"243 parameters, a matrix of 243 x 243.*'kfac' or 'diag', or a",
+        ),
+        ({"curvature": "full", "prior": "per_layer"}, 52 * 243**2, r"243 x 243.*parameters=\[...\]"),
+        ({"curvature": "full", "prior": "diagonal"}, 52 * 243**2, r"243 x 243"),
+        ({"curvature": "last_layer"}, 40 * 93**2, r"93 parameters of the last layer.*with parameters='last_layer'"),
+        ({"curvature": "lowrank", "rank": 20}, 72 * 20 * 243, r"rank 20 over 243 parameters.*a smaller rank"),
+        (
+            {"curvature": "kfac"},
+            8 * (4**2 + 30**2 + 30**2 + 3**2 + 4 * 30**2),
+            r"2 layers.*'0'.*4 features and 30 outputs",
+        ),
+    ],
+)
+def test_a_curvature_that_would_not_fit(
+    options: dict[str, Any], each: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Says what, how large, how much is free, what to do; with one byte more it is made."""
+    model, x, y = problem()
+    la = LinearizedLaplace(model, **{"prior": "single", "evaluate_at": "map"} | options)  # type: ignore[arg-type]
+    plant(monkeypatch, each - 1)
+    read: list[int] = []
+    with pytest.raises(ValueError, match=message) as caught:
+        la.fit([(x, y)], progress=lambda event: read.append(1))
+    assert not read and "GiB at its peak, and 0.0 GiB are free on cpu" in str(caught.value)
+    plant(monkeypatch, each)
+    la.fit([(x, y)])
+
+
+def test_wide_heads_in_double_precision_are_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 512 x 100 outputs: 51,300 parameters, 19.6 GiB for the matrix and five times that at the peak."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 64 * GIB)
+    model = nn.Linear(512, 100).double()
+    x, y = torch.zeros(2, 512, dtype=torch.float64), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"51300 x 51300 \(19\.6 GiB\).* 98\.0 GiB at its peak, and 64\.0 GiB are"):
+        LinearizedLaplace(model, curvature="last_layer", prior="single").fit([(x, y)])
+
+
+def test_the_callback_says_so_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Routine(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.loss, self.steps = problem()[0].float(), nn.CrossEntropyLoss(), 0
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            self.steps += 1
+            return self.loss(self.model(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    _, x, y = problem()
+    routine = Routine()
+    plant(monkeypatch, 1000)
+    trainer = Trainer(
+        callbacks=[FitLaplace(curvature="full", calibrate=False)], max_epochs=1, accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="243 parameters"):
+        trainer.fit(routine, DataLoader(TensorDataset(x.float(), y), batch_size=9))
+    assert routine.steps == 0
+
+
+def test_joint_covariances_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``[batch, positions * outputs, positions * outputs]``, and samples of as many outputs."""
+    model = randomize(nn.Sequential(nn.Conv2d(1, 3, 3, padding=1))).double()
+    images = torch.randn(4, 1, 5, 5, dtype=torch.float64)
+    labels = torch.zeros(4, 5, 5, dtype=torch.long)
+    for curvature, size in (("kfac", 0), ("diag", 30)):
+        la = LinearizedLaplace(model, prior="single", evaluate_at="map", curvature=curvature).fit([(images, labels)])  # type: ignore[arg-type]
+        needed = 8 * (2 * 4 * 75**2 + 4 * 75 * size)
+        with monkeypatch.context() as patch:
+            plant(patch, needed - 1)
+            with pytest.raises(
+                ValueError, match=r"4 samples with 75 outputs each \(25 positions of 3\).*covariance='samples'"
+            ):
+                la.function_covariance(images)
+            plant(patch, needed)
+            assert la.function_covariance(images)[1].shape == (4, 75, 75)
+            plant(patch, 4 * 10 * 300 * 8 - 1)
+            with pytest.raises(ValueError, match=r"10 samples of .* outputs.*smaller batches"):
+                la.predictive(images, covariance="samples", num_samples=10)
+            assert la.predictive(images[:2], covariance="samples", num_samples=10).shape == (2, 3, 5, 5)
+
+
+def test_kernels_of_the_dual_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, _ = problem()
+    plant(monkeypatch, 5000)
+    with pytest.raises(ValueError, match=r"training outputs and 243 weights.*SampledEvidence"):
+        DualLaplace(model).fit([(x, torch.randn(9, 3, dtype=torch.float64))])
+
+
+def test_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of the machine and its container, of either version of control groups; 16 GiB where nobody says."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    3000 kB\n")
+    assert memory.free_memory(cpu) == 3000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
+    assert memory.free_memory(cpu) == 3000 * 1024
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert memory.free_memory(cpu) == 400_000
+    for name in ("memory.max", "memory.current", "memory.stat"):
+        (tmp_path / name).unlink()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("900000")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("800000")
+    (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 50000")
+    assert memory.free_memory(cpu) == 150_000
+    monkeypatch.setattr(memory, "_of_the_machine", lambda: None)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "none")
+    assert memory.free_memory(cpu) == 16 * GIB
+
+
+def test_small_things_are_not_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: pytest.fail("read the free memory"))
+    model, x, y = problem()
+    LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, y)]).predictive(x)

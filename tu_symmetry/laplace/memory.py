@@ -1,0 +1,81 @@
+"""How much memory is left, and an error before it is filled rather than a process that is killed.
+
+What is about to be made is known by its sizes. Small things are never asked about; for large ones the free memory of
+the machine (or of its container, or of the GPU) is read, and what does not fit is refused with what it is, how large it
+would be, and what to do instead.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+_SMALL = 1 << 29  # bytes that are not worth asking about
+_UNKNOWN = 16 << 30  # free memory where the system does not tell
+_GROUPS = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device.
+
+    On the CPU the least of what the machine has available and what its container (control group) may still take; 16 GiB
+    where neither is known. On a GPU also what torch has reserved and does not use.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    known = [value for value in (_of_the_machine(), _of_the_container()) if value is not None]
+    return min(known, default=_UNKNOWN)
+
+
+def require_memory(needed: int, device: torch.device, what: str, instead: str) -> None:
+    """Refuse what would not fit the memory.
+
+    Args:
+        needed: bytes, with all that is alive at the same time.
+        device: where they would be.
+        what: is about to be made, a subject with its size.
+        instead: what to do.
+
+    Raises:
+        ValueError: there is less than that.
+    """
+    if needed <= _SMALL:
+        return
+    free = free_memory(device)
+    if needed > free:
+        raise ValueError(
+            f"{what} needs about {needed / 2**30:.1f} GiB at its peak, and {free / 2**30:.1f} GiB are free on "
+            f"{device}; {instead}"
+        )
+
+
+def _of_the_machine() -> int | None:
+    try:
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:  # all that there is, where nobody says what is free
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _of_the_container() -> int | None:
+    """What the control group leaves, version 2 or 1; pages of files that it may drop count as free."""
+    for limit, used, key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            most, now = (int((_GROUPS / name).read_text()) for name in (limit, used))
+            rows = (_GROUPS / limit).with_name("memory.stat").read_text().splitlines()
+        except (OSError, ValueError):  # another version, or "max": no limit
+            continue
+        return most - now + sum(int(row.split()[1]) for row in rows if row.split()[:1] == [key])
+    return None
