@@ -590,7 +590,7 @@ def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
     assert callback.calibration is None and callback.laplace is not None and callback.laplace.temperature == 1
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(2, 16), (0.5, 21), (1.0, SAMPLES), (100, SAMPLES)])
+@pytest.mark.parametrize(("limit", "expected"), [(1, 8), (2, 16), (0.5, 21), (1.0, SAMPLES), (100, SAMPLES)])
 def test_limited_training_batches_are_those_of_the_fit(limit: float, expected: int) -> None:
     callback = Fit(evaluate_at="map")
     trainer(callback, limit_train_batches=limit).fit(Routine(), Data())
@@ -731,3 +731,49 @@ def test_a_precision_for_each_weight_is_said_in_a_line_for_each_parameter(caplog
     assert names == list(callback.laplace.tangent.names)
     with pytest.raises(ValueError, match="for every weight"):
         FitLaplace(prior="diagonal", curvature="diag", log_groups=True)
+
+
+# ---------------------------------------------------------------------- loaders in place of a data module
+
+
+class Measured(Routine):
+    """A regression whose loss is a function, from which no likelihood follows."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 1))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1][:, None].float())
+
+
+def test_a_test_with_a_loader_of_its_own_knows_the_data_of_the_training(tmp_path: Path) -> None:
+    """Of another checkpoint of the network that was trained, on the same training and validation data."""
+    callback, data, model = FitLaplace(evaluate_at="map"), HeldOut(), Routine()
+    model.validation_step = lambda batch, batch_idx: None  # type: ignore[assignment, method-assign]
+    data.setup("fit")
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    run = trainer(callback, keep, epochs=2)
+    run.fit(model, data.train_dataloader(), data.val_dataloader())
+    first, test = callback.laplace, DataLoader(TensorDataset(*samples()), batch_size=8)
+    assert first is not None and callback.calibration is not None and callback.calibration.held_out
+    run.test(model, test, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=False)
+    again = callback.laplace
+    assert again is not None and again.fingerprint != first.fingerprint
+    assert again.summary.samples == first.summary.samples == SAMPLES
+    torch.testing.assert_close(again.log_precision, by_hand(model.model, evaluate_at="map").log_precision)
+    assert callback.calibration.held_out and callback.calibration.samples == 42
+    other = Routine()  # which has not been trained with this callback
+    with pytest.raises(ValueError, match="not trained with this callback"):
+        run.test(other, test)
+
+
+def test_targets_that_are_none_of_the_likelihood_are_refused_before_training() -> None:
+    x, y = samples()
+    routine, loader = Measured(), DataLoader(TensorDataset(x, y), batch_size=8)
+    before = routine.model.weight.clone()
+    with pytest.raises(ValueError, match=r"Measured has no `loss`.*FitLaplace\(likelihood='regression'\)"):
+        trainer(Fit()).fit(routine, loader)
+    assert torch.equal(routine.model.weight, before)
+    callback = Fit(likelihood="regression", evaluate_at="map")
+    trainer(callback, epochs=1).fit(routine, DataLoader(TensorDataset(x, y.float()[:, None]), batch_size=8))
+    assert callback.laplace is not None and callback.laplace.likelihood.name == "regression"

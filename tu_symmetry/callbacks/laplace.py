@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,8 +24,10 @@ from tu_symmetry.callbacks.held_out import at_most, share_samples, spread, testi
 from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.curvature import require_room
+from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
+from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import (
@@ -34,6 +36,7 @@ from tu_symmetry.laplace.likelihood import (
     Likelihood,
     LikelihoodName,
     likelihood_of,
+    make_likelihood,
 )
 from tu_symmetry.laplace.mixture import LaplaceMixture
 from tu_symmetry.laplace.model import (
@@ -44,6 +47,7 @@ from tu_symmetry.laplace.model import (
     NotConvergedWarning,
     NothingHeldOutWarning,
 )
+from tu_symmetry.laplace.tangent import TangentModel, evaluating
 from tu_symmetry.reporting.progress import show_progress
 
 Calibrate = bool | Literal["auto"]
@@ -63,6 +67,15 @@ class LaplaceUser(Protocol):
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
         """Take the approximation; None where the network is about to train, and an older one has no meaning."""
+
+
+class _Trained(NamedTuple):
+    """Networks, and the data that they were trained on."""
+
+    networks: list[nn.Module]
+    world_size: int
+    training: DataLoader[Any]
+    validation: DataLoader[Any] | None
 
 
 class FitLaplace(Callback):
@@ -209,6 +222,7 @@ class FitLaplace(Callback):
         self._fingerprints: list[str] = []
         self._told = False
         self._validation: DataLoader[Any] | None = None
+        self._trained: _Trained | None = None
         self._warned = False
 
     @property
@@ -273,12 +287,16 @@ class FitLaplace(Callback):
         """Look at the training data while there is nothing to lose.
 
         Raises:
-            ValueError: data of which no plain loader can be made.
+            ValueError: data of which no plain loader can be made, or that are none of the likelihood.
 
         Warns:
             NothingHeldOutWarning: there are no data to choose the temperature on but those of the training.
         """
-        self._held_out(trainer, self._loader(trainer, pl_module))
+        training = self._loader(trainer, pl_module)
+        networks = self._find_networks(pl_module)
+        self._require_likelihood(trainer, pl_module, networks, training)
+        self._trained = _Trained(networks, trainer.world_size, training, validation_loader(trainer))
+        self._held_out(trainer, training)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit to the weights that training ended with."""
@@ -404,6 +422,8 @@ class FitLaplace(Callback):
         if self.calibrate is False:
             return None
         found = validation_loader(trainer)
+        if found is None and self._trained is not None and training is self._trained.training:
+            found = self._trained.validation
         if self.calibrate is True:
             return found
         if found is None:
@@ -453,11 +473,49 @@ class FitLaplace(Callback):
             found = [network_of(pl_module, argument="network")]
         return [network for module in found for network in _within(module, pl_module)]
 
+    def _require_likelihood(
+        self, trainer: Trainer, pl_module: LightningModule, networks: Sequence[nn.Module], training: DataLoader[Any]
+    ) -> None:
+        """Compare a first batch with the likelihood, which is a guess where it does not follow from a loss.
+
+        Raises:
+            ValueError: outputs or targets that are none of this likelihood.
+        """
+        likelihood = training_likelihood(self.likelihood, pl_module)
+        assumed = self.likelihood is None and likelihood == "classification"
+        own = make_likelihood(likelihood)
+        with torch.no_grad(), isolate_rng(include_cuda=pl_module.device.type == "cuda"):
+            for network in networks:
+                inputs, targets = next(batches(training, next(network.parameters()).device))
+                some = slice(0, 2)
+                try:
+                    with evaluating(network):
+                        outputs = TangentModel(network, [], class_axis=own.class_axis).outputs(rows_of(inputs, some))
+                    own.targets(outputs, targets[some])
+                except (ValueError, TypeError) as error:
+                    why = (
+                        f" ({type(pl_module).__name__} has no `loss` that says so: its likelihood is taken to be "
+                        "'classification'. Say FitLaplace(likelihood='regression'), 'binary' or another)"
+                    )
+                    raise type(error)(f"{error}{why if assumed else ''}") from error
+
     def _loader(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
+        known = self._known(trainer, pl_module)
+        if known is not None and self.train_data is None:
+            return known.training
         quiet, self._told = self._told, True  # what is said of the data is said once in a run
         return plain_training_loader(
             trainer, pl_module, self.train_data, transform=self.transform, batch_size=self.batch_size, quiet=quiet
         )
+
+    def _known(self, trainer: Trainer, pl_module: LightningModule) -> _Trained | None:
+        """The data of the training, where a test of the same networks comes with loaders of its own alone."""
+        trained = self._trained
+        if trained is None or trainer.state.fn == TrainerFn.FITTING or trainer.datamodule is not None:  # type: ignore[attr-defined]
+            return None
+        found = self._find_networks(pl_module)
+        same = len(found) == len(trained.networks) and all(a is b for a, b in zip(found, trained.networks, strict=True))
+        return trained if same and trained.world_size == trainer.world_size else None
 
     def _log(self, trainer: Trainer, *, again: bool = False) -> None:
         """Log and print what was found; ``again`` where only the temperatures are new."""

@@ -73,7 +73,7 @@ def plain_training_loader(
         dataset = with_transform(dataset, evaluation)
     if trainer.fast_dev_run:  # type: ignore[attr-defined]
         dataset = Subset(dataset, range(min(len(dataset), 128)))
-    elif given is None and loader is not None and trainer.limit_train_batches != 1.0:
+    elif given is None and loader is not None and _is_limited(trainer.limit_train_batches):
         limit = trainer.limit_train_batches  # a number of batches, or a share of them
         count = round(limit * len(dataset)) if isinstance(limit, float) else limit * (loader.batch_size or 1)
         dataset = Subset(dataset, range(max(1, min(len(dataset), count))))
@@ -88,6 +88,11 @@ def plain_training_loader(
         collate_fn=collate,
         pin_memory=loader is not None and loader.pin_memory,
     )
+
+
+def _is_limited(limit: int | float) -> bool:
+    """A number of batches, 1 among them, or a share of less than all, which is 1.0."""
+    return isinstance(limit, int) or limit < 1.0
 
 
 def with_transform(dataset: Dataset[Any], transform: Transform) -> Dataset[Any]:
@@ -130,7 +135,12 @@ def _own_loader(trainer: Trainer, pl_module: LightningModule) -> Any:
         datamodule.setup("fit")
         found = datamodule.train_dataloader()
     if found is None:
-        raise ValueError(_asks_for_data("the trainer has no training data here (a test without data module)"))
+        raise ValueError(
+            _asks_for_data(
+                "the trainer has no training data here (a test without data module of a network that was not trained "
+                "with this callback, or a fit that reads none)"
+            )
+        )
     return found
 
 
