@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,11 +197,14 @@ def measure(case: Case) -> Record:
     la = LinearizedLaplace(model)
     with Stopwatch() as fit:
         la.fit(DataLoader(TensorDataset(x, y), _BATCH))
+    path: list[Record] = []
     with Stopwatch() as evidence:
-        result = la.optimize_evidence()
+        result = la.optimize_evidence(progress=partial(_note, path, time.process_time()))
     objective = la.fitted.objective()
     quality = la.calibrate(DataLoader(TensorDataset(far, labels), _BATCH))
-    tight = la.optimize_evidence(mode_tolerance=_TIGHT, tolerance=1e-3)  # it goes on from where it is
+    tight = la.optimize_evidence(  # it goes on from where it is
+        mode_tolerance=_TIGHT, tolerance=1e-3, progress=partial(_note, [], time.process_time())
+    )
     return {
         "title": case.title,
         "epoch": training.cpu / case.epochs,
@@ -211,7 +217,17 @@ def measure(case: Case) -> Record:
         "reference": la.fitted.objective(),
         "reference_iterations": tight.iterations,
         "nll": {"network": quality.network.nll, "evidence": quality.evidence.nll},
+        "path": path,
     }
+
+
+def _note(path: list[Record], start: float, info: Record) -> None:
+    """Add what a direction found to the path, and print it, so that a run of minutes can be followed."""
+    if info["stage"] == "evidence":
+        found = {k: info[k] for k in ("iteration", "objective", "gradient_norm", "change", "gap")}
+        path.append({**found, "change": None if math.isinf(info["change"]) else info["change"]})
+        path[-1]["cpu"] = time.process_time() - start
+        print(json.dumps(path[-1]), file=sys.stderr, flush=True)
 
 
 def measure_products(case: Case) -> Record:

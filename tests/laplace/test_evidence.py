@@ -388,6 +388,30 @@ def test_binned_eigenvalues_are_as_good_as_all_of_them() -> None:
         assert float(spectrum.gamma(point, 0.3)) == pytest.approx(float(exact), rel=1e-5)
 
 
+@pytest.mark.parametrize("hyperprior", [Hyperprior(), FLAT, Hyperprior(std=0.1), Hyperprior(std=100.0, cap=1e12)])
+def test_precisions_are_the_root_that_bisection_finds_from_wherever_they_start(hyperprior: Hyperprior) -> None:
+    """Also at an end of the range, and for groups without weights or without eigenvalues."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    for case in range(12):
+        logs, counts = 8 * normal(6, 40), torch.randint(0, 3, (6, 40), generator=generator).double()
+        norms, center = (6 * normal(6)).exp(), 6 * normal(6)
+        norms[0] = 0
+        counts[:2] *= torch.tensor([case % 2, 0]).unsqueeze(1)
+        low, high = center - math.log(hyperprior.cap), center + math.log(hyperprior.cap)
+        for _ in range(80):
+            middle = (low + high) / 2
+            gamma = (counts * torch.sigmoid(logs - 0.3 - middle.unsqueeze(1))).sum(1)
+            slope = middle.exp() * norms - gamma + 2 * (middle - center) / hyperprior.std**2
+            low, high = torch.where(slope < 0, middle, low), torch.where(slope < 0, high, middle)
+        for start in (low, low + 1e-3, center, 30 * normal(6)):
+            found, _ = Spectrum(logs, counts).step(norms, start, 0.3, center, hyperprior, None)
+            torch.testing.assert_close(found, low, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("curvature", ["kfac", "full"])
 def test_rounding_errors_of_single_precision_are_no_directions(curvature: str) -> None:
     """Far more features than samples: all but 12 eigenvalues are zero, whatever the prior precision."""

@@ -104,6 +104,47 @@ def test_products_with_a_kept_linearization_equal_those_without(name: str, budge
     assert not any(p.grad is not None for p in model.parameters())
 
 
+def test_what_the_network_keeps_is_told_from_the_rest_of_a_batch() -> None:
+    model = randomize(convolutional())
+    x, _ = data(2, 6, 6, outputs=3, samples=400)
+    tangent = TangentModel(model, LinearizedLaplace(model).tangent.names)
+    with evaluating(model):
+        assert kept._saved(tangent, x[:8]) == kept._saved(tangent, x[:8].clone())
+        total, largest = kept._saved(tangent, x[:8].clone())
+        assert largest == 8 * 2 * 6 * 6 * 8  # the images themselves, in double precision
+        assert 3 * largest < total < 10 * largest  # and what convolutions, normalizations and activations return
+
+
+def test_chunks_hold_no_tensor_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomize(convolutional())
+    x, y = data(2, 6, 6, outputs=3, samples=48)
+    la = LinearizedLaplace(model)
+    loader = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 48, 4)]
+    with evaluating(model):
+        whole = KeptData(la.tangent, la.likelihood, loader)
+        monkeypatch.setattr(kept, "_TENSOR", 17 * 2 * 6 * 6 * 8)  # the images of 17 samples
+        found = KeptData(la.tangent, la.likelihood, loader)
+        assert [len(o) for o in whole.outputs] == [48] and [len(o) for o in found.outputs] == [16, 16, 16]
+        vector = torch.randn(la.tangent.size, dtype=torch.float64)
+        torch.testing.assert_close(torch.cat(found.push(vector)), whole.push(vector)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_linearization_is_tried_once_for_each_structure_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    tangent, tried = TangentModel(model, ["0.weight", "2.weight"]), []
+    jvp = TangentModel.jvp
+
+    def counted(self: TangentModel, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
+        tried.append(inputs.shape)
+        return jvp(self, inputs, vector)
+
+    monkeypatch.setattr(TangentModel, "jvp", counted)
+    with evaluating(model):
+        for shape in ((3, 4), (5, 4), (3, 2, 4), (4, 2, 4)):
+            tangent.linearize(torch.randn(shape, dtype=torch.float64))
+    assert tried == [(3, 4), (3, 2, 4)]
+
+
 def test_other_ways_to_the_products_are_linearized_too() -> None:
     model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     x, y = data(4, outputs=3, samples=7)
@@ -189,6 +230,35 @@ def test_the_objective_falls_from_direction_to_direction(
     assert la.fitted.objective() == pytest.approx(values[-1], abs=1e-9)
     assert result.converged
     assert la.log_marginal_likelihood() == result.log_marginal_likelihood
+
+
+def test_groups_are_stretched_again_while_precisions_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At iterations 1, 6, 12, 24, ...: the same optimum, wherever it is done."""
+    gradients: list[int] = []
+    calls: list[int] = []
+    found: list[float] = []
+    add, gradient = subspace._Search.add_groups, subspace._Search.gradient
+
+    def noted(self: subspace._Search, point: subspace._Point) -> None:
+        calls.append(len(gradients))
+        add(self, point)
+
+    def counted(self: subspace._Search, point: subspace._Point) -> Tensor:
+        gradients.append(0)  # one before each direction
+        return gradient(self, point)
+
+    monkeypatch.setattr(subspace._Search, "gradient", counted)
+    monkeypatch.setattr(subspace._Search, "add_groups", noted)
+    for moving, expected in ((math.inf, [1, 6]), (0.0, [1, 6, 12, 24])):
+        monkeypatch.setattr(subspace, "_MOVING", moving)
+        calls.clear()
+        gradients.clear()
+        la = fit()
+        result = la.optimize_evidence()
+        assert result.converged and calls == [k for k in expected if k <= result.iterations]
+        assert len(calls) > (2 if moving == 0 else 1)
+        found.append(la.fitted.objective())
+    assert found[0] == pytest.approx(found[1], abs=1e-8)
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 30])

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.data import all_reduce, batches, together
-from tu_symmetry.laplace.inputs import batch_size, joined, rows_of, structure, tensors_in
+from tu_symmetry.laplace.inputs import batch_size, joined, mapped, rows_of, structure, tensors_in
 from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import Linearization, TangentModel
 
 BUDGET = 2 << 30  # bytes, of data and linearizations
 _CHUNK = 256 << 20  # bytes that the network keeps for the backward pass of one chunk
+_TENSOR = 20 << 20  # bytes of the largest tensor in it; allocators get larger ones from the system anew for every use
 _COPIES = 2  # what is kept for J and for J^T is about as much each
 
 
@@ -75,8 +76,8 @@ class KeptData:
         if float(large) > 0:
             raise TooLargeError
         first = rows_of(read[0][0], slice(0, 8))
-        each = _saved(tangent, first) / batch_size(first)
-        rows = max(1, int(_CHUNK / max(1.0, each)))
+        each, largest = (count / batch_size(first) for count in _saved(tangent, first))
+        rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
         affordable = int((budget - size) / max(1.0, _COPIES * each))
         self._chunks: list[Any] = []
         self._linear: list[Linearization | None] = []
@@ -124,8 +125,9 @@ class KeptData:
         return found
 
 
-def _saved(tangent: TangentModel, inputs: Any) -> int:
-    """Bytes that the network keeps for a backward pass, without its weights."""
+def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
+    """Bytes that the network keeps for a backward pass, without its weights, and those of the largest tensor of it."""
+    inputs = mapped(torch.clone, inputs)  # rows of a batch share the storage of all of it
     seen: dict[int, int] = {}
     weights = {t.untyped_storage().data_ptr() for t in tangent.state().values()}
 
@@ -139,7 +141,7 @@ def _saved(tangent: TangentModel, inputs: Any) -> int:
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = tangent.function(inputs)(own)
     del outputs
-    return sum(seen.values())
+    return sum(seen.values()), max(seen.values(), default=0)
 
 
 def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any, Tensor]]:

@@ -43,13 +43,14 @@ from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.mode import Mode, certificate
 
-_DIRECTIONS = 48  # kept at most
+_DIRECTIONS = 128  # kept at most
 _BYTES = 1 << 30  # of the directions and their products
 _INNER = 10  # Newton steps in the span, for each direction
 _HALVINGS = 25
 _DRIFT = 1e-3  # relative error of the outputs at which kept linearizations are not believed
 _PATIENCE = 6  # iterations without progress
-_SHRINK = (1, 6)  # iterations that try the weights of each group as a direction
+_SHRINK = (1, 6)  # iterations that try the weights of each group as a direction, and again whenever they have doubled
+_MOVING = 0.1  # while a log precision moves by more than that in one of them
 _ENOUGH = 0.01  # share of the first decrement at which the problem in the span counts as solved
 
 Progress = Callable[[dict[str, Any]], None]
@@ -240,7 +241,9 @@ class _Search:
         """The weights of each group as directions, so that the span can shrink or stretch every group by itself.
 
         The precision of a group and the norm of its weights move together and over decades; gradients alone follow
-        that slowly. (On a LeNet 35 iterations take the place of 60.) With very many groups it would cost too much.
+        that slowly. (On a LeNet 35 iterations take the place of 60.) A group's weights of a later iteration are another
+        direction than those of an earlier one, and lead on where its precision still has far to go. With very many
+        groups it would cost too much.
         """
         count = len(self.fitted.groups)
         if count > self.span.limit // 2:
@@ -390,7 +393,7 @@ def joint_optimum(
         )
     search, flat = _Search(fitted, data), math.isinf(fitted.hyperprior.std)
     point = search.start()
-    change, best_norm, iteration, stuck, converged = math.inf, math.inf, 0, 0, False
+    change, best_norm, iteration, stuck, converged, again = math.inf, math.inf, 0, 0, False, 2 * _SHRINK[-1]
     while True:
         gradient = search.gradient(point)
         direction = search.preconditioned(point, gradient)
@@ -414,8 +417,9 @@ def joint_optimum(
         if converged or iteration == max_iterations:
             break
         iteration += 1
-        if iteration in _SHRINK and not flat:
+        if not flat and (iteration in _SHRINK or (iteration >= again and change > _MOVING)):
             search.add_groups(point)
+            again = max(2 * iteration, 2 * _SHRINK[-1])
         if norm > 0:
             direction = direction / norm
             search.span.add(direction, data.push(direction))

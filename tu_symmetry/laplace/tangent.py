@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
-from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of
+from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of, structure
 from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, raw_shape
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -160,6 +160,7 @@ class TangentModel:
         self._forward_mode = True
         self._vectorized = True
         self._linearizes = True
+        self._tried: set[Any] = set()  # structures of inputs that linearize was found right for
 
     def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
         """The same for other parameters, or for a copy of the network."""
@@ -275,8 +276,8 @@ class TangentModel:
         """The network on a batch, run once for all products that follow.
 
         Where an operator cannot be linearized ahead, products run the network again, as :meth:`jvp` does. That is tried
-        on a few products, for torch's ``linearize`` gives wrong ones for some operators (``nn.LSTM``, where they even
-        change from call to call), and no error.
+        on a few products with the first batch of a structure, for torch's ``linearize`` gives wrong ones for some
+        operators (``nn.LSTM``, where they even change from call to call), and no error.
         """
         load_forward_mode()
         function, point = self.function(inputs), self.parameters()
@@ -306,6 +307,9 @@ class TangentModel:
                 found: Tensor = pushforward(self.unflatten(vector))
             return found
 
+        kind = structure(inputs)
+        if kind in self._tried:
+            return Linearization(outputs, push, pull)
         trial = self.point()
         trial = torch.randn(trial.shape, generator=torch.Generator().manual_seed(0)).to(trial)
         expected, limit = again(trial), 1e-9 if trial.dtype == torch.float64 else 1e-3
@@ -314,6 +318,7 @@ class TangentModel:
             if not float(difference) <= limit * float(expected.norm()):
                 self._linearizes = False
                 return Linearization(outputs, again, pull)
+        self._tried.add(kind)
         return Linearization(outputs, push, pull)
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
