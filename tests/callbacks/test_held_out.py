@@ -6,6 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.callbacks.held_out import at_most, share_samples
+from tu_symmetry.callbacks.held_out import at_most, share_samples, validation_loader
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.laplace.model import NothingHeldOutWarning
 
@@ -117,6 +118,20 @@ def test_data_sets_that_share_samples(first: Dataset[Any], second: Dataset[Any],
 def test_samplers_of_a_subset_are_told_apart() -> None:
     some, others = (DataLoader(WHOLE, 4, sampler=SubsetRandomSampler(chosen)) for chosen in ([1, 2], [3, 4]))
     assert share_samples(some, some) and not share_samples(some, others)
+
+
+def test_validation_batches_are_taken_as_those_of_the_training_are() -> None:
+    """Pairs of which the inputs may be several tensors, what is more than a pair, mappings; not inputs alone."""
+    x, y = torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
+    samples: list[list[Any]] = [
+        [((x[i], x[i]), y[i]) for i in range(6)], [(x[i], y[i], i) for i in range(6)],
+        [{"pixel_values": x[i], "labels": y[i]} for i in range(6)],
+    ]  # fmt: skip
+    for some in samples:
+        loader: Any = DataLoader(some, batch_size=3)  # type: ignore[arg-type]
+        assert validation_loader(SimpleNamespace(val_dataloaders=loader, datamodule=None)) is loader  # type: ignore
+    alone: Any = DataLoader(list(x), batch_size=3)  # type: ignore[arg-type]
+    assert validation_loader(SimpleNamespace(val_dataloaders=alone, datamodule=None)) is None  # type: ignore
 
 
 def test_at_most_so_many_samples() -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, SequentialSampler, Subset
 
-from tu_symmetry.laplace.inputs import LABELS
+from tu_symmetry.laplace.inputs import inputs_and_targets
 
 _PROBES = 8  # samples that are compared where a data set keeps its own in no tensor, array or list
 
@@ -43,9 +43,11 @@ def validation_loader(trainer: Trainer) -> DataLoader[Any] | None:
         return None
     with isolate_rng():
         batch = next(iter(loader), None)
-    pairs = isinstance(batch, (list, tuple)) and len(batch) == 2 and all(isinstance(b, Tensor) for b in batch)
-    named = isinstance(batch, Mapping) and any(isinstance(batch.get(name), Tensor) for name in LABELS)
-    return loader if pairs or named else None
+    try:
+        inputs_and_targets(batch)
+    except TypeError:
+        return None
+    return loader
 
 
 def testing_loader(trainer: Trainer) -> DataLoader[Any] | None:
