@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -475,3 +476,75 @@ def nodes(output: Tensor) -> set[Any]:
             found.add(node)
             waiting += [parent for parent, _ in node.next_functions]
     return found
+
+
+# ---------------------------------------------------------------------- forward passes of their own
+
+
+class Doubled(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, weights = super().forward(*args, **kwargs)
+        return 2 * out, weights
+
+
+class Padded(nn.Conv1d):
+    """A convolution around a circle with a sign, by the method that ``forward`` calls."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.conv1d(torch.cat([-input[..., -1:], input], -1), weight, bias)
+
+
+class Attending(nn.Module):
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention, self.head = attention, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def doubled(module: Any) -> Any:
+    """The same module with a forward of the object itself, as packages patch it in."""
+    module.forward = partial(twice, module)
+    return module
+
+
+def twice(module: nn.Module, *args: Any) -> Any:
+    return 2 * type(module).forward(module, *args)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(doubled(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)),
+        nn.Sequential(nn.Unflatten(1, (1, 4)), Padded(1, 2, 2), nn.Flatten(), nn.Tanh(), nn.Linear(8, 3)),
+        nn.Sequential(nn.Unflatten(1, (1, 4)), doubled(nn.Conv1d(1, 2, 2)), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3)),
+        nn.Sequential(nn.Linear(4, 5), doubled(nn.LayerNorm(5)), nn.Linear(5, 3)),
+    ],
+    ids=["linear", "convolution by a method", "convolution", "norm"],
+)
+def test_a_forward_of_its_own_has_the_exact_block(model: nn.Module) -> None:
+    """Of a class, of the method it calls, or of the object: factors of what the class computes would be of another."""
+    model = randomize(model)
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(X, Y)])
+    exact = exact_ggn(model, la.tangent.names, X, Y, "classification")
+    found = dense_curvature(la)
+    (own,) = [name for name, m in model.named_modules() if isinstance(m, Padded) or "forward" in vars(m)]
+    for name in (f"{own}.weight", f"{own}.bias"):
+        place = slice(*la.tangent.slots[name][:2])
+        torch.testing.assert_close(found[place, place], exact[place, place], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Doubled, nn.MultiheadAttention])
+def test_attention_with_a_forward_of_its_own_is_refused_by_name(kind: type[nn.MultiheadAttention]) -> None:
+    x = torch.randn(9, 2, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    attention = kind(4, 2, batch_first=True)
+    model = randomize(Attending(attention))
+    if kind is nn.MultiheadAttention:
+        LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, Y)])
+        attention.forward = partial(kind.forward, attention)  # type: ignore[method-assign]
+    own = vars(attention).get("forward")
+    with pytest.raises(UnsupportedLayerError, match=rf"attention \({kind.__name__} with a forward of its own\)"):
+        LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, Y)])
+    assert vars(attention).get("forward") is own
+    LinearizedLaplace(model, prior="single", evaluate_at="map", curvature="diag").fit([(x, Y)])

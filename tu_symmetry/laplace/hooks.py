@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
 from tu_symmetry.laplace.inputs import arguments
-from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of
+from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of, runs_forward_of
 from tu_symmetry.laplace.modules import ModuleLayer
 
 
@@ -232,7 +232,9 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
         prefix = f"{path}." if path else ""
         if isinstance(module, nn.MultiheadAttention):
             names_here = [n for n in chosen if n.startswith(prefix)]
-            if names_here:
+            if names_here and not runs_forward_of(module, nn.MultiheadAttention):
+                refused.append(f"{path or 'the model itself'} ({type(module).__name__} with a forward of its own)")
+            elif names_here:
                 layers.extend(attention_projections(path, module, chosen))
             inside.update(n for n in names_here)
             continue

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -206,12 +207,21 @@ def layer_of(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | No
     weight, bias = parts.get("weight"), parts.get("bias")
     if parts.keys() - {"weight", "bias"}:
         return None
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return MatrixLayer(path, module, module.weight.shape, weight, bias)
-    if isinstance(module, CONVOLUTIONS) and any(type(module).forward is c.forward for c in CONVOLUTIONS):
-        return MatrixLayer(path, module, module.weight.shape, weight, bias)
-    if isinstance(module, _NORMS) and any(type(module).forward is n.forward for n in _NORMS):
-        return NormLayer(path, module, weight, bias)
-    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
-        return EmbeddingLayer(path, module, weight)
+    known: Any = module
+    if runs_forward_of(module, nn.Linear) or runs_forward_of(module, *CONVOLUTIONS):
+        return MatrixLayer(path, known, known.weight.shape, weight, bias)
+    if runs_forward_of(module, *_NORMS):
+        return NormLayer(path, known, weight, bias)
+    if runs_forward_of(module, nn.Embedding):
+        return EmbeddingLayer(path, known, weight)
     return None
+
+
+def runs_forward_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a call computes what one of these classes does: a subclass or an object may have a forward of its own."""
+    own = type(module)
+    return (
+        isinstance(module, kinds)
+        and not {"forward", "_conv_forward"} & vars(module).keys()
+        and any(all(getattr(own, n, None) is getattr(k, n, None) for n in ("forward", "_conv_forward")) for k in kinds)
+    )
