@@ -548,3 +548,5 @@ def test_attention_with_a_forward_of_its_own_is_refused_by_name(kind: type[nn.Mu
         LinearizedLaplace(model, prior="single", evaluate_at="map").fit([(x, Y)])
     assert vars(attention).get("forward") is own
     LinearizedLaplace(model, prior="single", evaluate_at="map", curvature="diag").fit([(x, Y)])
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map", parameters=["head"]).fit([(x, Y)])
+    assert not la.whole

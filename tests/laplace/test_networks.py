@@ -393,24 +393,19 @@ def test_many_random_networks(start: int) -> None:
 # ---------------------------------------------------------------------- what hooks do not show
 
 
-def test_an_attention_with_a_forward_of_its_own_is_refused() -> None:
-    """Its projections would be watched in the forward pass of the class that it is derived from."""
-
-    class Doubled(nn.MultiheadAttention):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            mixed, weights = super().forward(*args, **kwargs)
-            return 2 * mixed, weights
+def test_a_network_that_looks_at_its_hooks_is_refused() -> None:
+    """It computes something else while its layers are watched."""
 
     class Network(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.head = Doubled(4, 2, batch_first=True), nn.Linear(4, 3)
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+            return self.head((2 if self.layer._forward_hooks else 1) * self.layer(x).tanh())
 
     model = randomize(Network())
-    x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with pytest.raises(UnsupportedLayerError, match="something else while its layers are watched"):
         fitted(model, x, labels(model(x)))
     la = fitted(model, x, labels(model(x)), parameters=["head"])

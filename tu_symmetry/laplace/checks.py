@@ -300,9 +300,8 @@ def _recovered(
         limit = _precision(tangent.model) * float(outputs.abs().max())
         if watched.shape != outputs.shape or float((watched.detach() - outputs).abs().max()) > limit:
             raise UnsupportedLayerError(
-                "the network computes something else while its layers are watched: an attention derived from "
-                "nn.MultiheadAttention with a forward of its own, or a module that looks at its hooks. Leave it out "
-                "with parameters=[...], or use curvature='diag' or 'full'"
+                "the network computes something else while its layers are watched: a module that looks at its hooks, "
+                "or at its class. Leave it out with parameters=[...], or use curvature='diag' or 'full'"
             )
         with _differentiating():
             watch.backward(watched, [cotangent], add)
