@@ -239,9 +239,9 @@ def test_groups_are_stretched_again_while_precisions_travel(monkeypatch: pytest.
     found: list[float] = []
     add, gradient = subspace._Search.add_groups, subspace._Search.gradient
 
-    def noted(self: subspace._Search, point: subspace._Point) -> None:
+    def noted(self: subspace._Search, point: subspace._Point, slope: Tensor) -> None:
         calls.append(len(gradients))
-        add(self, point)
+        add(self, point, slope)
 
     def counted(self: subspace._Search, point: subspace._Point) -> Tensor:
         gradients.append(0)  # one before each direction
@@ -259,6 +259,33 @@ def test_groups_are_stretched_again_while_precisions_travel(monkeypatch: pytest.
         assert len(calls) > (2 if moving == 0 else 1)
         found.append(la.fitted.objective())
     assert found[0] == pytest.approx(found[1], abs=1e-8)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_of_many_groups_few_are_stretched_by_themselves(curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the steepest ascent to their curvature, and the others together: the same optimum."""
+    added: list[int] = []
+    found: list[float] = []
+    add = subspace._Search.add_groups
+
+    def counted(self: subspace._Search, point: subspace._Point, gradient: Tensor) -> None:
+        before = self.span.count
+        add(self, point, gradient)
+        added.append(self.span.count - before)
+
+    monkeypatch.setattr(subspace._Search, "add_groups", counted)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    model = randomize(nn.Sequential(*layers, nn.Linear(4, 3)))
+    loader = [data(4, outputs=3, kind="classification", samples=30)]
+    for most in (1, 3, 100):
+        monkeypatch.setattr(subspace, "_STRETCHED", most)
+        added.clear()
+        la = LinearizedLaplace(model, prior="per_layer", curvature=curvature).fit(loader)  # type: ignore[arg-type]
+        assert len(la.prior_groups) == 5
+        result = la.optimize_evidence(solver="subspace")
+        assert result.converged and added and set(added) == {min(most, len(la.prior_groups))}
+        found.append(la.fitted.objective())
+    assert max(found) - min(found) < 1e-8
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 30])

@@ -407,6 +407,14 @@ class Posterior:
         """Covariance times ``vectors`` ``[..., size]``."""
         return self._apply(vectors, -1.0)
 
+    def precision_product(self, vectors: Tensor) -> Tensor:
+        """Precision times ``vectors`` ``[..., size]``.
+
+        Raises:
+            ValueError: a coupled or low-rank block, which have no such product.
+        """
+        return self._apply(vectors, 1.0)
+
     def sample(self, noise: Tensor) -> Tensor:
         """Samples from standard normal ``noise`` ``[..., size]``."""
         return self._apply(noise, -0.5)

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Posterior
+from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock, Posterior
 from tu_symmetry.laplace.data import all_reduce
 from tu_symmetry.laplace.evidence import Noise
 from tu_symmetry.laplace.fitted import FittedLaplace
@@ -50,6 +50,7 @@ _HALVINGS = 25
 _DRIFT = 1e-3  # relative error of the outputs at which kept linearizations are not believed
 _PATIENCE = 6  # iterations without progress
 _SHRINK = (1, 6)  # iterations that try the weights of each group as a direction, and again whenever they have doubled
+_STRETCHED = 4  # directions that these make at most: one for each group, or for those that gain most and for all others
 _MOVING = 0.1  # while a log precision moves by more than that in one of them
 _ENOUGH = 0.01  # share of the first decrement at which the problem in the span counts as solved
 
@@ -237,21 +238,45 @@ class _Search:
         """The gradient times the covariance of the Laplace approximation."""
         return Posterior(self.fitted.curvature.blocks, point.rho, math.exp(point.tau)).covariance_product(gradient)
 
-    def add_groups(self, point: _Point) -> None:
+    def add_groups(self, point: _Point, gradient: Tensor) -> None:
         """The weights of each group as directions, so that the span can shrink or stretch every group by itself.
 
         The precision of a group and the norm of its weights move together and over decades; gradients alone follow
         that slowly. (On a LeNet 35 iterations take the place of 60.) A group's weights of a later iteration are another
-        direction than those of an earlier one, and lead on where its precision still has far to go. With very many
-        groups it would cost too much.
+        direction than those of an earlier one, and lead on where its precision still has far to go.
+
+        Of many groups only those get directions of their own whose stretching gains most, by the slope ``g . theta_g``
+        and the curvature that the approximation has along ``theta_g``; all others are stretched together, each by
+        Newton's step along its own weights. Of very many no single one is worth a product.
         """
-        count = len(self.fitted.groups)
-        if count > self.span.limit // 2:
-            return
-        for one in torch.eye(count):
-            direction = self.fitted.groups.spread(one).to(point.theta) * point.theta
-            if bool(direction.any()):
-                self.span.add(direction, self.data.push(direction))
+        groups, theta = self.fitted.groups, point.theta
+        slope = groups.total(gradient * theta)
+        curvature = groups.total(theta * self.curved(point, theta)).clamp(min=1e-300)
+        count = len(groups)
+        size = 1 if count > self.span.limit // 2 else min(_STRETCHED, self.span.limit // 2)
+        chosen = (slope.square() / curvature).argsort(descending=True, stable=True)[
+            : count if count <= size else size - 1
+        ]
+        rest = -slope / curvature
+        rest[chosen] = 0
+        for number in sorted(chosen.tolist()):
+            one = torch.zeros(count, dtype=rest.dtype)
+            one[number] = 1
+            self.add_stretched(theta, one)
+        self.add_stretched(theta, rest)
+
+    def add_stretched(self, theta: Tensor, by: Tensor) -> None:
+        """The weights times one factor for each group as a direction, unless that is zero."""
+        direction = self.fitted.groups.spread(by).to(theta) * theta
+        if bool(direction.any()):
+            self.span.add(direction, self.data.push(direction))
+
+    def curved(self, point: _Point, vector: Tensor) -> Tensor:
+        """The posterior precision times a vector; that of the prior where the blocks do not have the other."""
+        blocks = self.fitted.curvature.blocks
+        if any(isinstance(block, CoupledBlock | LowRankBlock) for block in blocks):
+            return self.precision(point) * vector
+        return Posterior(blocks, point.rho, math.exp(point.tau)).precision_product(vector)
 
     def improve(self, point: _Point) -> _Point:
         """The minimum of the profile over the weights plus all combinations of the kept directions, nearly."""
@@ -418,7 +443,7 @@ def joint_optimum(
             break
         iteration += 1
         if not flat and (iteration in _SHRINK or (iteration >= again and change > _MOVING)):
-            search.add_groups(point)
+            search.add_groups(point, gradient)
             again = max(2 * iteration, 2 * _SHRINK[-1])
         if norm > 0:
             direction = direction / norm
