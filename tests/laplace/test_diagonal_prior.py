@@ -129,9 +129,10 @@ def test_kronecker_factors_are_refused_with_the_reason(curvature: Any) -> None:
         LinearizedLaplace(model, curvature=curvature, prior="diagonal")
 
 
-def test_groups_of_single_weights_are_refused() -> None:
+@pytest.mark.parametrize("prior", ["diagonal", "single", "per_layer"])
+def test_groups_that_a_prior_would_not_look_at_are_refused(prior: Any) -> None:
     with pytest.raises(ValueError, match="goes with 'per_group'"):
-        LinearizedLaplace(problem()[0], curvature="diag", prior="diagonal", groups={"a": ["0.weight"]})
+        LinearizedLaplace(problem()[0], curvature="diag", prior=prior, groups={"a": ["0.weight"]})
 
 
 def test_single_weights_are_the_partition_into_rows_of_one() -> None:

@@ -548,6 +548,8 @@ class Hessian(ABC):
 
 @dataclass(frozen=True)
 class _Matrix(Hessian):
+    """For one use: solving writes into the matrix, since a copy may not fit the memory beside it."""
+
     entries: Tensor
 
     def matrix(self) -> Tensor:

@@ -192,11 +192,10 @@ def prior_groups(
         groups: name to parameters, instead of ``normalizations``.
 
     Raises:
-        ValueError: parameters that ``groups`` names twice or that do not exist, ``groups`` of single weights.
+        ValueError: parameters that ``groups`` names twice or that do not exist, ``groups`` with another prior.
     """
+    require_own_groups(prior, groups)
     if prior == "diagonal":
-        if groups is not None:
-            raise ValueError("prior='diagonal' has a precision for each weight; groups=... goes with 'per_group'")
         return SingleWeights(slots)
     if prior == "single":
         return PriorGroups(slots, dict.fromkeys(slots, "all"))
@@ -213,6 +212,16 @@ def prior_groups(
     if prior == "per_group":
         return PriorGroups(slots, {name: REST for name in slots} | _joined(slots, normalizations))
     return PriorGroups(slots, _filters(slots, normalizations))
+
+
+def require_own_groups(prior: Prior, groups: Mapping[str, Sequence[str]] | None) -> None:
+    """Refuse groups that a prior would not look at.
+
+    Raises:
+        ValueError: ``groups`` beside a prior that has its own.
+    """
+    if groups is not None and prior not in ("per_group", "per_filter"):
+        raise ValueError(f"prior={prior!r} has groups of its own; groups=... goes with 'per_group' and 'per_filter'")
 
 
 def _from_mapping(slots: Mapping[str, Slot], groups: Mapping[str, Sequence[str]]) -> dict[str, str]:

@@ -35,7 +35,7 @@ from tu_symmetry.laplace.curvature import (
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
-from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
+from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
 from tu_symmetry.laplace.inputs import arguments, rows_of
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.kept import BUDGET
@@ -132,7 +132,8 @@ class LinearizedLaplace:
             all that require a gradient. All others are fixed. ``"last_layer"``: those of the module that is called last
             in a forward pass, of any kind. With ``curvature="last_layer"`` the name of one linear layer, None to find
             it.
-        groups: group name to parameter names, instead of the graph's normalization groups.
+        groups: group name to parameter names, instead of the graph's normalization groups (with ``per_group`` and
+            ``per_filter``).
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
         backend: of curvature ``diag`` and ``full``: ``hooks`` (``torch.func``: any layer), or ``backpack``, which gives
@@ -197,8 +198,7 @@ class LinearizedLaplace:
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
         require_separable(curvature, weights=prior == "diagonal")
-        if prior == "diagonal" and groups is not None:
-            raise ValueError("prior='diagonal' has a precision for each weight; groups=... goes with 'per_group'")
+        require_own_groups(prior, groups)
         self.likelihood = make_likelihood(likelihood)
         if backend == "backpack" and curvature not in ("diag", "full"):
             raise ValueError(
