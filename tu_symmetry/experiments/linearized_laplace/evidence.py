@@ -216,7 +216,7 @@ def approximate(subject: Subject, settings: Settings, choice: Choice) -> tuple[L
         subject.model,
         evaluate_at="map" if choice.where == "map" else "tangent_mode",
         prior=choice.prior,
-        groups=subject.groups,
+        groups=subject.groups if choice.prior == "per_group" else None,
         curvature=settings.curvature,
         parameters=[name for names in subject.groups.values() for name in names],
     )
