@@ -90,6 +90,21 @@ def test_epochs(tmp_path: Path) -> None:
     assert written(tmp_path / "s") == [(0, 8), (0, 12)]
 
 
+def test_named_epochs(tmp_path: Path) -> None:
+    """Also across a run that is cut in the middle of one of them, which counts when it is whole."""
+    fit(Routine(), PosteriorSnapshots(tmp_path / "s", at_epochs=[5, 1, 4]), epochs=5)
+    assert written(tmp_path / "s") == [(0, 4), (0, 16), (0, 20)]
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    fit(Routine(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2]), keep, epochs=5, max_steps=6)
+    assert written(tmp_path / "t") == [(0, 4)]
+    fit(Routine(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2, 3]), ckpt=tmp_path / "epoch=0.ckpt")
+    assert written(tmp_path / "t") == [(0, 4), (0, 8), (0, 12)]
+    with pytest.raises(ValueError, match="counts from 1, got 0"):
+        PosteriorSnapshots(tmp_path, at_epochs=[0, 1])
+    with pytest.raises(ValueError, match="at_epochs names the epochs"):
+        PosteriorSnapshots(tmp_path, at_epochs=[1], burn_in=2)
+
+
 def test_an_ensemble_is_one_chain_for_each_member(tmp_path: Path) -> None:
     module = Routine(3)
     fit(module, PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,11 +18,13 @@ class ScheduledCallback(Callback):
     Args:
         every_n_epochs: act at the end of every n-th training epoch.
         every_n_steps: act after every n-th optimizer step.
+        at_epochs: act after these epochs instead, counted from 1: ``(1, 2, 4, 8)`` is after the first, the second, ...
+            An epoch that a limit of time or steps cuts does not count; resumed, it does when it is whole.
         at_end: act once more when training ends, unless the last step has been acted on already.
         start: epochs (or steps, with ``every_n_steps``) to let pass before the interval starts to count.
 
     Raises:
-        ValueError: if both intervals are given, or one is below one, or nothing would ever happen.
+        ValueError: if two of the schedules are given, or one is below one, or nothing would ever happen.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class ScheduledCallback(Callback):
         *,
         every_n_epochs: int | None = None,
         every_n_steps: int | None = None,
+        at_epochs: Iterable[int] = (),
         at_end: bool = True,
         start: int = 0,
     ) -> None:
@@ -38,10 +42,17 @@ class ScheduledCallback(Callback):
         for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {key} must be at least 1, got {value}")
+        self.at_epochs = tuple(sorted(set(at_epochs)))
+        if self.at_epochs and (every_n_epochs is not None or every_n_steps is not None or start != 0):
+            raise ValueError(f"{name}: at_epochs names the epochs, so that intervals and what comes before them go")
+        if self.at_epochs and self.at_epochs[0] < 1:
+            raise ValueError(f"{name}: at_epochs counts from 1, got {self.at_epochs[0]}")
         if start < 0:
             raise ValueError(f"{name}: the number of epochs or steps to wait must not be negative, got {start}")
-        if every_n_epochs is None and every_n_steps is None and not at_end:
-            raise ValueError(f"{name} would never act: give every_n_epochs or every_n_steps, or leave at_end=True")
+        if every_n_epochs is None and every_n_steps is None and not self.at_epochs and not at_end:
+            raise ValueError(
+                f"{name} would never act: give every_n_epochs, every_n_steps or at_epochs, or leave at_end=True"
+            )
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.at_end = at_end
@@ -75,6 +86,7 @@ class ScheduledCallback(Callback):
         The end is acted on here, where it is foreseen, so that a checkpoint written at the end of the epoch has it.
         """
         due = self.every_n_epochs is not None and self._due(trainer.current_epoch + 1, self.every_n_epochs)
+        due = due or (trainer.current_epoch + 1 in self.at_epochs and trainer.is_last_batch)
         if due or (self.at_end and _is_last_epoch(trainer)):
             self._act_once(trainer, pl_module, "epoch")
 

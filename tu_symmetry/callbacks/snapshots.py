@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ class PosteriorSnapshots(ScheduledCallback):
             ensembles if there are any, else the ``model`` of the routine without TorchUncertainty's averaging wrappers.
         every_n_epochs: write at the end of every n-th epoch after the burn-in.
         every_n_steps: write after every n-th optimizer step after the burn-in.
+        at_epochs: write at the end of these epochs instead, counted from 1: ``[1, 2, 4, 8, ...]`` for a training on a
+            logarithmic axis.
         burn_in: epochs (optimizer steps with ``every_n_steps``) to leave out first; the interval is the thinning.
         at_end: also write the last weights.
         chain: number of the first member's chain; runs with other seeds can share a store under other numbers.
@@ -47,6 +50,7 @@ class PosteriorSnapshots(ScheduledCallback):
         members: ModuleSource | None = None,
         every_n_epochs: int | None = None,
         every_n_steps: int | None = None,
+        at_epochs: Iterable[int] = (),
         burn_in: int = 0,
         at_end: bool = False,
         chain: int = 0,
@@ -54,7 +58,13 @@ class PosteriorSnapshots(ScheduledCallback):
         architecture: str | None = None,
         seed: int | None = None,
     ) -> None:
-        super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end, start=burn_in)
+        super().__init__(
+            every_n_epochs=every_n_epochs,
+            every_n_steps=every_n_steps,
+            at_epochs=at_epochs,
+            at_end=at_end,
+            start=burn_in,
+        )
         self.folder = Path(folder)
         self.members = members
         self.chain = chain

@@ -6,6 +6,7 @@ from tu_symmetry.metrics.functional.diversity import (
     diversity_summary,
     pairwise_mutual_information,
 )
+from tu_symmetry.metrics.functional.gaussian import gaussian_wasserstein
 from tu_symmetry.metrics.functional.homogeneity import (
     HomogeneityTest,
     LargestWeight,
@@ -35,6 +36,7 @@ __all__ = [
     "discrepancy_test",
     "diversity_summary",
     "energy_distance",
+    "gaussian_wasserstein",
     "largest_weight",
     "marginal_homogeneity",
     "maximum_mean_discrepancy",
