@@ -1,4 +1,4 @@
-"""arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization, two tables and two figures."""
+"""arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization; two tables, three figures."""
 
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, optimize_evidence
 from tu_symmetry.experiments.linearized_laplace.networks import CNN, FixUpResNet, PreActivationResNet, Transformer
@@ -7,11 +7,13 @@ from tu_symmetry.experiments.linearized_laplace.report import (
     report_bands,
     report_residual,
     report_rotations,
+    report_training,
 )
 from tu_symmetry.experiments.linearized_laplace.residual import KroneckerSettings, optimize_kronecker_evidence
 from tu_symmetry.experiments.linearized_laplace.shift import measure_rotations
 from tu_symmetry.experiments.linearized_laplace.sources import SmallIDXDataModule
 from tu_symmetry.experiments.linearized_laplace.toy import BatchNormMLP, CurveDataModule, compute_bands
+from tu_symmetry.experiments.linearized_laplace.training import measure_training
 
 __all__ = [
     "CNN",
@@ -26,10 +28,12 @@ __all__ = [
     "Transformer",
     "compute_bands",
     "measure_rotations",
+    "measure_training",
     "optimize_evidence",
     "optimize_kronecker_evidence",
     "report_architectures",
     "report_bands",
     "report_residual",
     "report_rotations",
+    "report_training",
 ]
