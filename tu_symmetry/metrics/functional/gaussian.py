@@ -24,7 +24,7 @@ def gaussian_wasserstein(x: Tensor, y: Tensor, *, difference: Tensor | None = No
     Args:
         x: covariances, which may be singular; eigenvalues that are negative within rounding error count as 0.
         y: covariances; batch dimensions are broadcast.
-        difference: of the means, ``[..., d]``; None where they are equal.
+        difference: the means', first minus second, ``[..., d]``; None where they are equal.
 
     Returns:
         Distances ``[...]``, float64.
