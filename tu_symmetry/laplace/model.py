@@ -468,7 +468,8 @@ class LinearizedLaplace:
         """Choose precisions (and a regression's noise variance) by the evidence.
 
         At ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. At
-        ``tangent_mode`` it finds the joint stationary point of the tangent model's weights and the precisions. Both
+        ``tangent_mode`` it finds a joint stationary point of the tangent model's weights and the precisions, of which
+        there can be several where there are several groups. Both
         lower one objective, the negative log evidence less the log hyperprior, and the best point that was seen is
         kept. ``subspace`` keeps the data in memory, linearizes the network once for each chunk of them, and minimizes
         over weights and precisions together (:mod:`tu_symmetry.laplace.subspace`); ``alternation`` reads the loader in
