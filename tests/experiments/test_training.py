@@ -185,7 +185,7 @@ def test_claims_are_drawn_from_converged_rows_alone() -> None:
     assert "(epoch 8; more than 0.1 of the spread of M(θ*)): **held**, 0.95 ± 0.05" in cut[0]
     assert "(epoch 8 against 2): **held**, +5.00 ± 0.00 logits" in cut[1]
     unsure = training_claims(planted({2: [0.4, 0.5], 8: [0.5, 0.4]}))
-    assert "**not resolved (within one standard error)**, +0.00 ± 0.10 spreads" in unsure[2]
+    assert "**not resolved (within one standard error)**, +0.000 ± 0.100 spreads" in unsure[2]
     assert "**no further conclusion**" in training_claims(planted({2: [0.4, 0.5], 8: [0.9, 1.0]}, open_ends=(2,)))[1]
     (nothing,) = training_claims(planted({2: [0.4, 0.5], 8: [0.9, 1.0]}, open_ends=(2, 8)))
     assert "**no conclusion**" in nothing

@@ -535,15 +535,15 @@ def training_claims(found: Mapping[str, Any]) -> list[str]:
             if stop not in sure or last <= stop:
                 lines.append(f"{title}: no converged snapshots at and after early stopping: **no further conclusion**")
                 continue
-            for what, column, unit in (
-                ("the distance is greater at the end than at early stopping", "wasserstein", "logits"),
-                ("relative to the spread of M(θ*) it is greater, too", "relative", "spreads"),
-                ("θ* is farther from θ~", "deviations", "posterior standard deviations"),
+            for what, column, digits, unit in (
+                ("the distance is greater at the end than at early stopping", "wasserstein", 2, "logits"),
+                ("relative to the spread of M(θ*) it is greater, too", "relative", 3, "spreads"),
+                ("θ* is farther from θ~", "deviations", 1, "posterior standard deviations"),
             ):
                 gaps = [b[column] - a[column] for a, b in zip(own[stop], own[last], strict=True)]
                 lines.append(
                     f"{title}: {what} (epoch {last:g} against {stop:g}): **{verdict(gaps)}**, "
-                    f"{cell(gaps, 2, sign='+')} {unit}"
+                    f"{cell(gaps, digits, sign='+')} {unit}"
                 )
             gaps = [run["map"]["nll"] - run["tangent_mode"]["nll"] for run in own[stop]]
             lines.append(
