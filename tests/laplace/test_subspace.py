@@ -233,7 +233,8 @@ def test_the_objective_falls_from_direction_to_direction(
 
 
 def test_groups_are_stretched_again_while_precisions_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At iterations 1, 6, 12, 24, ...: the same optimum, wherever it is done."""
+    """At iterations 1, 6, 12, 24, ..., without informative observations: the same optimum, wherever it is done."""
+    monkeypatch.setattr(subspace, "most_rows", lambda *_: 0)
     gradients: list[int] = []
     calls: list[int] = []
     found: list[float] = []
@@ -264,6 +265,7 @@ def test_groups_are_stretched_again_while_precisions_travel(monkeypatch: pytest.
 @pytest.mark.parametrize("curvature", ["kfac", "full"])
 def test_of_many_groups_few_are_stretched_by_themselves(curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the steepest ascent to their curvature, and the others together: the same optimum."""
+    monkeypatch.setattr(subspace, "most_rows", lambda *_: 0)
     added: list[int] = []
     found: list[float] = []
     add = subspace._Search.add_groups
@@ -296,7 +298,9 @@ def test_it_ends_at_the_same_point_whatever_is_kept_and_however_it_is_batched(bu
     other = fit()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(5))
     result = other.optimize_evidence([(x[i], y[i]) for i in order.split(7)], memory=budget)
-    assert result.log_marginal_likelihood == pytest.approx(first.log_marginal_likelihood, abs=1e-8)
+    assert other.fitted.objective() == pytest.approx(la.fitted.objective(), abs=1e-8)
+    # the evidence by itself is not stationary there: it moves with the precisions' own tolerance of 1e-6
+    assert result.log_marginal_likelihood == pytest.approx(first.log_marginal_likelihood, abs=1e-6)
     torch.testing.assert_close(la.log_precision, other.log_precision, rtol=0, atol=1e-5)
 
 
@@ -367,7 +371,7 @@ def test_the_certificate_bounds_the_distance_to_the_optimum(kind: str, precision
     assert math.isfinite(lowest)
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 4, 8])
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
 def test_the_result_of_a_search_that_stopped_early_is_certified(iterations: int) -> None:
     la = fit()
     with warnings.catch_warnings():

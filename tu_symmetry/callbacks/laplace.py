@@ -29,7 +29,6 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.joint import Solver
-from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import (
     Categorical,
     HeteroscedasticGaussian,
@@ -178,7 +177,7 @@ class FitLaplace(Callback):
         max_iterations: Iterations = "auto",
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
-        memory: int = BUDGET,
+        memory: int | None = None,
         calibrate: Calibrate = "auto",
         path: str | Path | None = None,
         load_from: str | Path | None = None,

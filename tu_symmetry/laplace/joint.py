@@ -15,9 +15,12 @@ from torch import Tensor
 
 from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock
+from tu_symmetry.laplace.data import processes
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.informative import ENOUGH_ROWS, MOST_ROWS
 from tu_symmetry.laplace.kept import BUDGET, KeptData, TooLargeError
+from tu_symmetry.laplace.memory import free_memory
 from tu_symmetry.laplace.mode import Mode, solve_mode
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.subspace import joint_optimum
@@ -38,6 +41,21 @@ def default_mode_tolerance(fitted: FittedLaplace) -> float:
     Half its square would be the nats that are missing, were the curvature exact; five times that were measured.
     """
     return 1e-6 if fitted.theta.dtype == torch.float64 else 0.2
+
+
+def default_memory(theta: Tensor) -> int:
+    """Bytes for the training data and what the search for the joint optimum keeps of them.
+
+    2 GiB, and for large networks more, up to half of what is free on the device: so much that half of that holds the
+    gradients of enough informative observations.
+
+    Args:
+        theta: the weights.
+    """
+    wanted = 2 * ENOUGH_ROWS * theta.element_size() * theta.numel()
+    if wanted <= BUDGET:
+        return BUDGET
+    return max(BUDGET, min(wanted, free_memory(theta.device) // (2 * processes())))
 
 
 def at_mode(
@@ -90,7 +108,7 @@ def at_joint_mode(
     max_iterations: int | None = None,
     tolerance: float | None = None,
     mode_tolerance: float | None = None,
-    memory: int = BUDGET,
+    memory: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[FittedLaplace, EvidenceResult]:
     """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
@@ -103,7 +121,8 @@ def at_joint_mode(
         max_iterations: largest number of directions (None for 1,000), or of alternations (100).
         tolerance: largest change of a log precision at convergence; None for that of the floating-point type.
         mode_tolerance: gradient norm of the weights, likewise.
-        memory: bytes for the data and their linearizations.
+        memory: bytes for the data, their linearizations, and gradients of the informative observations; None for
+            :func:`default_memory`.
         progress: called after every pass over the data.
 
     Returns:
@@ -128,9 +147,11 @@ def at_joint_mode(
             )
         coupled = True
     if solver == "subspace" or (solver == "auto" and not coupled):
+        memory = default_memory(fitted.theta) if memory is None else memory
+        rows = min(memory // 2, MOST_ROWS * fitted.theta.element_size() * fitted.theta.numel())
         with evaluating(fitted.model):
             try:
-                data = KeptData(fitted.tangent, fitted.likelihood, loader, budget=memory)
+                data = KeptData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows)
             except TooLargeError:
                 data = None
             if data is not None:
@@ -140,6 +161,7 @@ def at_joint_mode(
                     tolerance=tolerance,
                     mode_tolerance=accuracy,
                     max_iterations=1000 if max_iterations is None else max_iterations,
+                    memory=rows,
                     progress=progress,
                 )
                 return found.fitted, EvidenceResult(

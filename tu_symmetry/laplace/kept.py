@@ -35,6 +35,7 @@ class KeptData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
     Attributes:
+        chunks: inputs of every chunk.
         targets: of every chunk, as the likelihood takes them.
         outputs: of the network at the linearization point, chunk by chunk.
         entries: numbers in the outputs of this process.
@@ -79,7 +80,7 @@ class KeptData:
         each, largest = (count / batch_size(first) for count in _saved(tangent, first))
         rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
         affordable = int((budget - size) / max(1.0, _COPIES * each))
-        self._chunks: list[Any] = []
+        self.chunks: list[Any] = []
         self._linear: list[Linearization | None] = []
         self.targets: list[Tensor] = []
         self.outputs: list[Tensor] = []
@@ -91,7 +92,7 @@ class KeptData:
                 own = tangent.linearize(inputs)
                 self.kept += 1
             outputs = tangent.outputs(inputs) if own is None else own.outputs
-            self._chunks.append(inputs)
+            self.chunks.append(inputs)
             self._linear.append(own)
             self.outputs.append(outputs)
             self.targets.append(likelihood.targets(outputs, targets))
@@ -105,7 +106,7 @@ class KeptData:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
         return [
             self.tangent.jvp(inputs, vector)[1] if own is None else own.push(vector)
-            for inputs, own in zip(self._chunks, self._linear, strict=True)
+            for inputs, own in zip(self.chunks, self._linear, strict=True)
         ]
 
     def without_linearizations(self) -> KeptData:
@@ -117,7 +118,7 @@ class KeptData:
     def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
         """The transposed Jacobian times cotangents in the outputs' shapes, summed over all data: a flat vector."""
         found: Tensor | None = None
-        for inputs, own, cotangent in zip(self._chunks, self._linear, cotangents, strict=True):
+        for inputs, own, cotangent in zip(self.chunks, self._linear, cotangents, strict=True):
             part = self.tangent.vjp(inputs, cotangent) if own is None else own.pull(cotangent)
             found = part if found is None else found + part
         assert found is not None

@@ -38,7 +38,6 @@ from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
 from tu_symmetry.laplace.inputs import arguments, rows_of
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
-from tu_symmetry.laplace.kept import BUDGET
 from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
@@ -462,7 +461,7 @@ class LinearizedLaplace:
         max_iterations: int | None = None,
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
-        memory: int = BUDGET,
+        memory: int | None = None,
         progress: Progress | None = None,
     ) -> EvidenceResult:
         """Choose precisions (and a regression's noise variance) by the evidence.
@@ -472,7 +471,8 @@ class LinearizedLaplace:
         there can be several where there are several groups. Both
         lower one objective, the negative log evidence less the log hyperprior, and the best point that was seen is
         kept. ``subspace`` keeps the data in memory, linearizes the network once for each chunk of them, and minimizes
-        over weights and precisions together (:mod:`tu_symmetry.laplace.subspace`); ``alternation`` reads the loader in
+        over weights and precisions together (:mod:`tu_symmetry.laplace.subspace`), led by the observations that have
+        most of the curvature (:mod:`tu_symmetry.laplace.informative`); ``alternation`` reads the loader in
         every pass, and alternates between the mode of the tangent model, given the precisions, and the precisions,
         given the mode.
 
@@ -491,7 +491,10 @@ class LinearizedLaplace:
                 Half its square would be what is missing of the objective (nats) if the curvature were exact; with
                 Kronecker factors three to five times as much was missing (0.06 and 0.09 nats at the default, LeNets
                 with 1,000 and 10,000 images). The result's ``gap`` bounds it.
-            memory: bytes for the data and what is kept of the network's passes over them (2 GiB).
+            memory: bytes for the data, what is kept of the network's passes over them, and gradients of the most
+                informative observations, which take up to half. None for 2 GiB, and for networks of more than a million
+                weights up to half of what is free: the search is several times as fast where 256 gradients fit, and
+                makes none where less than 64 do.
             progress: called after every pass over the data.
 
         Returns:

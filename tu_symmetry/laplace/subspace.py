@@ -9,15 +9,18 @@ The tangent model is linear, ``h = f + J (theta - theta~)``, which makes one thi
 direction ``d``, the objective is known exactly for every step along it, without the network. So every direction is kept
 with its ``J d``, and each iteration
 
-1. takes the gradient at the present weights (one product with ``J^T``), and the direction ``d = Sigma g`` from it, with
-   the covariance of the Laplace approximation as preconditioner;
+1. takes the gradient at the present weights (one product with ``J^T``), and a direction ``d`` from it: the way to the
+   optimum of a model that the most informative observations make, where their gradients fit the memory
+   (:mod:`tu_symmetry.laplace.informative`), else ``Sigma g``, with the covariance of the Laplace approximation as
+   preconditioner;
 2. takes ``J d`` (one product with ``J``);
 3. minimizes ``P`` over the weights plus *any combination* of the kept directions: Newton's method in as many unknowns
    as there are directions, the precisions moving along at every point.
 
-With all directions kept and a quadratic loss that is the method of conjugate gradients. The alternation between weights
-and precisions solves its first problem anew for every change of the second; here both end together, in about as many
-products as one solution of the first takes. For example, with two directions and the loss quadratic, step 3 solves
+With the preconditioner, all directions kept, and a quadratic loss that is the method of conjugate gradients. The
+alternation between weights and precisions solves its first problem anew for every change of the second; here both end
+together, in about as many products as one solution of the first takes. For example, with two directions and the loss
+quadratic, step 3 solves
 
     [d1 A d1, d1 A d2; d2 A d1, d2 A d2] c = -[d1 g, d2 g],   A = J^T H J / v + Lambda - X F^-1 X^T
 
@@ -40,6 +43,7 @@ from tu_symmetry.laplace.data import all_reduce
 from tu_symmetry.laplace.evidence import Noise
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.informative import Informative, choose, most_rows
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.mode import Mode, certificate
 
@@ -52,6 +56,10 @@ _PATIENCE = 6  # iterations without progress
 _SHRINK = (1, 6)  # iterations that try the weights of each group as a direction, and again whenever they have doubled
 _STRETCHED = 4  # directions that these make at most: one for each group, or for those that gain most and for all others
 _MOVING = 0.1  # while a log precision moves by more than that in one of them
+_SHARE = 0.5  # of the trace of all output Hessians, from which on the informative observations stand for all
+_EXCESS = 3.0  # times the mean observation's that each of them holds, from which on they are worth a direction
+_AGE = 2  # iterations for which they are chosen
+_NEAR = 2.0  # times the norm that is wanted, from which on they stay
 _ENOUGH = 0.01  # share of the first decrement at which the problem in the span counts as solved
 
 Progress = Callable[[dict[str, Any]], None]
@@ -169,7 +177,7 @@ class _Point:
 
 
 class _Search:
-    def __init__(self, fitted: FittedLaplace, data: KeptData) -> None:
+    def __init__(self, fitted: FittedLaplace, data: KeptData, memory: int) -> None:
         self.fitted, self.data, self.likelihood = fitted, data, fitted.likelihood
         self.determinants = fitted.curvature.determinants
         self.center, self.hyperprior = fitted.center.log(), fitted.hyperprior
@@ -178,6 +186,9 @@ class _Search:
         self.held = torch.zeros(len(self.center), dtype=torch.bool)
         self.span = _Span(data, fitted.groups, fitted.theta)
         self.rounding = 1e-12 if fitted.theta.dtype == torch.float64 else 1e-7
+        self.rows = most_rows(data, fitted.groups, memory)
+        self.informative: Informative | None = None
+        self.age, self.share, self.norm = _AGE, 0.0, math.inf
 
     # ------------------------------------------------------------------ values
 
@@ -237,6 +248,56 @@ class _Search:
     def preconditioned(self, point: _Point, gradient: Tensor) -> Tensor:
         """The gradient times the covariance of the Laplace approximation."""
         return Posterior(self.fitted.curvature.blocks, point.rho, math.exp(point.tau)).covariance_product(gradient)
+
+    def propose(self, point: _Point, gradient: Tensor, wanted: float) -> tuple[list[Tensor], float]:
+        """Directions, to be subtracted, and the norm of the gradient in standard deviations of the posterior.
+
+        Where the informative observations hold most of the curvature, their model's direction is the only one; where
+        they hold little of it, although each holds much more than others do, the preconditioned gradient comes to it.
+        They are chosen anew every few iterations, until the norm is near the one that is ``wanted``.
+        """
+        if self.rows and self.age >= _AGE and self.norm > _NEAR * wanted:
+            self.renew(point)
+        self.age += 1
+        directions, norms = [], []
+        if self.informative is not None:
+            direction, norm = self.modeled(self.informative, point, gradient)
+            directions.append(direction)
+            norms.append(norm)
+        if self.share < _SHARE:
+            directions.append(self.preconditioned(point, gradient))
+            norms.append(_norm(gradient, directions[-1]))
+        self.norm = min(norms)
+        return directions, self.norm
+
+    def renew(self, point: _Point) -> None:
+        """Choose the informative observations, and make their model; none where they are as good as any others."""
+        self.informative, self.age = None, 0  # before the next one is made: it is large
+        chosen = choose(self.data, point.linear, self.rows)
+        self.share = chosen.share if max(chosen.share / _SHARE, chosen.excess / _EXCESS) >= 1 else 0.0
+        if self.share > 0:
+            self.informative = Informative(self.data, self.fitted.groups, point.linear, chosen)
+
+    def modeled(self, informative: Informative, point: _Point, gradient: Tensor) -> tuple[Tensor, float]:
+        """The way to the optimum of the model that the informative observations make, and the gradient's norm in it."""
+        variance = math.exp(point.tau)
+        descent = informative.covariance_product(point.rho, variance, gradient)
+        norm = _norm(gradient, descent)
+        low = torch.where(self.held, self.high, self.low)
+        alone = gradient - self.precision(point) * point.theta
+        target, _ = informative.optimum(
+            point.theta, alone, point.rho, variance, lambda rho: self.energy(rho, point.tau), (low, self.high)
+        )
+        direction = point.theta - target
+        if not float(torch.dot(gradient.double(), direction.double())) > 0:  # uphill at first
+            direction = descent
+        return direction, norm
+
+    def energy(self, rho: Tensor, tau: float) -> tuple[float, Tensor]:
+        """What the objective has of precisions alone: determinants and hyperprior (nats), and the gradient."""
+        weight = 0.0 if math.isinf(self.hyperprior.std) else 1 / self.hyperprior.std**2
+        value = 0.5 * self.determinants.log_det_ratio(rho, tau) + self.hyperprior.energy(rho, self.center)
+        return value, weight * (rho - self.center) - 0.5 * self.determinants.gamma(rho, tau)
 
     def add_groups(self, point: _Point, gradient: Tensor) -> None:
         """The weights of each group as directions, so that the span can shrink or stretch every group by itself.
@@ -387,6 +448,12 @@ class _Search:
         return self.at(point.theta + move, linear, point.rho, point.tau)
 
 
+def _norm(gradient: Tensor, direction: Tensor) -> float:
+    """Of a gradient, in standard deviations of the covariance that made a direction of it; NaN stays what it is."""
+    square = float(torch.dot(gradient.double(), direction.double()))
+    return math.sqrt(square) if square > 0 else 0.0 * square
+
+
 def joint_optimum(
     fitted: FittedLaplace,
     data: KeptData,
@@ -394,6 +461,7 @@ def joint_optimum(
     tolerance: float,
     mode_tolerance: float,
     max_iterations: int,
+    memory: int = 0,
     progress: Progress | None = None,
 ) -> Joint:
     """Minimize the profile objective from where an approximation is.
@@ -404,6 +472,7 @@ def joint_optimum(
         tolerance: largest change of a log precision in the last iteration.
         mode_tolerance: gradient norm in posterior standard deviations.
         max_iterations: largest number of directions.
+        memory: bytes for the gradients of informative observations.
         progress: called after each.
 
     Raises:
@@ -416,13 +485,12 @@ def joint_optimum(
             f"the curvature has seen {fitted.summary.samples} samples, and the loader now gives {data.samples}; the "
             "evidence needs the same data (in any order): no dropped last batch, no sampling with replacement"
         )
-    search, flat = _Search(fitted, data), math.isinf(fitted.hyperprior.std)
+    search, flat = _Search(fitted, data, memory), math.isinf(fitted.hyperprior.std)
     point = search.start()
     change, best_norm, iteration, stuck, converged, again = math.inf, math.inf, 0, 0, False, 2 * _SHRINK[-1]
     while True:
         gradient = search.gradient(point)
-        direction = search.preconditioned(point, gradient)
-        norm = math.sqrt(max(0.0, float(torch.dot(gradient.double(), direction.double()))))
+        directions, norm = search.propose(point, gradient, mode_tolerance)
         if not math.isfinite(norm) or not math.isfinite(point.value):
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         gap = certificate(fitted.likelihood, gradient, search.precision(point))
@@ -442,12 +510,12 @@ def joint_optimum(
         if converged or iteration == max_iterations:
             break
         iteration += 1
-        if not flat and (iteration in _SHRINK or (iteration >= again and change > _MOVING)):
+        alone = search.informative is None
+        if alone and not flat and (iteration in _SHRINK or (iteration >= again and change > _MOVING)):
             search.add_groups(point, gradient)
             again = max(2 * iteration, 2 * _SHRINK[-1])
-        if norm > 0:
-            direction = direction / norm
-            search.span.add(direction, data.push(direction))
+        for direction in directions if norm > 0 else ():
+            search.span.add(direction / norm, data.push(direction / norm))
         moved = search.improve(point) if search.span.count else point
         moved = search.prune(moved, point.rho)
         change = float((moved.rho - point.rho).abs().max())
@@ -466,6 +534,7 @@ def joint_optimum(
             tolerance=tolerance,
             mode_tolerance=mode_tolerance,
             max_iterations=max_iterations,
+            memory=memory,
             progress=progress,
         )
     mode = Mode(point.theta, point.loss, norm, iteration, iteration, norm <= mode_tolerance, gap)

@@ -1,0 +1,274 @@
+"""The informative part of the curvature: an exact model of the joint objective that needs no network.
+
+Near the optimum few observations have most of the curvature: of a classification, those whose label is still in doubt.
+With ``sum_n J_n^T H_n J_n`` written as ``B^T B``, one row ``b`` of ``B`` for each observation and direction of its
+outputs (``H_n = R_n R_n^T``, and ``b`` a row of ``R_n^T J_n``), the longest of the columns of all ``R_n`` are chosen,
+and only their rows are made. On a ResNet-18 of width 8 with 1,000 images, 256 of 9,000 hold 99 % of the trace.
+
+Everything else is linear algebra in as many dimensions as there are rows. With a prior of precisions ``Lambda`` the
+weights that minimize the model
+
+    Q(theta) = g^T (theta - theta_t) + 1/2 |B (theta - theta_t)|^2 + 1/2 theta^T Lambda theta
+
+around ``theta_t``, ``g`` the gradient of the loss there, are
+
+    theta = Lambda^-1 (B^T t - g)
+    (1 + K) t = B theta_t + B Lambda^-1 g,    K = sum_g e^-rho_g K_g,    K_g = B_g B_g^T
+
+for *any* precisions, once ``K_g``, ``B_g g_g`` and ``|g_g|^2`` are known for every prior group: so are ``Q`` and the
+norms of all groups' weights. The model of the objective can therefore be minimized over weights and precisions together
+at the cost of a few Cholesky factorizations, whatever the size of the network (:meth:`Informative.optimum`). A gradient
+step with the precisions held, as any preconditioner gives it, moves the precision of a group that the evidence switches
+off by a constant factor each time; here it goes all the way at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from tu_symmetry.laplace.data import all_reduce, processes
+from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.laplace.inputs import rows_of
+from tu_symmetry.laplace.kept import KeptData
+
+MOST_ROWS = 2048
+ENOUGH_ROWS = 256  # are made of every data set that has them
+_OF = 100  # of more, one of so many: their Gram matrices are quadratic in them
+_FEWEST = 64  # fewer are not worth it, unless they are all
+_ENTRIES = 1 << 26  # of the Gram matrices of all groups, and of the largest temporary tensors
+_SAMPLES = 64  # that the network takes at once
+_MOVE = 2.0  # of a log precision, at most, in one minimization of the model
+_STEPS = 60  # of which
+
+Energy = Callable[[Tensor], tuple[float, Tensor]]
+
+
+def most_rows(data: KeptData, groups: PriorGroups, memory: int) -> int:
+    """How many rows are worth their cost and fit the memory; 0 where too few do.
+
+    Args:
+        data: the training data.
+        groups: which weights share a precision.
+        memory: bytes for the rows.
+    """
+    point = data.tangent.point()
+    share = torch.tensor([float(data.entries)], dtype=torch.float64, device=point.device)
+    all_reduce(share)
+    every = int(share)
+    wanted = min(every, max(ENOUGH_ROWS, min(MOST_ROWS, every // _OF)))
+    found = min(
+        wanted, memory // max(1, point.element_size() * point.numel()), math.isqrt(_ENTRIES // max(1, len(groups)))
+    )
+    return found if found >= min(wanted, _FEWEST) else 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which columns of the outputs' roots are the longest.
+
+    Attributes:
+        masks: of every chunk's pieces ``[columns, samples]`` (or ``[columns, samples, positions]``).
+        share: of the trace of all output Hessians that they hold.
+        excess: how much more each of them holds than the mean column; 1 where all are alike.
+    """
+
+    masks: list[list[Tensor]]
+    share: float
+    excess: float
+
+
+def _pieces(data: KeptData, linear: Sequence[Tensor]) -> Iterator[Iterator[tuple[slice, Tensor]]]:
+    """Roots of the output Hessians, piece by piece of every chunk: ``[columns, *outputs.shape]``."""
+    for outputs, targets in zip(linear, data.targets, strict=True):
+        rows = max(1, _ENTRIES // max(1, outputs[:1].numel() * outputs.shape[-1]))
+        parts = [slice(i, min(i + rows, len(outputs))) for i in range(0, len(outputs), rows)]
+        yield ((part, data.likelihood.hessian_root(outputs[part], targets[part])) for part in parts)
+
+
+def choose(data: KeptData, linear: Sequence[Tensor], most: int) -> Chosen:
+    """The longest columns of the roots of the output Hessians, of several processes equally many in each.
+
+    Args:
+        data: the training data.
+        linear: the outputs at which the Hessians are taken, chunk by chunk.
+        most: how many, over all processes.
+    """
+    squares = [[root.double().square().sum(-1) for _, root in pieces] for pieces in _pieces(data, linear)]
+    flat = torch.cat([own.flatten() for pieces in squares for own in pieces])
+    order = flat.argsort(descending=True, stable=True)[: most // processes()]
+    order = order[flat[order] > 0]
+    counts = flat.new_tensor([len(order), len(flat)])
+    sums = torch.stack([flat[order].sum(), flat.sum()])
+    all_reduce(sums, counts)
+    taken = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+    taken[order] = True
+    masks: list[list[Tensor]] = []
+    at = 0
+    for pieces in squares:
+        masks.append([])
+        for own in pieces:
+            masks[-1].append(taken[at : at + own.numel()].view(own.shape))
+            at += own.numel()
+    share = float(sums[0] / sums[1]) if float(sums[1]) > 0 else 0.0
+    return Chosen(masks, share, share * float(counts[1] / counts[0].clamp(min=1)))
+
+
+class Informative:
+    """Rows of the curvature's root, and what the joint objective needs of them.
+
+    Attributes:
+        rows: ``[rows, weights]``, for unit noise.
+        grams: ``K_g``, float64 ``[groups, rows, rows]``.
+    """
+
+    def __init__(self, data: KeptData, groups: PriorGroups, linear: Sequence[Tensor], chosen: Chosen) -> None:
+        """Make the rows: one gradient of the network for each.
+
+        Args:
+            data: the training data.
+            groups: which weights share a precision; not those of single weights.
+            linear: the outputs at which the columns were chosen.
+            chosen: which.
+        """
+        self.groups = groups
+        self.rows = _gathered(data, linear, chosen)
+        count = len(self.rows)
+        self.grams = torch.zeros(len(groups), count, count, dtype=torch.float64)
+        for number, own in self._parts(self.rows):
+            self.grams.index_add_(0, number, (own @ own.mT).cpu())
+
+    def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Numbers of groups, and the rows' entries in them: float64 ``[groups, rows, weights]``, in small pieces."""
+        for name, slot in self.groups.slots.items():
+            number = self.groups.of[name].reshape(-1)
+            own = rows[:, slot.start : slot.stop].view(len(rows), len(number), -1).transpose(0, 1)
+            for part in own.split(max(1, _ENTRIES // max(1, len(rows) * len(number))), dim=2):
+                yield number, part.double()
+
+    def _with(self, vector: Tensor) -> Tensor:
+        """``B_g vector_g`` of every group: float64 ``[groups, rows]``."""
+        found = torch.zeros(len(self.groups), len(self.rows), dtype=torch.float64)
+        for name, slot in self.groups.slots.items():
+            own, number = self.rows[:, slot.start : slot.stop], self.groups.of[name].reshape(-1)
+            if len(number) == 1:
+                found[int(number)] += (own @ vector[slot.start : slot.stop]).double().cpu()
+            else:
+                sums = (own * vector[slot.start : slot.stop]).view(len(own), len(number), -1).sum(2)
+                found.index_add_(0, number, sums.T.double().cpu())
+        return found
+
+    def _factor(self, rho: Tensor, variance: float) -> Tensor:
+        """The Cholesky factor of ``1 + K / v``."""
+        whole = torch.tensordot((-rho).exp() / variance, self.grams, dims=1)
+        whole.diagonal().add_(1)
+        return torch.linalg.cholesky(whole)
+
+    def covariance_product(self, rho: Tensor, variance: float, vector: Tensor) -> Tensor:
+        """``(Lambda + B^T B / v)^-1 vector``: the covariance, had the other observations no curvature.
+
+        Args:
+            rho: log precisions ``[groups]``.
+            variance: of the noise.
+            vector: flat, ``[weights]``.
+        """
+        prior = self.groups.spread(rho.exp()).to(vector)
+        scaled = vector / prior
+        inner = (self.rows @ scaled).double().cpu().unsqueeze(-1)
+        inner = torch.cholesky_solve(inner, self._factor(rho, variance)).squeeze(-1) / variance
+        return scaled - (inner.to(vector) @ self.rows) / prior
+
+    def optimum(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        rho: Tensor,
+        variance: float,
+        energy: Energy,
+        bounds: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and log precisions that minimize the model of the joint objective around a point.
+
+        Precisions move by a factor of ``e^2`` at most, since the model is one of the point's surroundings.
+
+        Args:
+            theta: the weights ``[weights]`` around which it is made.
+            gradient: of the loss there, over the noise variance; without the prior's.
+            rho: log precisions ``[groups]`` where the search starts.
+            variance: of the noise, which stays.
+            energy: of log precisions, that of the determinants and of the hyperprior: its value (nats), and gradient.
+            bounds: smallest and largest log precisions.
+
+        Returns:
+            The weights, and the log precisions.
+        """
+        root = variance**-0.5
+        along = self._with(gradient) * root
+        own = (self.rows @ theta).double().cpu() * root
+        squares = self.groups.total(gradient.double().square())
+        start = float(torch.dot(gradient.double(), theta.double()))
+
+        def solved(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            inverse = (-point).exp()
+            right = inverse @ along
+            t = torch.cholesky_solve((own + right).unsqueeze(-1), self._factor(point, variance)).squeeze(-1)
+            return t, inverse, right
+
+        def value(at: np.ndarray) -> tuple[float, np.ndarray]:
+            point = torch.as_tensor(at)
+            t, inverse, right = solved(point)
+            products = self.grams @ t / variance
+            norms = (inverse.square() * (products @ t - 2 * along @ t + squares)).clamp(min=0)
+            change = inverse @ products - right - own  # B (theta - theta_t)
+            linear = float(inverse @ (along @ t - squares)) - start
+            prior = point.exp() * norms
+            other, slope = energy(point)
+            model = linear + 0.5 * float(change.square().sum()) + 0.5 * float(prior.sum()) + other
+            return model, (0.5 * prior + slope).numpy()
+
+        low, high = torch.maximum(rho - _MOVE, bounds[0]), torch.minimum(rho + _MOVE, bounds[1])
+        found = minimize(
+            value,
+            rho.clamp(low, high).numpy(),
+            jac=True,
+            method="L-BFGS-B",
+            bounds=np.stack([low.numpy(), high.numpy()], 1),
+            options={"maxiter": _STEPS},
+        )
+        point = torch.as_tensor(found.x)
+        t = solved(point)[0] * root
+        return (t.to(theta) @ self.rows - gradient) / self.groups.spread(point.exp()).to(theta), point
+
+
+def _gathered(data: KeptData, linear: Sequence[Tensor], chosen: Chosen) -> Tensor:
+    """The chosen rows of ``R^T J`` of all processes, ``[rows, weights]``."""
+    size = data.tangent.point().numel()
+    counts = torch.zeros(processes(), dtype=torch.int64, device=linear[0].device)
+    rank = torch.distributed.get_rank() if processes() > 1 else 0
+    counts[rank] = sum(int(mask.sum()) for masks in chosen.masks for mask in masks)
+    all_reduce(counts)
+    rows = linear[0].new_zeros(int(counts.sum()), size)
+    at = int(counts[:rank].sum())
+    each = max(1, min(_SAMPLES, _ENTRIES // max(1, size)))
+    for inputs, masks, pieces in zip(data.chunks, chosen.masks, _pieces(data, linear), strict=True):
+        for mask, (part, root) in zip(masks, pieces, strict=True):
+            where = mask.nonzero()
+            for some in where.split(each) if len(where) else ():
+                column, sample = some[:, 0], some[:, 1]
+                if mask.ndim == 2:
+                    cotangents = root[column, sample]
+                else:  # one of its positions, and nothing at the others
+                    cotangents = root.new_zeros(len(some), *root.shape[2:])
+                    position = some[:, 2]
+                    cotangents[torch.arange(len(some), device=root.device), position] = root[column, sample, position]
+                own = data.tangent.sample_gradients(rows_of(inputs, sample + part.start), cotangents)
+                rows[at : at + len(some)] = own
+                at += len(some)
+    all_reduce(rows)
+    return rows
