@@ -96,6 +96,9 @@ def test_how_many_rows_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     small = fitted(samples=10)[1]
     assert most_rows(small, groups, 1 << 30) == 30  # all
     assert most_rows(small, groups, 29 * each) == 0
+    monkeypatch.setattr(informative, "_WORK", 600 * 3 - 1)
+    assert most_rows(found, groups, 1 << 30) == 0
+    monkeypatch.undo()
     monkeypatch.setattr(informative, "_ENTRIES", 2 * 80**2)
     assert most_rows(found, groups, 1 << 30) == 80  # Gram matrices of two groups
 
@@ -174,6 +177,16 @@ def test_the_optimum_of_the_model_is_stationary_in_weights_and_precisions(kind: 
     assert bool(inside.all())
     assert float(slopes[0].abs().max()) < 1e-8
     assert float(slopes[1][inside].abs().max()) < 1e-3
+
+
+def test_precisions_that_leave_next_to_no_prior() -> None:
+    """Where adding one to the Gram matrix is lost in rounding, products stay finite, and descent directions."""
+    la, found = fitted(samples=60)
+    own = Informative(found, la.prior_groups, found.outputs, choose(found, found.outputs, 1000))
+    vector = torch.randn(la.tangent.size, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    rho = torch.full((2,), -45.0, dtype=torch.float64)
+    product = own.covariance_product(rho, 1.0, vector)
+    assert bool(product.isfinite().all()) and float(product @ vector) > 0
 
 
 def test_precisions_on_a_bound_stay_there() -> None:

@@ -43,6 +43,7 @@ ENOUGH_ROWS = 256  # are made of every data set that has them
 _OF = 100  # of more, one of so many: their Gram matrices are quadratic in them
 _FEWEST = 64  # fewer are not worth it, unless they are all
 _ENTRIES = 1 << 26  # of the Gram matrices of all groups, and of the largest temporary tensors
+_WORK = 1 << 33  # entries of the output Hessians of all observations, which are read every few iterations
 _SAMPLES = 64  # that the network takes at once
 _MOVE = 2.0  # of a log precision, at most, in one minimization of the model
 _STEPS = 60  # of which
@@ -51,7 +52,7 @@ Energy = Callable[[Tensor], tuple[float, Tensor]]
 
 
 def most_rows(data: KeptData, groups: PriorGroups, memory: int) -> int:
-    """How many rows are worth their cost and fit the memory; 0 where too few do.
+    """How many rows are worth their cost and fit the memory; 0 where too few do, or choosing them takes too long.
 
     Args:
         data: the training data.
@@ -61,7 +62,9 @@ def most_rows(data: KeptData, groups: PriorGroups, memory: int) -> int:
     point = data.tangent.point()
     share = torch.tensor([float(data.entries)], dtype=torch.float64, device=point.device)
     all_reduce(share)
-    every = int(share)
+    every, outputs = int(share), data.outputs[0].shape[-1]
+    if every * outputs > _WORK or outputs**2 > _ENTRIES:
+        return 0
     wanted = min(every, max(ENOUGH_ROWS, min(MOST_ROWS, every // _OF)))
     found = min(
         wanted, memory // max(1, point.element_size() * point.numel()), math.isqrt(_ENTRIES // max(1, len(groups)))
@@ -168,7 +171,11 @@ class Informative:
         """The Cholesky factor of ``1 + K / v``."""
         whole = torch.tensordot((-rho).exp() / variance, self.grams, dims=1)
         whole.diagonal().add_(1)
-        return torch.linalg.cholesky(whole)
+        factor, failed = torch.linalg.cholesky_ex(whole)
+        if int(failed):  # so small a precision that the one is lost in rounding
+            whole.diagonal().add_(1e-12 * float(whole.diagonal().max()))
+            factor = torch.linalg.cholesky(whole)
+        return factor
 
     def covariance_product(self, rho: Tensor, variance: float, vector: Tensor) -> Tensor:
         """``(Lambda + B^T B / v)^-1 vector``: the covariance, had the other observations no curvature.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.alternation import Step, alternate
 from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock
-from tu_symmetry.laplace.data import processes
+from tu_symmetry.laplace.data import all_reduce, processes
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.informative import ENOUGH_ROWS, MOST_ROWS
@@ -55,7 +55,10 @@ def default_memory(theta: Tensor) -> int:
     wanted = 2 * ENOUGH_ROWS * theta.element_size() * theta.numel()
     if wanted <= BUDGET:
         return BUDGET
-    return max(BUDGET, min(wanted, free_memory(theta.device) // (2 * processes())))
+    free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
+    all_reduce(free)  # of several processes the mean: all have to go the same way
+    each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
+    return max(BUDGET, min(wanted, int(each / 2)))
 
 
 def at_mode(

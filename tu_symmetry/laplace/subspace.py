@@ -490,8 +490,10 @@ def joint_optimum(
     change, best_norm, iteration, stuck, converged, again = math.inf, math.inf, 0, 0, False, 2 * _SHRINK[-1]
     while True:
         gradient = search.gradient(point)
+        if not (math.isfinite(point.value) and bool(gradient.isfinite().all())):
+            raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         directions, norm = search.propose(point, gradient, mode_tolerance)
-        if not math.isfinite(norm) or not math.isfinite(point.value):
+        if not math.isfinite(norm):
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         gap = certificate(fitted.likelihood, gradient, search.precision(point))
         if progress is not None:
@@ -527,6 +529,7 @@ def joint_optimum(
             break
         if stuck == _PATIENCE // 2:
             search.span.clear()
+            search.age, search.norm = _AGE, math.inf
     if data.kept and search.drift(point) > _DRIFT:
         return joint_optimum(
             fitted,
