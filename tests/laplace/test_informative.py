@@ -251,6 +251,22 @@ def test_rows_are_renewed_while_much_is_left(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen[:2] == [1, 3] and all(b - a == 2 for a, b in pairwise(chosen[:-1]))
 
 
+def test_rows_of_a_quadratic_loss_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as many as there may be, since they stay what they are."""
+    chosen: list[int] = []
+    choice = subspace.choose
+
+    def noted(found: KeptData, linear: list[Tensor], most: int) -> informative.Chosen:
+        chosen.append(most)
+        return choice(found, linear, most)
+
+    monkeypatch.setattr(subspace, "choose", noted)
+    la, _ = fitted("regression", samples=200)
+    result = la.optimize_evidence()
+    assert result.converged and result.iterations < 12
+    assert chosen == [600]
+
+
 def test_a_precision_for_each_weight_has_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gram matrices of so many groups would not fit."""
     monkeypatch.setattr(informative, "_ENTRIES", 50_000)

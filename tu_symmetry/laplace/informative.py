@@ -65,7 +65,8 @@ def most_rows(data: KeptData, groups: PriorGroups, memory: int) -> int:
     every, outputs = int(share), data.outputs[0].shape[-1]
     if every * outputs > _WORK or outputs**2 > _ENTRIES:
         return 0
-    wanted = min(every, max(ENOUGH_ROWS, min(MOST_ROWS, every // _OF)))
+    enough = MOST_ROWS if data.likelihood.quadratic else ENOUGH_ROWS  # once for all, or every few iterations
+    wanted = min(every, max(enough, min(MOST_ROWS, every // _OF)))
     found = min(
         wanted, memory // max(1, point.element_size() * point.numel()), math.isqrt(_ENTRIES // max(1, len(groups)))
     )

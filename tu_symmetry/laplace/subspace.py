@@ -254,9 +254,11 @@ class _Search:
 
         Where the informative observations hold most of the curvature, their model's direction is the only one; where
         they hold little of it, although each holds much more than others do, the preconditioned gradient comes to it.
-        They are chosen anew every few iterations, until the norm is near the one that is ``wanted``.
+        They are chosen anew every few iterations, until the norm is near the one that is ``wanted``; those of a
+        quadratic loss, whose curvature is the same everywhere, once.
         """
-        if self.rows and self.age >= _AGE and self.norm > _NEAR * wanted:
+        due = self.age >= _AGE and self.norm > _NEAR * wanted
+        if self.rows and due and not (self.likelihood.quadratic and self.norm < math.inf):
             self.renew(point)
         self.age += 1
         directions, norms = [], []
