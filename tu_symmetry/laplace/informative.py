@@ -143,10 +143,11 @@ class Informative:
         """
         self.groups = groups
         self.rows = _gathered(data, linear, chosen)
-        count = len(self.rows)
-        self.grams = torch.zeros(len(groups), count, count, dtype=torch.float64)
+        count, device = len(self.rows), self.rows.device
+        grams = torch.zeros(len(groups), count, count, dtype=torch.float64, device=device)
         for number, own in self._parts(self.rows):
-            self.grams.index_add_(0, number, (own @ own.mT).cpu())
+            grams.index_add_(0, number.to(device), own @ own.mT)
+        self.grams = grams.cpu()
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Numbers of groups, and the rows' entries in them: float64 ``[groups, rows, weights]``, in small pieces."""
@@ -158,15 +159,16 @@ class Informative:
 
     def _with(self, vector: Tensor) -> Tensor:
         """``B_g vector_g`` of every group: float64 ``[groups, rows]``."""
-        found = torch.zeros(len(self.groups), len(self.rows), dtype=torch.float64)
+        device = self.rows.device
+        found = torch.zeros(len(self.groups), len(self.rows), dtype=torch.float64, device=device)
         for name, slot in self.groups.slots.items():
             own, number = self.rows[:, slot.start : slot.stop], self.groups.of[name].reshape(-1)
             if len(number) == 1:
-                found[int(number)] += (own @ vector[slot.start : slot.stop]).double().cpu()
+                found[int(number)] += (own @ vector[slot.start : slot.stop]).double()
             else:
                 sums = (own * vector[slot.start : slot.stop]).view(len(own), len(number), -1).sum(2)
-                found.index_add_(0, number, sums.T.double().cpu())
-        return found
+                found.index_add_(0, number.to(device), sums.T.double())
+        return found.cpu()
 
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
         """The Cholesky factor of ``1 + K / v``."""
