@@ -21,7 +21,7 @@ from tu_symmetry.laplace.joint import at_mode
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.mode import duality_gap
 from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.tangent import LastLayerModel, Linearization, TangentModel, evaluating
+from tu_symmetry.laplace.tangent import LastLayerModel, Linearization, TangentModel, evaluating, normal
 
 
 class Attention(nn.Module):
@@ -288,6 +288,44 @@ def test_of_many_groups_few_are_stretched_by_themselves(curvature: str, monkeypa
         assert result.converged and added and set(added) == {min(most, len(la.prior_groups))}
         found.append(la.fitted.objective())
     assert max(found) - min(found) < 1e-8
+
+
+def test_residuals_that_would_become_subnormal_are_zero() -> None:
+    """Those of samples that are fitted with certainty; what is left changes no digit."""
+    for dtype, tiny in ((torch.float32, 1e-30), (torch.float64, 1e-200)):
+        residual = torch.tensor([[0.3, -0.3, 0.0], [tiny, -tiny, 1e-12]], dtype=dtype)
+        found = normal(residual)
+        assert found.tolist() == [residual[0].tolist(), [0.0, 0.0, float(residual[1, 2])]]
+        assert torch.equal(normal(residual[1:] * 0), residual[1:] * 0)
+        scaled = residual * 1e-15  # relative to the largest
+        assert torch.equal(normal(scaled) != 0, found != 0)
+
+
+def test_certain_samples_reach_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulled: list[Tensor] = []
+    pull = KeptData.pull
+
+    def noted(self: KeptData, cotangents: list[Tensor]) -> Tensor:
+        pulled.extend(cotangents)
+        return pull(self, cotangents)
+
+    monkeypatch.setattr(KeptData, "pull", noted)
+    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))).float()
+    x, y = data(4, outputs=3, samples=30)
+    with torch.no_grad():
+        y = (model(x.float()) + 0.0).argmax(-1)
+        model[2].weight *= 300  # certain of nearly all
+        model[2].bias *= 300
+    la = LinearizedLaplace(model, prior="per_layer").fit([(x.float(), y)])
+    with torch.no_grad():
+        outputs = la.model(x.float())
+        residual = la.likelihood.residual(outputs, la.likelihood.targets(outputs, y))
+    assert 0 < float(residual[residual != 0].abs().min()) < 1e-19, "vacuous: no residual is that small"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        la.optimize_evidence(max_iterations=1)
+    values = torch.cat([own.flatten() for own in pulled]).abs()
+    assert float(values[values > 0].min()) >= 1e-19 * float(values.max())
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 30])

@@ -37,6 +37,7 @@ from tu_symmetry.laplace.data import all_reduce, processes
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.kept import KeptData
+from tu_symmetry.laplace.tangent import normal
 
 MOST_ROWS = 2048
 ENOUGH_ROWS = 256  # are made of every data set that has them
@@ -277,7 +278,7 @@ def _gathered(data: KeptData, linear: Sequence[Tensor], chosen: Chosen) -> Tenso
                     cotangents = root.new_zeros(len(some), *root.shape[2:])
                     position = some[:, 2]
                     cotangents[torch.arange(len(some), device=root.device), position] = root[column, sample, position]
-                own = data.tangent.sample_gradients(rows_of(inputs, sample + part.start), cotangents)
+                own = data.tangent.sample_gradients(rows_of(inputs, sample + part.start), normal(cotangents))
                 rows[at : at + len(some)] = own
                 at += len(some)
     all_reduce(rows)

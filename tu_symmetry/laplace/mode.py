@@ -20,7 +20,7 @@ from torch import Tensor
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.data import all_reduce, batches
 from tu_symmetry.laplace.likelihood import Likelihood
-from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.laplace.tangent import TangentModel, normal
 
 _KEPT = 1 << 26  # entries of the outputs that are kept between passes
 _RETRIES = 4  # of a line search, with shorter steps each
@@ -111,7 +111,7 @@ class _Objective:
             targets = self.likelihood.targets(linear, targets)
             total[0] += self.likelihood.loss(linear, targets).double().sum()
             total[1] += len(outputs)
-            gradient += self.tangent.vjp(inputs, self.likelihood.residual(linear, targets))
+            gradient += self.tangent.vjp(inputs, normal(self.likelihood.residual(linear, targets)))
             if kept is not None:
                 kept.append((outputs, linear))
                 held += 2 * linear.numel()

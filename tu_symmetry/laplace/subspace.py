@@ -46,6 +46,7 @@ from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.informative import Informative, choose, most_rows
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.mode import Mode, certificate
+from tu_symmetry.laplace.tangent import normal
 
 _DIRECTIONS = 128  # kept at most
 _BYTES = 1 << 30  # of the directions and their products
@@ -238,7 +239,7 @@ class _Search:
     def gradient(self, point: _Point) -> Tensor:
         """Of the profile, which is that of the objective at the precisions that belong to the weights."""
         pairs = zip(point.linear, self.data.targets, strict=True)
-        gradient = self.data.pull([self.likelihood.residual(own, targets) for own, targets in pairs])
+        gradient = self.data.pull([normal(self.likelihood.residual(own, targets)) for own, targets in pairs])
         return gradient * math.exp(-point.tau) + self.precision(point) * point.theta
 
     def precision(self, point: _Point) -> Tensor:
