@@ -115,7 +115,6 @@ def section(records: list[Record], products: Record) -> Section:
             figure(products[name]["push"] / products["epoch"]),
             figure(products[name]["pull"] / products["epoch"]),
             figure(products["preconditioner"]),
-            figure(31 * (products[name]["push"] + products[name]["pull"]) / products["epoch"]),
         ]
         for name in ("kept", "run again")
     ]
