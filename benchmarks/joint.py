@@ -100,7 +100,7 @@ def section(records: list[Record], products: Record) -> Section:
             figure(r["fit"]["cpu"] / r["epoch"]),
             both(r["evidence"]["seconds"], r["evidence"]["cpu"]),
             figure(r["evidence"]["cpu"] / r["epoch"]),
-            str(r["iterations"]),
+            f"{r['iterations']}{'' if r['converged'] else ', not converged'}",
             figure(_missing(r), 2),
             figure(r["gap"], 2),
             figure(r["nll"]["network"]),

@@ -82,8 +82,9 @@ def test_observations_without_curvature_make_no_rows() -> None:
     chosen = choose(found, certain, 20)
     assert sum(int(mask.sum()) for masks in chosen.masks for mask in masks) == 2  # of one sample, three classes
     assert chosen.share == pytest.approx(1.0)
-    nothing = choose(found, [torch.where(o == 800.0, o, -800.0) for o in certain], 20)
-    assert nothing.share == 0.0 or nothing.share == pytest.approx(1.0)
+    certain[0][2] = certain[0][1]
+    nothing = choose(found, certain, 20)
+    assert nothing.share == 0.0 and not any(bool(mask.any()) for masks in nothing.masks for mask in masks)
 
 
 def test_how_many_rows_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +228,39 @@ def test_few_rows_and_none_end_at_the_same_point(
     found = [optimum(monkeypatch, rows, kind, hyperprior) for rows in (None, 0, 40)]
     assert max(value for value, _ in found) - min(value for value, _ in found) < 1e-7
     assert 3 * found[0][1] < 2 * found[1][1]  # all of them: fewer directions
+
+
+def test_the_preconditioned_gradient_comes_to_rows_that_hold_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two directions each time then, and the same optimum."""
+    expected = optimum(monkeypatch, None, "classification", Hyperprior())
+    monkeypatch.setattr(subspace, "_SHARE", 2.0)
+    monkeypatch.setattr(subspace, "_EXCESS", 0.0)
+    directions: list[int] = []
+    propose = subspace._Search.propose
+
+    def noted(self: subspace._Search, *given: Any) -> tuple[list[Tensor], float]:
+        found = propose(self, *given)
+        directions.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(subspace._Search, "propose", noted)
+    found = optimum(monkeypatch, None, "classification", Hyperprior())
+    assert set(directions) == {2}
+    assert found[0] == pytest.approx(expected[0], abs=1e-7)
+
+
+def test_a_model_that_leads_uphill_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient in its covariance takes its place."""
+    expected = optimum(monkeypatch, None, "classification", Hyperprior())
+
+    def uphill(self: Informative, theta: Tensor, gradient: Tensor, rho: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        whole = gradient + self.groups.spread(rho.exp()) * theta
+        return theta + whole, rho
+
+    monkeypatch.setattr(Informative, "optimum", uphill)
+    found = optimum(monkeypatch, None, "classification", Hyperprior())
+    assert found[0] == pytest.approx(expected[0], abs=1e-7)
+    assert found[1] > expected[1]  # precisions lag behind
 
 
 def test_rows_are_renewed_while_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,18 @@ class PriorGroups:
             sums.index_add_(0, number.reshape(-1), own)
         return sums
 
+    def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
+        """Inner products of vectors ``[rows, size]`` with another, group by group: float64 ``[groups, rows]``, CPU."""
+        found = torch.zeros(len(self), len(rows), dtype=torch.float64, device=rows.device)
+        for name, slot in self.slots.items():
+            own, number = rows[:, slot.start : slot.stop], self.of[name]
+            if number.ndim == 0:
+                found[int(number)] += (own @ vector[slot.start : slot.stop]).double()
+            else:
+                sums = (own * vector[slot.start : slot.stop]).view(len(rows), len(number), -1).sum(2)
+                found.index_add_(0, number.to(rows.device), sums.T.double())
+        return found.cpu()
+
     def given(self, precision: float | Tensor | Mapping[str, float | Tensor], present: Tensor) -> Tensor:
         """Log precisions ``[groups]`` from those that are given in one of three ways.
 
@@ -153,6 +165,10 @@ class SingleWeights(PriorGroups):
     def total(self, vector: Tensor) -> Tensor:
         """The vector itself, float64 on the CPU."""
         return vector.double().cpu()
+
+    def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
+        """Products of the entries: float64 ``[size, rows]``, CPU."""
+        return rows.double().cpu().mT * vector.double().cpu().unsqueeze(-1)
 
     def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
         if name in self.slots:

@@ -158,19 +158,6 @@ class Informative:
             for part in own.split(max(1, _ENTRIES // max(1, len(rows) * len(number))), dim=2):
                 yield number, part.double()
 
-    def _with(self, vector: Tensor) -> Tensor:
-        """``B_g vector_g`` of every group: float64 ``[groups, rows]``."""
-        device = self.rows.device
-        found = torch.zeros(len(self.groups), len(self.rows), dtype=torch.float64, device=device)
-        for name, slot in self.groups.slots.items():
-            own, number = self.rows[:, slot.start : slot.stop], self.groups.of[name].reshape(-1)
-            if len(number) == 1:
-                found[int(number)] += (own @ vector[slot.start : slot.stop]).double()
-            else:
-                sums = (own * vector[slot.start : slot.stop]).view(len(own), len(number), -1).sum(2)
-                found.index_add_(0, number.to(device), sums.T.double())
-        return found.cpu()
-
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
         """The Cholesky factor of ``1 + K / v``."""
         whole = torch.tensordot((-rho).exp() / variance, self.grams, dims=1)
@@ -220,7 +207,7 @@ class Informative:
             The weights, and the log precisions.
         """
         root = variance**-0.5
-        along = self._with(gradient) * root
+        along = self.groups.inner(self.rows, gradient) * root  # B_g g_g
         own = (self.rows @ theta).double().cpu() * root
         squares = self.groups.total(gradient.double().square())
         start = float(torch.dot(gradient.double(), theta.double()))

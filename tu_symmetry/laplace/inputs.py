@@ -86,8 +86,8 @@ def batch_size(inputs: Any) -> int:
     return len(found[0])
 
 
-def rows_of(inputs: Any, rows: slice) -> Any:
-    """The samples ``rows`` of a batch of inputs."""
+def rows_of(inputs: Any, rows: slice | Tensor) -> Any:
+    """The samples ``rows`` of a batch of inputs, a range or their numbers."""
     return mapped(lambda own: own[rows], inputs)
 
 

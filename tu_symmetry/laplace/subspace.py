@@ -122,17 +122,7 @@ class _Span:
 
     def with_all(self, vector: Tensor) -> Tensor:
         """Inner products of a flat vector with every direction, group by group: float64 ``[groups, directions]``."""
-        if self.groups.weights:
-            return self._entries() * vector.double().cpu().unsqueeze(-1)
-        found = torch.zeros(len(self.groups), self.count, dtype=torch.float64)
-        for name, slot in self.groups.slots.items():
-            own, number = self.directions[: self.count, slot.start : slot.stop], self.groups.of[name]
-            if number.ndim == 0:
-                found[int(number)] += (own @ vector[slot.start : slot.stop]).double().cpu()
-            else:
-                rows = (own * vector[slot.start : slot.stop]).view(self.count, len(number), -1).sum(2)
-                found.index_add_(0, number, rows.T.double().cpu())
-        return found
+        return self.groups.inner(self.directions[: self.count], vector)
 
     def with_combined(self, c: Tensor) -> Tensor:
         """Inner products of ``sum c_i d_i`` with every direction, group by group: ``[groups, directions]``."""
@@ -277,8 +267,9 @@ class _Search:
         """Choose the informative observations, and make their model; none where they are as good as any others."""
         self.informative, self.age = None, 0  # before the next one is made: it is large
         chosen = choose(self.data, point.linear, self.rows)
-        self.share = chosen.share if max(chosen.share / _SHARE, chosen.excess / _EXCESS) >= 1 else 0.0
-        if self.share > 0:
+        worth = chosen.share >= _SHARE or chosen.excess >= _EXCESS
+        self.share = chosen.share if worth else 0.0
+        if worth:
             self.informative = Informative(self.data, self.fitted.groups, point.linear, chosen)
 
     def modeled(self, informative: Informative, point: _Point, gradient: Tensor) -> tuple[Tensor, float]:
@@ -493,9 +484,8 @@ def joint_optimum(
     change, best_norm, iteration, stuck, converged, again = math.inf, math.inf, 0, 0, False, 2 * _SHRINK[-1]
     while True:
         gradient = search.gradient(point)
-        if not (math.isfinite(point.value) and bool(gradient.isfinite().all())):
-            raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
-        directions, norm = search.propose(point, gradient, mode_tolerance)
+        finite = math.isfinite(point.value) and bool(gradient.isfinite().all())
+        directions, norm = search.propose(point, gradient, mode_tolerance) if finite else ([], math.nan)
         if not math.isfinite(norm):
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         gap = certificate(fitted.likelihood, gradient, search.precision(point))
