@@ -71,6 +71,30 @@ def test_pieces_of_a_chunk_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(masks) for masks in pieces.masks] == [4, 4]
     parts = Informative(found, la.prior_groups, found.outputs, pieces)
     torch.testing.assert_close(parts.grams.sum(0).diagonal().sort().values, whole.grams.sum(0).diagonal().sort().values)
+    monkeypatch.undo()
+    for terms in (1, 2, 5):
+        monkeypatch.setattr(informative, "_TERMS", terms)
+        parts = Informative(found, la.prior_groups, found.outputs, choose(found, found.outputs, 9))
+        torch.testing.assert_close(parts.grams, whole.grams)
+
+
+def test_inner_products_are_added_up_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of single precision only their terms are; an eigenvalue that is rounded below -1 has a Cholesky factor yet."""
+    torch.manual_seed(0)
+    la = LinearizedLaplace(nn.Linear(3000, 3), prior="single").fit([(torch.randn(9, 3000), torch.arange(9) % 3)])
+    with evaluating(la.model):
+        found = KeptData(la.tangent, la.likelihood, [(torch.randn(9, 3000), torch.arange(9) % 3)])
+    errors = []
+    for terms in (1, 1 << 20):
+        monkeypatch.setattr(informative, "_TERMS", terms)
+        own = Informative(found, la.prior_groups, found.outputs, choose(found, found.outputs, 27))
+        assert own.rows.dtype == torch.float32
+        exact = own.rows.double() @ own.rows.double().mT
+        errors.append(float((own.grams[0] - exact).abs().max() / exact.max()))
+    assert errors[0] < min(6e-8, errors[1])  # of single products only, which are not added to anything
+    own.grams -= 1e-7 * own.grams.max() * torch.eye(len(own.rows), dtype=torch.float64)
+    rho = torch.tensor([-40.0], dtype=torch.float64)
+    assert bool(own.covariance_product(rho, 1.0, torch.randn(la.tangent.size)).isfinite().all())
 
 
 def test_observations_without_curvature_make_no_rows() -> None:
@@ -311,7 +335,7 @@ def test_a_precision_for_each_weight_has_no_rows(monkeypatch: pytest.MonkeyPatch
 
 
 def test_large_networks_get_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice what the rows need, of the half of what is free; small ones get what they always did."""
+    """So much that the rows have room in it, of the half of what is free; small ones get what they always did."""
     free: list[torch.device] = []
 
     def counted(device: torch.device) -> int:
@@ -321,6 +345,30 @@ def test_large_networks_get_more_memory(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(joint, "free_memory", counted)
     assert joint.default_memory(torch.zeros(1 << 20)) == 2 << 30 and not free
     assert joint.default_memory(torch.zeros(1 << 21)) == 4 << 30
-    assert joint.default_memory(torch.zeros(1).expand(1 << 24)) == 6 << 30
+    large = torch.zeros(1).expand(1 << 24)
+    assert joint.default_memory(large) == 6 << 30
+    monkeypatch.setattr(joint, "free_memory", lambda _: 40 << 30)
+    assert joint.default_memory(large) == 18 << 30  # 256 rows, and 2 GiB
     monkeypatch.setattr(joint, "free_memory", lambda _: 1 << 30)
     assert joint.default_memory(torch.zeros(1 << 21)) == 2 << 30
+
+
+def test_rows_leave_room_for_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the memory is the rows', or all above 2 GiB; data that take more than is left are kept as well."""
+    seen: list[int] = []
+    optimum = joint.joint_optimum
+
+    def noted(*given: Any, memory: int, **options: Any) -> subspace.Joint:
+        seen.append(memory)
+        return optimum(*given, memory=memory, **options)
+
+    monkeypatch.setattr(joint, "joint_optimum", noted)
+    monkeypatch.setattr(joint, "MOST_ROWS", 1 << 40)
+    la, found = fitted()
+    assert found.size == 30 * 8 * (4 + 1)  # float64 inputs, and labels
+    for memory in (1 << 20, 2 << 30, 3 << 30, 4 << 30, 11 << 30):
+        la.optimize_evidence(memory=memory)
+        assert seen[-1] == max(memory // 2, memory - (2 << 30))
+    memory = found.size + 100
+    la.optimize_evidence(memory=memory)
+    assert seen[-1] == 100

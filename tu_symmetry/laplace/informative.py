@@ -46,6 +46,7 @@ _FEWEST = 64  # fewer are not worth it, unless they are all
 _ENTRIES = 1 << 26  # of the Gram matrices of all groups, and of the largest temporary tensors
 _WORK = 1 << 33  # entries of the output Hessians of all observations, which are read every few iterations
 _SAMPLES = 64  # that the network takes at once
+_TERMS = 8192  # of an inner product that are added up in the weights' type; these sums are, in float64
 _MOVE = 2.0  # of a log precision, at most, in one minimization of the model
 _STEPS = 60  # of which
 
@@ -147,16 +148,16 @@ class Informative:
         count, device = len(self.rows), self.rows.device
         grams = torch.zeros(len(groups), count, count, dtype=torch.float64, device=device)
         for number, own in self._parts(self.rows):
-            grams.index_add_(0, number.to(device), own @ own.mT)
+            grams.index_add_(0, number.to(device), (own @ own.mT).double())
         self.grams = grams.cpu()
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Numbers of groups, and the rows' entries in them: float64 ``[groups, rows, weights]``, in small pieces."""
+        """Numbers of groups, and the rows' entries in them: ``[groups, rows, weights]``, in small pieces."""
         for name, slot in self.groups.slots.items():
             number = self.groups.of[name].reshape(-1)
             own = rows[:, slot.start : slot.stop].view(len(rows), len(number), -1).transpose(0, 1)
-            for part in own.split(max(1, _ENTRIES // max(1, len(rows) * len(number))), dim=2):
-                yield number, part.double()
+            for part in own.split(max(1, min(_TERMS, _ENTRIES // max(1, len(rows) * len(number)))), dim=2):
+                yield number, part
 
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
         """The Cholesky factor of ``1 + K / v``."""
@@ -164,7 +165,7 @@ class Informative:
         whole.diagonal().add_(1)
         factor, failed = torch.linalg.cholesky_ex(whole)
         if int(failed):  # so small a precision that the one is lost in rounding
-            whole.diagonal().add_(1e-12 * float(whole.diagonal().max()))
+            whole.diagonal().add_(10 * torch.finfo(self.rows.dtype).eps * float(whole.diagonal().max()))
             factor = torch.linalg.cholesky(whole)
         return factor
 

@@ -46,19 +46,29 @@ def default_mode_tolerance(fitted: FittedLaplace) -> float:
 def default_memory(theta: Tensor) -> int:
     """Bytes for the training data and what the search for the joint optimum keeps of them.
 
-    2 GiB, and for large networks more, up to half of what is free on the device: so much that half of that holds the
-    gradients of enough informative observations.
+    2 GiB, and for large networks more, up to half of what is free on the device: so much that what is left of it for
+    gradients of informative observations (:func:`_for_rows`) holds enough of them.
 
     Args:
         theta: the weights.
     """
-    wanted = 2 * ENOUGH_ROWS * theta.element_size() * theta.numel()
-    if wanted <= BUDGET:
+    rows = ENOUGH_ROWS * theta.element_size() * theta.numel()
+    if rows <= _for_rows(BUDGET):
         return BUDGET
+    wanted = min(2 * rows, BUDGET + rows)
     free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
     all_reduce(free)  # of several processes the mean: all have to go the same way
     each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
     return max(BUDGET, min(wanted, int(each / 2)))
+
+
+def _for_rows(memory: int) -> int:
+    """Bytes of it for gradients of informative observations: half, or all but :data:`BUDGET`, where that is more.
+
+    Networks that want so much gain next to nothing from kept linearizations: on a ResNet-18 a product takes 0.86 epochs
+    of training with them, and 0.90 without.
+    """
+    return max(memory // 2, memory - BUDGET)
 
 
 def at_mode(
@@ -151,10 +161,10 @@ def at_joint_mode(
         coupled = True
     if solver == "subspace" or (solver == "auto" and not coupled):
         memory = default_memory(fitted.theta) if memory is None else memory
-        rows = min(memory // 2, MOST_ROWS * fitted.theta.element_size() * fitted.theta.numel())
+        rows = min(_for_rows(memory), MOST_ROWS * fitted.theta.element_size() * fitted.theta.numel())
         with evaluating(fitted.model):
             try:
-                data = KeptData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows)
+                data = KeptData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows, most=memory // 2)
             except TooLargeError:
                 data = None
             if data is not None:
@@ -164,7 +174,7 @@ def at_joint_mode(
                     tolerance=tolerance,
                     mode_tolerance=accuracy,
                     max_iterations=1000 if max_iterations is None else max_iterations,
-                    memory=rows,
+                    memory=min(rows, memory - data.size),
                     progress=progress,
                 )
                 return found.fitted, EvidenceResult(

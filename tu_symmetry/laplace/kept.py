@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce, batches, together
+from tu_symmetry.laplace.data import all_reduce, batches, processes, together
 from tu_symmetry.laplace.inputs import batch_size, joined, mapped, rows_of, structure, tensors_in
 from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import Linearization, TangentModel
@@ -40,6 +40,7 @@ class KeptData:
         outputs: of the network at the linearization point, chunk by chunk.
         entries: numbers in the outputs of this process.
         samples: of all processes.
+        size: bytes of inputs and targets; of several processes the mean.
         kept: how many chunks of all processes are linearized once for all.
     """
 
@@ -50,6 +51,7 @@ class KeptData:
         loader: Iterable[Any],
         *,
         budget: int = BUDGET,
+        most: int = BUDGET,
     ) -> None:
         """Read the loader once, and linearize as many chunks as fit.
 
@@ -57,7 +59,8 @@ class KeptData:
             tangent: the network, in evaluation mode.
             likelihood: the observation model.
             loader: the training data.
-            budget: bytes for data and linearizations; 0 keeps no linearization, and no more data than fit 2 GiB.
+            budget: bytes for data and linearizations; 0 keeps no linearization.
+            most: bytes that the data alone may take, 2 GiB at least.
 
         Raises:
             TooLargeError: the data alone do not fit.
@@ -65,14 +68,14 @@ class KeptData:
         """
         self.tangent, self.likelihood = tangent, likelihood
         device = tangent.point().device
-        read, size = [], 0
+        read, size, largest_size = [], 0, max(budget, most, BUDGET)
         with together(device):
             for inputs, targets in batches(loader, device):
                 size += sum(t.numel() * t.element_size() for t in (*tensors_in(inputs), targets))
-                if size > max(budget, BUDGET):
+                if size > largest_size:
                     break
                 read.append((inputs, targets))
-        large = torch.tensor(float(size > max(budget, BUDGET)), device=device)
+        large = torch.tensor(float(size > largest_size), device=device)
         all_reduce(large)  # all processes go the same way
         if float(large) > 0:
             raise TooLargeError
@@ -98,9 +101,9 @@ class KeptData:
             self.targets.append(likelihood.targets(outputs, targets))
         self.entries = sum(o.numel() for o in self.outputs)
         own_samples = float(sum(len(o) for o in self.outputs))
-        counts = torch.tensor([own_samples, float(self.kept)], dtype=torch.float64, device=device)
+        counts = torch.tensor([own_samples, self.kept, size / processes()], dtype=torch.float64, device=device)
         all_reduce(counts)
-        self.samples, self.kept = round(float(counts[0])), round(float(counts[1]))
+        self.samples, self.kept, self.size = (round(float(count)) for count in counts)
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""

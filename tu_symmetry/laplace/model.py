@@ -493,9 +493,9 @@ class LinearizedLaplace:
                 to five times that half where the search is led by Kronecker factors alone. The result's ``gap`` bounds
                 it.
             memory: bytes for the data, what is kept of the network's passes over them, and gradients of the most
-                informative observations, which take up to half. None for 2 GiB, and for networks of more than a million
-                weights up to half of what is free: the search is several times as fast where 256 gradients fit, and
-                makes none where less than 64 do.
+                informative observations, which take up to half, or all above 2 GiB. None for 2 GiB, and for networks of
+                more than a million weights up to half of what is free: the search is several times as fast where 256
+                gradients fit, and makes none where less than 64 do.
             progress: called after every pass over the data.
 
         Returns:
