@@ -129,8 +129,8 @@ class FitLaplace(Callback):
         solver, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
         max_iterations: likewise, each of which takes about as long as 1 to 3 epochs of training. ``auto``: at most as
             many as read 75,000 samples, and never less than 30: 75 for 1,000 training samples, 30 for 2,500 and more.
-            Most networks converge before (a LeNet after 9 directions with 1,000 and with 10,000 images, a ResNet-18 of
-            width 8 after 20 with 1,000), and then Laplace takes less than 100 epochs. Where the limit stops the
+            Most networks converge before (a LeNet after 9 directions with 1,000 and with 10,000 images, a ResNet-18
+            after 26 with 1,000), and then Laplace takes less than 100 epochs. Where the limit stops the
             evidence before its tolerances are met, that is said: the precisions are good enough to predict with. To
             compare networks by their evidence choose None: to convergence.
         calibrate: on which data to choose the posterior's temperature, see :meth:`LinearizedLaplace.calibrate`; at

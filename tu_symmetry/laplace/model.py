@@ -489,9 +489,9 @@ class LinearizedLaplace:
             tolerance: largest change of a log precision in the last iteration; 1e-6 in double precision, else 0.03.
             mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6 in double, else 0.2.
                 Half its square would be what is missing of the objective (nats) if the curvature were exact. Missing
-                were 0.002, 0.0001 and 0.01 nats (LeNets with 1,000 and 10,000 images, ResNet-18 of width 8), and three
-                to five times that half where the search is led by Kronecker factors alone. The result's ``gap`` bounds
-                it.
+                were 0.002, 0.0001, 0.01 and 0.03 nats (LeNets with 1,000 and 10,000 images, ResNet-18 of width 8 and in
+                full), and three to five times that half where the search is led by Kronecker factors alone. The
+                result's ``gap`` bounds it.
             memory: bytes for the data, what is kept of the network's passes over them, and gradients of the most
                 informative observations, which take up to half, or all above 2 GiB. None for 2 GiB, and for networks of
                 more than a million weights up to half of what is free: the search is several times as fast where 256
