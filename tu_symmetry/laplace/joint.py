@@ -65,9 +65,9 @@ def default_memory(theta: Tensor) -> int:
 def _for_rows(memory: int) -> int:
     """Bytes of it for gradients of informative observations: half, or all but :data:`BUDGET`, where that is more.
 
-    Networks that want so much gain more from rows than from kept linearizations: on a ResNet-18 (11 million weights) the
-    products of a direction take 1.6 epochs of training with them and 2.0 without, and the search needs 26 directions
-    with 200 rows, where with 130 it is at 221 nats after 33, and not at 144.
+    Networks that want so much gain more from rows than from kept linearizations: on a ResNet-18 (11 million weights)
+    the products of a direction take 1.6 epochs of training with them and 2.0 without, and the search needs 26
+    directions with 200 rows, where with 130 it is at 221 nats after 33, and not at 144.
     """
     return max(memory // 2, memory - BUDGET)
 
