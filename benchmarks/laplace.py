@@ -25,7 +25,7 @@ from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.reporting.grid import Grid
 
-FITS = ((64, 32), (64, 64))  # images, width of the first stage
+FITS = ((64, 32), (64, 64), (512, 64))  # images, width of the first stage
 PREDICTIVES = ((10, 64, 2), (100, 16, 1), (100, 32, 1))  # classes, width, test images
 OURS, PEER, BARE = "this library", "laplace-torch 0.3", "bare passes"
 PROBIT, MONTE_CARLO = f"{PEER}, probit", f"{PEER}, 100 samples"
