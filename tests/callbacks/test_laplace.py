@@ -590,6 +590,19 @@ def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
     assert callback.calibration is None and callback.laplace is not None and callback.laplace.temperature == 1
 
 
+@pytest.mark.parametrize(("most", "part", "expected"), [(5, 4, 10), (20, 4, 20), (5, 1, SAMPLES), (50, 4, SAMPLES)])
+def test_of_many_validation_data_a_part_is_enough(
+    most: int, part: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fixed number, or a share of the number of training samples: the larger of the two."""
+    monkeypatch.setattr("tu_symmetry.callbacks.laplace._HELD_OUT", most)
+    monkeypatch.setattr("tu_symmetry.callbacks.laplace._PART", part)
+    callback = FitLaplace(evaluate_at="map")
+    trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
+    assert callback.calibration is not None and callback.calibration.held_out
+    assert callback.calibration.samples == expected
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(1, 8), (2, 16), (0.5, 21), (1.0, SAMPLES), (100, SAMPLES)])
 def test_limited_training_batches_are_those_of_the_fit(limit: float, expected: int) -> None:
     callback = Fit(evaluate_at="map")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ _OF_MEANS = ("held_out/", "temperature")  # what is logged of an ensemble's mean
 _FEW = ("held_out/network/nll", "held_out/calibrated/nll")  # and of these only so many
 _SHOWN = 12  # groups that the printed summary names
 _HELD_OUT, _TRAINED_ON = 2000, 1000  # samples that the temperature is chosen on, of either kind
+_PART = 5  # of many training samples, up to one held-out sample for so many
 _READINGS, _LEAST = 75_000, 30  # of samples by the evidence at its default, and iterations whatever their number
 
 
@@ -130,17 +131,17 @@ class FitLaplace(Callback):
         max_iterations: likewise, each of which takes about as long as 1 to 3 epochs of training. ``auto``: at most as
             many as read 75,000 samples, and never less than 30: 75 for 1,000 training samples, 30 for 2,500 and more.
             Most networks converge before (a LeNet after 9 directions with 1,000 and with 10,000 images, a ResNet-18
-            after 26 with 1,000), and then Laplace takes less than 100 epochs. Where the limit stops the
-            evidence before its tolerances are met, that is said: the precisions are good enough to predict with. To
-            compare networks by their evidence choose None: to convergence.
+            after 26 with 1,000), and then Laplace takes less than 100 epochs. Where the limit stops the evidence before
+            its tolerances are met, that is said: the precisions are good enough to predict with. To compare networks by
+            their evidence choose None: to convergence.
         calibrate: on which data to choose the posterior's temperature, see :meth:`LinearizedLaplace.calibrate`; at
             temperature 0 predictions are the network's own, so that on these data they are never worse. ``auto``: the
-            validation data of the trainer or its data module (2,000 samples of them at most), unless they are the test
-            data, as in many data modules without a validation split, or the training data. Where nothing is held out
-            it takes 1,000 training samples: on these a network looks better than it is elsewhere, so that the
-            temperature comes out too low rather than too high, and predictions stay close to the network's. That is
-            said in one warning, before training starts. True: the validation data, whatever they are, where there are
-            any. False: no temperature but 1.
+            validation data of the trainer or its data module (at most 2,000 samples of them, or, where that is more, a
+            fifth as many as there are training samples), unless they are the test data, as in many data modules without
+            a validation split, or the training data. Where nothing is held out it takes 1,000 training samples: on
+            these a network looks better than it is elsewhere, so that the temperature comes out too low rather than too
+            high, and predictions stay close to the network's. That is said in one warning, before training starts.
+            True: the validation data, whatever they are, where there are any. False: no temperature but 1.
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
             checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints. Members
             of an ensemble are saved to ``NAME_0.safetensors``, ``NAME_1.safetensors`` and so on.
@@ -432,7 +433,8 @@ class FitLaplace(Callback):
         elif _tested_on(found, trainer):
             why = "the validation data are the test data"
         else:
-            return at_most(found, _HELD_OUT)
+            size = len(training.dataset) if isinstance(training.dataset, Sized) else 0
+            return at_most(found, max(_HELD_OUT, size // _PART))
         self._warn(why)
         return None
 
