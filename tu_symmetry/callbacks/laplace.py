@@ -57,7 +57,7 @@ _OF_MEANS = ("held_out/", "temperature")  # what is logged of an ensemble's mean
 _FEW = ("held_out/network/nll", "held_out/calibrated/nll")  # and of these only so many
 _SHOWN = 12  # groups that the printed summary names
 _HELD_OUT, _TRAINED_ON = 2000, 1000  # samples that the temperature is chosen on, of either kind
-_PART = 5  # of many training samples, up to one held-out sample for so many
+_PART = 5  # or, where that is more, one held-out sample for so many training samples
 _READINGS, _LEAST = 75_000, 30  # of samples by the evidence at its default, and iterations whatever their number
 
 
