@@ -34,7 +34,8 @@ from tu_symmetry.experiments.linearized_laplace import (
 )
 from tu_symmetry.experiments.linearized_laplace.choices import Choice, parse_all
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.report import OPEN, band_title, bands_table, marks, title_of
+from tu_symmetry.experiments.linearized_laplace.reports.bands import band_title, bands_table
+from tu_symmetry.experiments.linearized_laplace.reports.cells import OPEN, marks, title_of
 from tu_symmetry.experiments.linearized_laplace.sources import scores
 from tu_symmetry.experiments.linearized_laplace.toy import sample_curve
 from tu_symmetry.experiments.rebasin import ResNet

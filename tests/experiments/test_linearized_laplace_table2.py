@@ -20,7 +20,7 @@ from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXT
 from tu_symmetry.experiments.linearized_laplace import KroneckerSettings, optimize_kronecker_evidence, residual
 from tu_symmetry.experiments.linearized_laplace.choices import Choice
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.report import title_of
+from tu_symmetry.experiments.linearized_laplace.reports.cells import title_of
 from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, Work, read_choices
 from tu_symmetry.experiments.linearized_laplace.sources import Images
 from tu_symmetry.experiments.rebasin import ResNet

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.linearized_laplace import Settings, Trained, measure_training, report_training, training
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.report import (
-    OPEN,
+from tu_symmetry.experiments.linearized_laplace.reports.cells import OPEN
+from tu_symmetry.experiments.linearized_laplace.reports.training import (
     by_epoch,
     draw_training,
     early_stopping,

@@ -2,13 +2,11 @@
 
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, optimize_evidence
 from tu_symmetry.experiments.linearized_laplace.networks import CNN, FixUpResNet, PreActivationResNet, Transformer
-from tu_symmetry.experiments.linearized_laplace.report import (
-    report_architectures,
-    report_bands,
-    report_residual,
-    report_rotations,
-    report_training,
-)
+from tu_symmetry.experiments.linearized_laplace.reports.architectures import report_architectures
+from tu_symmetry.experiments.linearized_laplace.reports.bands import report_bands
+from tu_symmetry.experiments.linearized_laplace.reports.residual import report_residual
+from tu_symmetry.experiments.linearized_laplace.reports.rotations import report_rotations
+from tu_symmetry.experiments.linearized_laplace.reports.training import report_training
 from tu_symmetry.experiments.linearized_laplace.residual import KroneckerSettings, optimize_kronecker_evidence
 from tu_symmetry.experiments.linearized_laplace.shift import measure_rotations
 from tu_symmetry.experiments.linearized_laplace.sources import SmallIDXDataModule

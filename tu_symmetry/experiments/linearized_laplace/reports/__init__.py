@@ -1,0 +1,1 @@
+"""What this paper's recipes write: one report a file."""
