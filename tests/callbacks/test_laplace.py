@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from functools import partial
 from pathlib import Path
@@ -588,6 +589,24 @@ def test_the_temperature_is_chosen_on_validation_data(fitting: bool) -> None:
     callback = Fit(evaluate_at="map", calibrate=False)
     trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
     assert callback.calibration is None and callback.laplace is not None and callback.laplace.temperature == 1
+
+
+def test_the_temperature_is_one_that_is_surely_better() -> None:
+    """By two standard errors unless another number is asked for."""
+    found = {}
+    for errors in (None, 0.0, 4.0):
+        callback = Fit(evaluate_at="map", calibrate=True, **({} if errors is None else {"standard_errors": errors}))
+        trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
+        assert callback.calibration is not None and callback.laplace is not None
+        found[errors] = callback.calibration
+        expected = 2.0 if errors is None else errors
+        assert callback.laplace.calibrate(HeldOut().val_dataloader(), standard_errors=expected) == callback.calibration
+    assert found[4.0].temperature < found[0.0].temperature, "vacuous: both rules choose the same"
+    assert found[0.0].calibrated.nll < found[4.0].calibrated.nll <= found[4.0].network.nll
+    assert FitLaplace().standard_errors == 2.0  # here it chooses as 0 does
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="standard_errors"):
+            FitLaplace(standard_errors=wrong)
 
 
 @pytest.mark.parametrize(("most", "part", "expected"), [(5, 4, 10), (20, 4, 20), (5, 1, SAMPLES), (50, 4, SAMPLES)])

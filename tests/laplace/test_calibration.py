@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,12 +172,164 @@ def test_positions_count_as_observations() -> None:
     assert found.network.nll == pytest.approx(float(-p.gather(-1, y.unsqueeze(-1)).log().mean()))
 
 
+def test_texts_of_many_lengths_are_judged_without_keeping_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of sequences need not be equally long; predictions of all temperatures would fill the memory."""
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randn(4, length, 4, generator=generator, dtype=torch.float64) for length in (6, 3, 9, 5)]
+    batches = [(x, torch.randint(0, 3, x.shape[:2], generator=generator)) for x in texts]
+    la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit(batches[:1])
+    alive: list[weakref.ref[Tensor]] = []
+    most = 0
+    make = prediction.tempered_predictives
+
+    def counted(*args: Any, **options: Any) -> list[Any]:
+        nonlocal most
+        found = make(*args, **options)
+        alive.extend(weakref.ref(p) for p in found)
+        most = max(most, sum(ref() is not None for ref in alive))
+        return found
+
+    monkeypatch.setattr(prediction, "tempered_predictives", counted)
+    found = la.calibrate(batches, temperatures=SOME)
+    assert most <= 2 * len(SOME), "of the batch before and of this one"
+    p = [la.model(x).log_softmax(-1) for x in texts]
+    own = torch.cat([-q.gather(-1, y.unsqueeze(-1)).flatten() for q, (_, y) in zip(p, batches, strict=True)])
+    assert found.network.nll == pytest.approx(own.mean().item()) and found.samples == 16
+    la.calibrate(batches[:1], temperatures=SOME, metric=lambda q, y: float(q.shape == (4, 6, 3)), maximize=True)
+    with pytest.raises(ValueError, match="different lengths"):
+        la.calibrate(batches, temperatures=SOME, metric=lambda q, y: 1.0)
+
+
+def test_nothing_observed_is_said() -> None:
+    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x, y = observed(model, "positions", 0)
+    la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
+    with pytest.raises(ValueError, match="left out"):
+        la.calibrate([(x, torch.full_like(y, -100))])
+
+
 def test_one_pass_gives_all_temperatures() -> None:
     la, (x, _) = fit(), held_out()[0]
     options: dict[str, Any] = {"num_samples": 50, "link_approx": "mc", "covariance": "exact", "seed": 3}
     rows = prediction.tempered_predictives(la.fitted, prediction.Drawer(), x, [0.0, 0.3, 4.0], **options)
     for temperature, row in zip([0.0, 0.3, 4.0], rows, strict=True):
         assert torch.equal(LinearizedLaplace.from_fitted(replaced(la, temperature)).predictive(x, **options), row)
+
+
+# ---------------------------------------------------------------------- what is surely better
+
+
+def each(la: LinearizedLaplace, x: Tensor, y: Tensor) -> list[list[float]]:
+    """The NLLs of every sample's observations, from whatever :meth:`predictive` gives, by hand."""
+    p = la.predictive(x)
+    if not isinstance(p, Tensor):
+        return (-torch.distributions.Normal(p.mean, p.variance.sqrt()).log_prob(y)).flatten(1).tolist()
+    if y.is_floating_point():
+        return (-torch.distributions.Bernoulli(p).log_prob(y)).flatten(1).tolist()
+    rows = y.unsqueeze(1) if y.ndim == 1 else y
+    q = p.reshape(*rows.shape, -1)
+    return [[-math.log(q[i, k, c]) for k, c in enumerate(row) if c >= 0] for i, row in enumerate(rows.tolist())]
+
+
+def bound(own: list[list[float]], network: list[list[float]], standard_errors: float) -> tuple[float, float]:
+    """Gain over the network less its standard errors, and one of these, sample by sample."""
+    differences = [sum(b) - sum(a) for a, b in zip(own, network, strict=True)]
+    counts = [len(a) for a in own]
+    gain, n = sum(differences) / sum(counts), len(own)
+    squares = sum((d - gain * c) ** 2 for d, c in zip(differences, counts, strict=True))
+    error = math.sqrt(n / (n - 1) * squares) / sum(counts)
+    return gain - standard_errors * error, error
+
+
+SOME = [0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
+
+
+def observed(model: nn.Module, kind: str, seed: int, samples: int = 30) -> tuple[Tensor, Tensor]:
+    """What a network of which this one is too sure would have seen."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    x = torch.randn(samples, *[3] * (kind == "positions"), 4, generator=generator, dtype=torch.float64)
+    f = model(x).detach() / 1.5
+    if kind == "regression":
+        return x, 1.5 * f + 1.2 * torch.randn(f.shape, generator=generator, dtype=torch.float64)
+    if kind == "binary":
+        return x, torch.bernoulli(f.sigmoid(), generator=generator)
+    y = torch.multinomial(f.softmax(-1).flatten(0, -2), 1, generator=generator).view(x.shape[:-1])
+    if kind == "positions":
+        y[torch.rand(y.shape, generator=generator) < 0.4] = -100
+        y[4] = -100  # of one sample all are left out
+    return x, y
+
+
+@pytest.mark.parametrize("kind", ["classification", "positions", "binary", "regression"])
+def test_the_highest_gain_less_its_standard_errors(kind: str) -> None:
+    """Against a slow oracle; observations of one sample are not independent, and samples with none count as such."""
+    chosen = {z: [checked(kind, seed, z) for seed in range(6)] for z in (0.0, 0.7, 2.0)}
+    found = [t for row in chosen.values() for t in row]
+    assert len(set(found)) > 3 and sum(0 < t < SOME[-1] for t in found) > 6, "vacuous: nearly always at an end"
+    assert sum(a > b for a, b in zip(chosen[0.0], chosen[2.0], strict=True)) > 2, "vacuous: all rules choose the same"
+
+
+def checked(kind: str, seed: int, standard_errors: float) -> float:
+    """The temperature, which is that of the oracle."""
+    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), scale=0.5 + 0.3 * seed)
+    likelihood = "classification" if kind == "positions" else kind
+    training = observed(model, kind, -1, 12)
+    la = LinearizedLaplace(model, likelihood, evaluate_at="map", prior="single").fit([training])  # type: ignore[arg-type]
+    x, y = observed(model, kind, seed)
+    found = la.calibrate([(x[:13], y[:13]), (x[13:], y[13:])], temperatures=SOME, standard_errors=standard_errors)
+    rows = {t: each(LinearizedLaplace.from_fitted(replaced(la, t)), x, y) for t in SOME}
+    bounds = {t: bound(own, rows[0.0], standard_errors) for t, own in rows.items()}
+    best = max(bounds, key=lambda t: (bounds[t][0], -t))
+    assert found.temperature == best
+    assert found.standard_error == pytest.approx(bounds[best][1], rel=1e-7, abs=1e-15)
+    assert found.network.nll - found.calibrated.nll == pytest.approx(bound(rows[best], rows[0.0], 0.0)[0], abs=1e-12)
+    assert found.calibrated.nll <= found.network.nll  # whatever the rule
+    if best:
+        assert f"standard error {found.standard_error:.2g}" in str(found)
+    else:
+        assert "standard error" not in str(found)
+    return best
+
+
+def test_a_network_that_is_right_stays_nearer_to_itself() -> None:
+    """Labels drawn from its own predictions: every temperature but 0 is worse elsewhere, by how much is known."""
+    la = fit(scale=0.5, prior_precision=1.0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 4, generator=generator, dtype=torch.float64)
+    p = la.model(x).softmax(-1).detach()
+    worse: dict[float, list[float]] = {0.0: [], 2.0: []}
+    for _ in range(40):
+        y = torch.multinomial(p, 1, generator=generator).squeeze(-1)
+        for standard_errors, found in worse.items():
+            la.calibrate([(x, y)], standard_errors=standard_errors)
+            found.append(float((p * (p.log() - la.predictive(x).log())).sum(-1).mean()))
+    assert min(map(min, worse.values())) > -1e-9
+    assert sum(v > 1e-6 for v in worse[0.0]) > 10, "vacuous: the best is the network, too"
+    assert sum(worse[2.0]) < 0.1 * sum(worse[0.0])
+    assert sum(v > 1e-6 for v in worse[2.0]) < 0.2 * sum(v > 1e-6 for v in worse[0.0])
+
+
+def test_many_data_take_the_best_and_few_the_network() -> None:
+    la = fit(scale=2.0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 4, generator=generator, dtype=torch.float64)
+    y = torch.multinomial(LinearizedLaplace.from_fitted(replaced(la, 10.0)).predictive(x), 1, generator=generator)
+    y = y.squeeze(-1)
+    best = la.calibrate([(x, y)]).temperature
+    sure = la.calibrate([(x, y)], standard_errors=2.0)
+    assert best > 1 and best / 2 < sure.temperature <= best
+    one = la.calibrate([(x[:1], y[:1])], standard_errors=2.0)
+    assert one.temperature == 0 and one.standard_error == 0
+    assert la.calibrate([(x, y)], standard_errors=1e6).temperature == 0
+
+
+@pytest.mark.parametrize("standard_errors", [-1.0, math.inf, math.nan])
+def test_wrong_standard_errors(standard_errors: float) -> None:
+    with pytest.raises(ValueError, match="standard_errors"):
+        fit().calibrate(held_out(), standard_errors=standard_errors)
+    with pytest.raises(ValueError, match="one of the two"):
+        fit().calibrate(held_out(), standard_errors=2.0, metric=lambda p, y: 1.0)
 
 
 # ---------------------------------------------------------------------- links, and precisions by held-out data

@@ -363,6 +363,30 @@ def test_calibration_measures_what_was_observed(name: str) -> None:
         assert found.network.ece == pytest.approx(ece, abs=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(BATCH,), (BATCH, POSITIONS)])
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_is_counted_is_counted_sample_by_sample(name: str, shape: tuple[int, ...]) -> None:
+    """Where nothing is observed there is nothing to add."""
+    likelihood, make, _ = CASES[name]
+    f, y = real(*shape, 4), make(*shape)
+    seen = likelihood.observed(f, y)
+    p = likelihood.predict(f, 0.1 * f.square(), None, temperature=1.0, noise=0.5)
+    nll, present = likelihood.nll(p, seen), likelihood.present(seen)
+    assert nll.shape == present.shape and nll.dtype == torch.float64 and len(nll) == BATCH
+    assert bool((nll[~present] == 0).all()) and bool((nll[present] != 0).all())
+    assert int(present.sum()) == likelihood.count(seen)
+    hits = likelihood.hits(p, seen)
+    assert (hits is not None) == likelihood.labels
+    sums = torch.zeros(0 if hits is None else len(hits), dtype=torch.float64)
+    for i in range(BATCH):
+        one = slice(i, i + 1)
+        row = p[one] if isinstance(p, Tensor) else type(p)(*(own[one] for own in p))
+        torch.testing.assert_close(likelihood.nll(row, seen[one]), nll[one])
+        sums += 0 if hits is None else likelihood.hits(row, seen[one])
+    if hits is not None:
+        torch.testing.assert_close(sums, hits)
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_what_is_saved_knows_its_likelihood(name: str, tmp_path: Path) -> None:
     model, x, y = data(name, False)

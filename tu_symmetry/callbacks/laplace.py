@@ -142,6 +142,9 @@ class FitLaplace(Callback):
             these a network looks better than it is elsewhere, so that the temperature comes out too low rather than too
             high, and predictions stay close to the network's. That is said in one warning, before training starts.
             True: the validation data, whatever they are, where there are any. False: no temperature but 1.
+        standard_errors: the temperature is that of the highest gain over the network on these data less so many
+            standard errors of it, see :meth:`LinearizedLaplace.calibrate`: predictions stay near the network's own
+            where the data leave open whether Laplace is better. 0: the temperature that is best on these data.
         path: file to save to. Default: ``laplace.safetensors`` in the checkpoint callback's folder, or, where a
             checkpoint was loaded, its name with ``.laplace.safetensors``. Nothing is saved without checkpoints. Members
             of an ensemble are saved to ``NAME_0.safetensors``, ``NAME_1.safetensors`` and so on.
@@ -180,6 +183,7 @@ class FitLaplace(Callback):
         mode_tolerance: float | None = None,
         memory: int | None = None,
         calibrate: Calibrate = "auto",
+        standard_errors: float = 2.0,
         path: str | Path | None = None,
         load_from: str | Path | None = None,
         prefix: str = "laplace",
@@ -193,6 +197,8 @@ class FitLaplace(Callback):
         self.likelihood = likelihood
         if calibrate not in (True, False, "auto"):
             raise ValueError(f"calibrate={calibrate!r} is not known; choose 'auto', True or False")
+        if not (standard_errors >= 0 and math.isfinite(standard_errors)):
+            raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
         self.train_data = train_data
         self.transform = transform
         self.batch_size = batch_size
@@ -201,7 +207,8 @@ class FitLaplace(Callback):
         self.evidence = evidence
         self.hyperprior = hyperprior
         self.solver, self.max_iterations, self.memory = solver, max_iterations, memory
-        self.tolerance, self.mode_tolerance, self.calibrate = tolerance, mode_tolerance, calibrate
+        self.tolerance, self.mode_tolerance = tolerance, mode_tolerance
+        self.calibrate, self.standard_errors = calibrate, standard_errors
         self.path = None if path is None else Path(path)
         self.load_from = None if load_from is None else Path(load_from)
         if isinstance(max_iterations, str) and max_iterations != "auto":
@@ -414,7 +421,9 @@ class FitLaplace(Callback):
             chosen_on, held_out = DataLoader(some, training.batch_size, collate_fn=training.collate_fn), False
         if chosen_on is not None:
             for laplace, own in zip(laplaces, options, strict=True):
-                found = laplace.calibrate(chosen_on, held_out=held_out, progress=progress, **own)
+                found = laplace.calibrate(
+                    chosen_on, held_out=held_out, standard_errors=self.standard_errors, progress=progress, **own
+                )
                 self.calibrations.append(found)
 
     def _held_out(self, trainer: Trainer, training: DataLoader[Any]) -> DataLoader[Any] | None:

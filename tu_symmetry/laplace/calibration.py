@@ -4,6 +4,12 @@ With temperature ``T`` the posterior covariance is ``T Sigma``: in the eigenbasi
 ``1 / (s + lambda)`` is multiplied by ``T``. The outputs then have the covariance ``T J Sigma J^T``, so that one pass
 over the held-out data serves all temperatures. ``T = 1`` is the posterior of the evidence, and ``T = 0`` the network
 itself, which is among the candidates: by the metric that chooses, what is chosen is never worse than the network there.
+
+What is best on held-out data need not be so elsewhere: where Laplace has nothing to give, the best temperature fits
+the noise of these data. All temperatures are judged on the same samples, so that the gain over the network is a mean of
+paired differences, whose standard error is far below that of either NLL. The gain less a number of standard errors is
+what a temperature gains with some certainty; of a temperature that goes to 0 both go to 0 in proportion to it. The
+highest of these bounds is at the best temperature where there are many data, and nearer to 0 the fewer there are.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -44,6 +50,7 @@ def calibrate(
     covariance: prediction.Covariance,
     seed: int,
     held_out: bool,
+    standard_errors: float,
     progress: Progress | None,
 ) -> tuple[FittedLaplace, Calibration]:
     """The approximation with the temperature that is best on held-out data, and a report; see
@@ -54,10 +61,17 @@ def calibrate(
         raise ValueError(f"temperatures={list(temperatures)} have to be finite and not negative")
     if link_approx == "mean":
         raise ValueError("link_approx='mean' is the network's own prediction, whatever the temperature")
+    if not (standard_errors >= 0 and math.isfinite(standard_errors)):
+        raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
+    if metric is not None and standard_errors:
+        raise ValueError(
+            f"standard_errors={standard_errors:g} is a rule for the NLL, whose error follows from its samples; a "
+            "metric gives one number for all of them: leave one of the two out"
+        )
     links: tuple[LinkApprox, ...] = ("mc", "probit") if link_approx == "auto" else (link_approx,)
     tried = [(link, t) for link in links for t in candidates]
     judge = _Judge(fitted, loader, metric, maximize, progress, "calibration")
-    qualities, scores, samples = judge.of(
+    judged = judge.of(
         lambda inputs: prediction.tempered_predictives(
             fitted,
             drawer,
@@ -69,18 +83,19 @@ def calibrate(
             seed=seed,
         )
     )
-    if not math.isfinite(scores[0]):
+    if not math.isfinite(judged.scores[0]):
         raise ValueError("the metric of the network itself is not finite on these data")
-    best = _lowest(scores)
-    link, temperature = tried[best]
+    chosen = judged.choose(standard_errors)
+    link, temperature = tried[chosen]
     report = Calibration(
         temperature=temperature,
-        samples=samples,
-        network=qualities[0],
-        evidence=qualities[tried.index((link, 1.0))],
-        calibrated=qualities[best],
+        samples=judged.samples,
+        network=judged.qualities[0],
+        evidence=judged.qualities[tried.index((link, 1.0))],
+        calibrated=judged.qualities[chosen],
         held_out=held_out,
         link_approx=link,
+        standard_error=judged.errors[chosen],
     )
     return replace(fitted, temperature=temperature, link_approx=link), report
 
@@ -114,11 +129,11 @@ def search_precision(
     for number, precision in enumerate(candidates, start=1):
         other = fitted.uncalibrated().with_hyperparameters(base + math.log(precision))
         judge = _Judge(other, loader, metric, maximize, progress, f"precision {number} of {len(candidates)}")
-        qualities, scores, samples = judge.of(
+        judged = judge.of(
             partial(_at_precision, other, num_samples=num_samples, link_approx=link, covariance=covariance, seed=seed)
         )
-        network = qualities[0]
-        found.append((other, qualities[1], scores[1]))
+        network, samples = judged.qualities[0], judged.samples
+        found.append((other, judged.qualities[1], judged.scores[1]))
     best = _lowest([score for *_, score in found])
     if not math.isfinite(found[best][2]):
         raise ValueError("the metric is finite at none of the precisions on these data")
@@ -144,6 +159,54 @@ def _lowest(scores: Sequence[float]) -> int:
 
 
 @dataclass(frozen=True)
+class Judged:
+    """How good each of several predictions of the same samples is.
+
+    Attributes:
+        qualities: over all processes.
+        scores: the lower the better, likewise.
+        samples: their number, likewise.
+        nll: of the samples of this process, ``[predictions, samples]`` (nats): sums over a sample's observations.
+        observations: how many these are, ``[samples]``.
+    """
+
+    qualities: list[Quality]
+    scores: list[float]
+    samples: int
+    nll: Tensor
+    observations: Tensor
+
+    def choose(self, standard_errors: float) -> int:
+        """The place of the best prediction, or of the one that is most surely better than the first (the network's).
+
+        Args:
+            standard_errors: that are taken off the gain over the first before predictions are compared; 0 for the best.
+        """
+        if not standard_errors:
+            return _lowest(self.scores)
+        return _lowest([score + standard_errors * error for score, error in zip(self.scores, self.errors, strict=True)])
+
+    @cached_property
+    def errors(self) -> list[float]:
+        """Standard errors of the differences between the NLLs of all predictions and of the first (nats).
+
+        An NLL is the mean over observations. Those of one sample (the pixels of an image, say) depend on each other, so
+        that a difference is a ratio of two sums over samples, whose error is that of its linearization. Of a single
+        sample nothing is known: infinite, but for the first itself.
+        """
+        if self.samples < 2:
+            return [0.0, *[math.inf] * (len(self.nll) - 1)]
+        differences = self.nll - self.nll[0]
+        sums = torch.cat([differences.sum(1), self.observations.sum(0, keepdim=True)])
+        all_reduce(sums)
+        means = sums[:-1] / sums[-1]
+        squares = (differences - means.unsqueeze(1) * self.observations).square().sum(1)
+        all_reduce(squares)
+        found: list[float] = ((squares * self.samples / (self.samples - 1)).sqrt() / sums[-1]).tolist()
+        return found
+
+
+@dataclass(frozen=True)
 class _Judge:
     """Predictions on held-out data, and how good they are, over all processes."""
 
@@ -154,34 +217,51 @@ class _Judge:
     progress: Progress | None
     stage: str
 
-    def of(self, predict: Callable[[Any], list[Any]]) -> tuple[list[Quality], list[float], int]:
-        """Quality and score (the lower the better) of each of the predictions of a batch, and the number of samples."""
-        found: list[list[Any]] = []
-        targets: list[Tensor] = []
-        device = self.fitted.tangent.point().device
+    def of(self, predict: Callable[[Any], list[Any]]) -> Judged:
+        """How good each of the predictions is that are made of a batch; they are kept for a metric alone.
+
+        Raises:
+            ValueError: a loader without batches, or all of whose observations are left out; batches of different
+                lengths for a metric.
+        """
+        likelihood, device = self.fitted.likelihood, self.fitted.tangent.point().device
+        hits: list[Tensor] = []
+        nll: list[Tensor] = []
+        observations: list[Tensor] = []
+        kept: list[tuple[list[Any], Tensor]] = []
+        seen = 0
         with together(device):
             for number, (inputs, own) in enumerate(batches(self.loader, device), start=1):
                 with evaluating(self.fitted.model):
-                    observed = self.fitted.likelihood.observed(self.fitted.tangent.outputs(inputs), own)
-                rows = predict(inputs)
-                found = found or [[] for _ in rows]
-                for kept, each in zip(found, rows, strict=True):
-                    kept.append(each)
-                targets.append(observed)
+                    observed = likelihood.observed(self.fitted.tangent.outputs(inputs), own)
+                rows, count = predict(inputs), len(observed)
+                nll.append(torch.stack([likelihood.nll(p, observed).reshape(count, -1).sum(1) for p in rows]))
+                observations.append(likelihood.present(observed).reshape(count, -1).sum(1).double())
+                right = [found for p in rows if (found := likelihood.hits(p, observed)) is not None]
+                if right:
+                    hits.append(torch.stack(right))
+                if self.metric is not None:
+                    kept.append((rows, observed))
+                seen += count
                 if self.progress is not None:
-                    seen, total = sum(map(len, targets)), count_of(self.loader)
+                    total = count_of(self.loader)
                     self.progress({"stage": self.stage, "batch": number, "batches": total, "samples": seen})
-        labels = torch.cat(targets)
-        predictions = [_joined(kept) for kept in found]
-        qualities = [_quality(self.fitted.likelihood.scores(p, labels)) for p in predictions]
+            if len({observed.shape[1:] for _, observed in kept}) > 1:
+                raise ValueError(
+                    "a metric takes the predictions of all batches as one tensor, and these have different lengths: "
+                    "pad them (with labels that ignore_index leaves out), or choose by the NLL"
+                )
+        each, counts = torch.cat(nll, 1), torch.cat(observations)
+        qualities = _qualities(each.sum(1), counts.sum(), torch.stack(hits).sum(0) if hits else None)
         scores = [q.nll for q in qualities]
         if self.metric is not None:
-            sign = -1 if self.maximize else 1
+            labels, sign = torch.cat([observed for _, observed in kept]), -1 if self.maximize else 1
+            predictions = [_joined(list(parts)) for parts in zip(*(rows for rows, _ in kept), strict=True)]
             values = [float(self.metric(p, labels)) for p in predictions]
-            scores = [sign * _mean_over_processes(value, len(labels), device) for value in values]
-        samples = torch.tensor(float(len(labels)), device=device)
+            scores = [sign * _mean_over_processes(value, seen, device) for value in values]
+        samples = torch.tensor(float(seen), dtype=torch.float64, device=device)
         all_reduce(samples)
-        return qualities, scores, int(samples)
+        return Judged(qualities, scores, int(samples), each, counts)
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -196,11 +276,12 @@ def _mean_over_processes(value: float, count: int, device: torch.device) -> floa
     return float(sums[0] / sums[1])
 
 
-def _quality(sums: Tensor) -> Quality:
-    """From the sums of :meth:`tu_symmetry.laplace.likelihood.Likelihood.scores`, over all processes."""
-    all_reduce(sums)
-    nll, count, *rest = sums.tolist()
-    if not rest:
-        return Quality(nll / count)
-    right, *bins = rest
-    return Quality(nll / count, right / count, sum(abs(b) for b in bins) / count)
+def _qualities(nll: Tensor, count: Tensor, hits: Tensor | None) -> list[Quality]:
+    """From sums over the observations of this process: NLLs ``[predictions]``, and what ``Likelihood.hits`` gives."""
+    all_reduce(nll, count, *(() if hits is None else (hits,)))
+    if not count:
+        raise ValueError("there is nothing to choose on: every observation of these data is left out (ignore_index)")
+    if hits is None:
+        return [Quality(value) for value in (nll / count).tolist()]
+    right, bins = hits[:, 0] / count, hits[:, 1:].abs().sum(1) / count
+    return [Quality(*row) for row in torch.stack([nll / count, right, bins], 1).tolist()]

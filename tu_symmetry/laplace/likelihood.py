@@ -115,7 +115,11 @@ class Likelihood(ABC):
         For example, labels ``[[0, 2, -100], [1, -100, -100]]`` of a softmax are three observations, two images with
         three independent logits each are six.
         """
-        return observed.numel()
+        return int(self.present(observed).sum())
+
+    def present(self, observed: Tensor) -> Tensor:
+        """Which observations are not left out, bool, one row for each sample: ``[batch]`` or ``[batch, ...]``."""
+        return torch.ones_like(observed, dtype=torch.bool)
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Targets in the form that the loss takes, one row for each sample.
@@ -171,10 +175,19 @@ class Likelihood(ABC):
         """
 
     @abstractmethod
-    def scores(self, prediction: Any, observed: Tensor) -> Tensor:
-        """Sums over observations, float64: NLL (nats), their number, and for labels right ones, and of every bin of
-        the confidence (:data:`BINS`) the right ones less the confidences.
+    def nll(self, prediction: Any, observed: Tensor) -> Tensor:
+        """Negative log-likelihood (nats, float64) of every observation in the shape of :meth:`present`, 0 if left out.
+
+        Args:
+            prediction: as :meth:`predict` gives it.
+            observed: as :meth:`observed` gives it.
+        """
+
+    def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
+        """Of labels, float64: how many are right, and of every bin of the confidence (:data:`BINS`) the right ones less
+        the confidences; None of real values.
         """  # noqa: D205
+        return None
 
     def root(
         self,
@@ -318,26 +331,22 @@ class Categorical(Likelihood):
 
     def _onehot(self, outputs: Tensor, numbers: Tensor) -> Tensor:
         """One row for each class number, of zeros for ignored ones."""
-        present = self._present(numbers)
+        present = self.present(numbers)
         rows = F.one_hot(torch.where(present, numbers, 0), outputs.shape[-1]).to(outputs)
         return rows * present.unsqueeze(-1)
 
-    def _present(self, numbers: Tensor) -> Tensor:
-        if self.ignore_index is None:
-            return torch.ones_like(numbers, dtype=torch.bool)
-        return numbers != self.ignore_index
-
-    def count(self, observed: Tensor) -> int:
+    def present(self, observed: Tensor) -> Tensor:
         """Labels that are not left out; rows of soft ones."""
-        if observed.is_floating_point():
-            return observed[..., 0].numel()
-        return int(self._present(observed).sum())
+        labels = observed[..., 0] if observed.is_floating_point() else observed
+        if observed.is_floating_point() or self.ignore_index is None:
+            return torch.ones_like(labels, dtype=torch.bool)
+        return labels != self.ignore_index
 
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``|q'|`` of every observation, ``[..., 1]``."""
         if targets.is_floating_point():
             return targets.sum(-1, keepdim=True)
-        return self._present(targets).to(outputs).unsqueeze(-1)
+        return self.present(targets).to(outputs).unsqueeze(-1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy."""
@@ -396,19 +405,21 @@ class Categorical(Likelihood):
             return probit_probabilities(mean, temperature * variance)
         return (mean + temperature**0.5 * deviations).softmax(-1).mean(0)
 
-    def scores(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """The confidence is the largest probability; soft labels count as their largest class where labels do."""
-        p = prediction.double().flatten(0, -2)
+    def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
+        """Of the label, or the cross entropy with soft ones."""
+        p = prediction.double()
         if observed.is_floating_point():
-            soft = observed.double().flatten(0, -2)
-            numbers = soft.argmax(-1)
-            nll = -(soft * p.clamp(min=1e-300).log()).sum(-1)
-        else:
-            present = self._present(observed).flatten()
-            p, numbers = p[present], observed.flatten()[present]
-            nll = -p.gather(-1, numbers.unsqueeze(-1)).squeeze(-1).clamp(min=1e-300).log()
-        confidence, predicted = p.max(-1)
-        return _label_scores(nll, confidence, predicted == numbers)
+            return -(observed.double() * p.clamp(min=1e-300).log()).sum(-1)
+        present = self.present(observed)
+        own = p.gather(-1, torch.where(present, observed, 0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(present, -own.clamp(min=1e-300).log(), 0.0)
+
+    def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
+        """The confidence is the largest probability; soft labels count as their largest class where labels do."""
+        present = self.present(observed)
+        numbers = observed.argmax(-1) if observed.is_floating_point() else observed
+        confidence, predicted = prediction.double()[present].max(-1)
+        return _hits(confidence, predicted == numbers[present])
 
 
 class Bernoulli(Likelihood):
@@ -471,9 +482,9 @@ class Bernoulli(Likelihood):
             )
         return found
 
-    def count(self, observed: Tensor) -> int:
+    def present(self, observed: Tensor) -> Tensor:
         """Answers that are not left out."""
-        return observed.numel() if self.ignore_index is None else int((observed != self.ignore_index).sum())
+        return super().present(observed) if self.ignore_index is None else observed != self.ignore_index
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Weights of yes and no, ``[*outputs.shape, 2]``."""
@@ -526,13 +537,17 @@ class Bernoulli(Likelihood):
             return shrunk_logits(mean, temperature * variance).sigmoid()
         return (mean + temperature**0.5 * deviations).sigmoid().mean(0)
 
-    def scores(self, prediction: Tensor, observed: Tensor) -> Tensor:
+    def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
+        """Of every output's answer."""
+        p, y = prediction.double(), observed.double()
+        each = -(y * p.clamp(min=1e-300).log() + (1 - y) * (1 - p).clamp(min=1e-300).log())
+        return torch.where(self.present(observed), each, 0.0)
+
+    def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
         """Every output is an observation; the confidence is the probability of the answer that is predicted."""
-        p, y = prediction.double().flatten(), observed.double().flatten()
-        if self.ignore_index is not None:
-            p, y = p[y != self.ignore_index], y[y != self.ignore_index]
-        nll = -(y * p.clamp(min=1e-300).log() + (1 - y) * (1 - p).clamp(min=1e-300).log())
-        return _label_scores(nll, torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
+        present = self.present(observed)
+        p, y = prediction.double()[present], observed.double()[present]
+        return _hits(torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
 
 
 class Gaussian(Likelihood):
@@ -579,9 +594,9 @@ class Gaussian(Likelihood):
         epistemic = temperature * variance
         return GaussianPredictive(mean, epistemic + noise, epistemic)
 
-    def scores(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        """NLL of every observed value."""
-        return _gaussian_scores(prediction, observed)
+    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """Of every observed value."""
+        return _gaussian_nll(prediction, observed)
 
 
 class HeteroscedasticGaussian(Likelihood):
@@ -662,9 +677,9 @@ class HeteroscedasticGaussian(Likelihood):
         epistemic, spread = self._split(temperature * variance)
         return GaussianPredictive(own, epistemic + (s + spread / 2).exp(), epistemic)
 
-    def scores(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        """NLL of every observed value."""
-        return _gaussian_scores(prediction, observed)
+    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """Of every observed value."""
+        return _gaussian_nll(prediction, observed)
 
 
 def _weights(values: Sequence[float] | Tensor, option: str) -> tuple[float, ...]:
@@ -705,17 +720,17 @@ def _diagonal(roots: Tensor) -> Tensor:
     return torch.diag_embed(roots).movedim(-1, 0)
 
 
-def _label_scores(nll: Tensor, confidence: Tensor, right: Tensor) -> Tensor:
+def _hits(confidence: Tensor, right: Tensor) -> Tensor:
+    """The number of right ones, and of every bin of the confidence the right ones less the confidences."""
     hits = right.double()
-    bins = torch.zeros(BINS, dtype=torch.float64, device=nll.device)
+    bins = torch.zeros(BINS, dtype=torch.float64, device=hits.device)
     bins.index_add_(0, (confidence * BINS).long().clamp(max=BINS - 1), hits - confidence)
-    return torch.cat([torch.stack([nll.sum(), hits.new_tensor(float(len(hits))), hits.sum()]), bins])
+    return torch.cat([hits.sum(0, keepdim=True), bins])
 
 
-def _gaussian_scores(p: GaussianPredictive, targets: Tensor) -> Tensor:
+def _gaussian_nll(p: GaussianPredictive, targets: Tensor) -> Tensor:
     mean, variance = p.mean.double(), p.variance.double()
-    each = 0.5 * ((targets.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-    return torch.stack([each.sum(), each.new_tensor(float(each.numel()))])
+    return 0.5 * ((targets.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
 
 
 KINDS: dict[str, type[Likelihood]] = {

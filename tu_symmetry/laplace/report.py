@@ -59,6 +59,8 @@ class Calibration:
         calibrated: at the temperature that was chosen.
         held_out: whether the network was not trained on these data.
         link_approx: with which the predictions were made, and will be where none is asked for.
+        standard_error: of the difference between the NLLs of the calibrated posterior and of the network (nats), over
+            samples, of which the same are given to both.
     """
 
     temperature: float
@@ -68,6 +70,7 @@ class Calibration:
     calibrated: Quality
     held_out: bool = True
     link_approx: str = "mc"
+    standard_error: float = math.nan
 
     @property
     def hurts(self) -> bool:
@@ -86,6 +89,9 @@ class Calibration:
         for name, q in rows.items():
             numbers = "  ".join("-      " if math.isnan(v) else f"{v:<7.4f}" for v in (q.nll, q.ece, q.accuracy))
             lines.append(f"{name:{width}}   {numbers}".rstrip())
+        if self.temperature > 0 and not math.isnan(self.standard_error):
+            gain = self.network.nll - self.calibrated.nll
+            lines.append(f"gain over the network: {gain:.2g} nats, standard error {self.standard_error:.2g}")
         return "\n".join(lines)
 
 
