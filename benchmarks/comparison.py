@@ -226,15 +226,7 @@ def measure(name: str, epochs: int) -> list[Record]:
     """All methods on one trained network."""
     data = _data(name)
     (x, y), validation, (test_x, test_y), (ood_x, _) = (data[part] for part in ("train", "val", "test", "ood"))
-    torch.manual_seed(0)
-    model, generator = (NETWORKS | LARGER)[name](), torch.Generator().manual_seed(0)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(epochs):
-        for some in torch.randperm(len(x), generator=generator).split(_BATCH):
-            optimizer.zero_grad()
-            cross_entropy(model(x[some]), y[some]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    model.eval()
+    model, _ = trained(name, x, y, epochs, seed=0)
     training, held_out = (DataLoader(TensorDataset(*p), 100) for p in (data["train"], validation))
     record = {"network": name, "training": _training(epochs), "seconds": 0.0}
 
@@ -260,6 +252,19 @@ def measure(name: str, epochs: int) -> list[Record]:
     for method, options in PEERS.items():
         records.append(record | {"method": method} | _peer(model, training, judged, options))
     return records
+
+
+def trained(name: str, x: Tensor, y: Tensor, epochs: int, *, seed: int) -> tuple[nn.Module, torch.Generator]:
+    """A network of :data:`NETWORKS` or :data:`LARGER`, by Adam, and the generator that shuffled its batches."""
+    torch.manual_seed(seed)
+    model, generator = (NETWORKS | LARGER)[name](), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for some in torch.randperm(len(x), generator=generator).split(_BATCH):
+            optimizer.zero_grad()
+            cross_entropy(model(x[some]), y[some]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return model.eval(), generator
 
 
 def _data(name: str) -> dict[str, tuple[Tensor, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,11 +53,36 @@ def test_quick_run_writes_a_page(subject: str, tmp_path: Path) -> None:
     assert "Machine: " in page and "thread(s)" in page and "torch " in page
     assert "Quick run" in page
     tables = table_widths(page)
-    assert len(tables) == 2  # what was measured, and the goals
+    entry = json.loads((tmp_path / JSON).read_text(encoding="utf-8"))[subject]
+    assert len(tables) == len(entry["grids"]) + 1  # what was measured, and the goals
     for widths in tables:
         assert len(widths) > 2 and len(set(widths)) == 1
-    entry = json.loads((tmp_path / JSON).read_text(encoding="utf-8"))[subject]
-    assert entry["quick"] and entry["data"] and len(entry["grids"][0]["rows"]) == len(entry["data"])
+    measured = entry["data"]["cases"] if subject == "joint" else entry["data"]
+    assert entry["quick"] and measured and len(entry["grids"][0]["rows"]) == len(measured)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calibration_benchmark_judges_on_what_did_not_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import calibration
+
+    found: list[Any] = []
+    measure = calibration.measure
+    monkeypatch.setattr(calibration, "measure", lambda *a, **k: found.extend(measure(*a, **k)) or found)
+    assert program.main(["calibration", "--quick", "--out", str(tmp_path)]) == 0
+    entry = json.loads((tmp_path / JSON).read_text(encoding="utf-8"))["calibration"]
+    assert len(entry["data"]) == 18 and len(entry["grids"][0]["rows"]) == 6 and len(entry["goals"]) == 2
+    assert not any(isinstance(value, list) for row in entry["data"] for value in row.values())
+    rows = {(r["method"], r["size"], r["rule"]): r for r in found}
+    assert [row["mean change"] for row in entry["data"]] == pytest.approx(
+        [sum(row["change"]) / 50 for row in found], abs=1e-6
+    )
+    for (method, size, rule), row in rows.items():
+        assert len(row["change"]) == len(row["temperatures"]) == len(row["possible"]) == 50
+        assert all(a >= b for a, b in zip(row["change"], row["possible"], strict=True))
+        assert all(c == 0 for c, t in zip(row["change"], row["temperatures"], strict=True) if t == 0)
+        if rule:
+            assert sum(row["temperatures"]) <= sum(rows[method, size, 0.0]["temperatures"])
+    assert any(c > 0 for row in rows.values() for c in row["change"]), "vacuous: judged where it was chosen"
 
 
 def test_laplace_benchmark_compares_equal_things(tmp_path: Path) -> None:
