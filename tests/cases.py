@@ -702,3 +702,101 @@ class GlobalFilter(nn.Module):
 
 # scales: before the filter against it, and the filter against the head
 case((2, 4, 4, 3), permutations=[5], scales=10)(GlobalFilter)
+
+
+class EinsumAttention(nn.Module):
+    """Heads in axes of the weights themselves; ``order`` is how a weight lays out heads (h) and their units (d)."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        sizes = {"h": 4, "d": 3}
+        shape = [sizes[x] for x in order]
+        self.order, self.embed, self.head = order, nn.Linear(5, 6), nn.Linear(6, 2)
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(6, *shape)) for _ in range(3))
+        self.bias, self.out = nn.Parameter(torch.randn(*shape)), nn.Parameter(torch.randn(*shape, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        o, x = self.order, self.embed(x)
+        q, k, v = (torch.einsum(f"bti,i{o}->bt{o}", x, w) for w in (self.q, self.k, self.v))
+        scores = torch.einsum(f"bt{o},bs{o}->bhts", q + self.bias, k)
+        mixed = torch.einsum(f"bhts,bs{o}->bt{o}", scores.softmax(-1), v)
+        return self.head(torch.einsum(f"bt{o},{o}u->btu", mixed, self.out))
+
+
+@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
+def einsum_attention() -> nn.Module:
+    return EinsumAttention("hd")
+
+
+@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
+def einsum_attention_heads_last() -> nn.Module:
+    return EinsumAttention("dh")
+
+
+class HeadsLast(nn.Module):
+    """Linear layers whose outputs are viewed as ``[units, heads]``, all three in one or each on its own."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.embed, self.out, self.head = fused, nn.Linear(5, 6), nn.Linear(12, 6), nn.Linear(6, 2)
+        self.qkv = nn.ModuleList(nn.Linear(6, n) for n in ((36,) if fused else (12, 12, 12)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        x = self.embed(x)
+        if self.fused:
+            q, k, v = self.qkv[0](x).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
+        else:
+            q, k, v = (layer(x).view(b, t, 3, 4).permute(0, 3, 1, 2) for layer in self.qkv)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
+
+
+@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
+def heads_last() -> nn.Module:
+    return HeadsLast(fused=False)
+
+
+@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
+def heads_last_fused() -> nn.Module:
+    return HeadsLast(fused=True)
+
+
+class StackedExperts(nn.Module):
+    """Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.head = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(6, 2)
+        self.up, self.bias = nn.Parameter(torch.randn(4, 6, 14)), nn.Parameter(torch.randn(4, 14))
+        self.down = nn.Parameter(torch.randn(4, 7, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(0, 1)
+        gates = self.router(tokens).softmax(-1)
+        values, chosen = gates.topk(2, -1)
+        gates = torch.zeros_like(gates).scatter(1, chosen, values)
+        up = torch.bmm(tokens.repeat(4, 1).view(4, -1, 6), self.up) + self.bias[:, None]
+        gate, up = up[..., ::2], up[..., 1::2]
+        y = torch.bmm(up * F.silu(gate), self.down)
+        return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
+
+
+# stream 6, experts' outputs 6, experts 4, 7 units in each; scales: 6 and 6, 28 linear halves against the way down
+case((2, 3, 5), permutations=[6, 6, 4, (4, 7)], scales=40)(StackedExperts)
+
+
+class EinsumExperts(nn.Module):
+    """Experts that all read the same tokens, each with units of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = nn.Linear(5, 4), nn.Linear(6, 2)
+        self.up, self.down = nn.Parameter(torch.randn(4, 5, 7)), nn.Parameter(torch.randn(4, 7, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(torch.einsum("bi,eif->bef", x, self.up))
+        return self.head(torch.einsum("bef,efo,be->bo", hidden, self.down, self.router(x).softmax(-1)))
+
+
+case((3, 5), permutations=[6, 4, (4, 7)], scales=34)(EinsumExperts)

@@ -849,6 +849,108 @@ def attention(b: Builder) -> None:
                  for line in body], [line.format(**values) for line in [*init, *qk[1]]])  # fmt: skip
 
 
+# several maps in one weight
+
+
+@operator(2.5)
+def stacked(b: Builder) -> None:
+    """Experts and heads whose weights are one tensor each, with axes in any order."""
+    h = b.pick(2, 3)
+    n = b.shape(h)[-1]
+    e, f, o = b.among(2, 3, 4), b.among(2, 3, 4), b.width()
+    w, v, c, r = b.fresh("w"), b.fresh("w"), b.fresh("p"), b.fresh("l")
+    lead = "bt"[: len(b.shape(h)) - 1]
+    sizes = {"e": e, "f": f, "i": n, "o": o}
+
+    def weight(name: str, letters: str) -> tuple[str, str]:
+        """The axes of a weight, and how it is written: itself, or a view of a parameter that is laid out otherwise."""
+        letters = "".join(b.random.sample(letters, len(letters))) if b.flip(0.7) else letters
+        held = "".join(b.random.sample(letters, len(letters))) if b.flip(0.3) else letters
+        view = "" if held == letters else f".permute({', '.join(str(held.index(x)) for x in letters)})"
+        shape = [sizes[x] for x in held]
+        if b.flip(0.2):
+            view = f".view({', '.join(map(str, shape))}){view}"
+            shape = b.among([shape[0] * shape[1], *shape[2:]], [*shape[:-2], shape[-2] * shape[-1]])
+        init.append(f"self.{name} = nn.Parameter(torch.randn({', '.join(map(str, shape))}))")
+        return letters, f"self.{name}{view}"
+
+    init: list[str] = []
+    lines: list[str] = []
+    order = "".join(b.random.sample("ef", 2))
+    bias = b.flip()
+    activation = b.among(*ACTIVATIONS[:12]).format("y")
+    if b.flip(0.3):  # all of a batched matrix product
+        flat = f"{h}.reshape(-1, {n})"
+        tokens = int(torch.Size(b.shape(h)).numel() // n)
+        copies = b.among(
+            f"{flat}.repeat({e}, 1).view({e}, -1, {n})", f"{flat}.unsqueeze(0).expand({e}, -1, -1)",
+            f"{flat}.unsqueeze(0).repeat({e}, 1, 1)", f"torch.stack([{flat}] * {e})",
+        )  # fmt: skip
+        gated = b.flip()
+        turned, made = b.flip(), 2 * f if gated else f
+        init.append(f"self.{v} = nn.Parameter(torch.randn({e}, {f}, {o}))")
+        init.append(f"self.{w} = nn.Parameter(torch.randn({e}, {made}, {n}){'' if turned else '.transpose(1, 2)'})")
+        lines.append(f"y = torch.bmm({copies}, self.{w}{'.transpose(1, 2)' if turned else ''})")
+        if bias:
+            init.append(f"self.{c} = nn.Parameter(torch.randn({e}, {made}))")
+            lines.append(
+                b.among(
+                    f"y = y + self.{c}[:, None]", f"y = y + self.{c}.unsqueeze(1)", f"y = y + self.{c}.view({e}, 1, -1)"
+                )
+            )
+        if gated:
+            lines += [b.among("y, g = y.chunk(2, -1)", "y, g = y[..., ::2], y[..., 1::2]"), "y = y * torch.sigmoid(g)"]
+        else:
+            lines.append(f"y = {activation}")
+        lines.append(f"y = torch.bmm(y, self.{v})")
+        init.append(f"self.{r} = nn.Linear({n}, {e})")
+        lines.append(f"g = self.{r}({flat}).softmax(-1)")
+        if b.flip():
+            lines.append(f"g = torch.zeros_like(g).scatter(1, g.topk({min(2, e)}, -1)[1], 1.0) * g")
+        lines.append(
+            b.among(
+                f"y = (y * g.t().view({e}, {tokens}, 1)).sum(0)", "y = torch.einsum('teo,te->to', y.transpose(0, 1), g)"
+            )
+        )
+        lines.append(f"{{0}} = y.reshape({', '.join(map(str, (*b.shape(h)[:-1], o)))})")
+    else:
+        first, read = weight(w, "eif")
+        lines.append(f"y = torch.einsum('{lead}i,{first}->{lead}{order}', {h}, {read})")
+        if bias:
+            init.append(f"self.{c} = nn.Parameter(torch.randn({', '.join(str(sizes[x]) for x in order)}))")
+            lines.append(f"y = y + self.{c}")
+        how = b.among("experts", "summed", "flat", "attention", "mean", "experts")
+        lines.append(f"y = {activation}")
+        if how == "experts":
+            init.append(f"self.{r} = nn.Linear({n}, {e})")
+            lines.append(f"g = self.{r}({h}).softmax(-1)")
+            second, read = weight(v, "efo")
+            lines.append(
+                b.among(
+                    f"{{0}} = torch.einsum('{lead}{order},{second},{lead}e->{lead}o', y, {read}, g)",
+                    f"{{0}} = (torch.einsum('{lead}{order},{second}->{lead}eo', y, {read}) * g[..., None]).sum(-2)",
+                )
+            )
+        elif how == "attention":
+            if len(lead) < 2:
+                raise Unfit
+            second, read = weight(v, "efo")
+            lines += [
+                f"g = torch.einsum('bt{order},bs{order}->bets', y, y.flip(1)).softmax(-1)",
+                f"y = torch.einsum('bets,bs{order}->bt{order}', g, y)",
+                f"{{0}} = torch.einsum('bt{order},{second}->bto', y, {read})",
+            ]
+        elif how == "flat":
+            init.append(f"self.{r} = nn.Linear({e * f}, {o})")
+            lines.append(f"{{0}} = self.{r}(y.flatten(-2))")
+        else:
+            second, read = weight(v, "efo")
+            lines.append(f"{{0}} = torch.einsum('{lead}{order},{second}->{lead}o', y, {read})" if how == "summed"
+                         else f"{{0}} = y.mean({b.among(-1, -2)})")  # fmt: skip
+    body = [line.replace("{0}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{0}") for line in lines]
+    b.add((h,), body, init)
+
+
 # convolutions
 
 

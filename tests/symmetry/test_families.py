@@ -137,7 +137,7 @@ def test_ensembles_in_one_network(kind: str) -> None:
     options = {"masked": {"scale": 2.0}, "packed": {"alpha": 2, "gamma": 1}}.get(kind, {})
     build = getattr(resnet, f"{kind}_resnet")
     model = build(3, 10, arch=20, num_estimators=4, conv_bias=False, style="cifar", **options)
-    groups = {"packed": 45, "lpbnn": 72}.get(kind, 12)
+    groups = {"packed": 48, "lpbnn": 72}.get(kind, 12)
     check(model, (4, 3, 32, 32), groups)
 
 

@@ -284,7 +284,8 @@ def test_a_parameter_that_an_operator_reads_twice() -> None:
     def forward(m: Net, x: Tensor) -> Tensor:
         return m.c(relu(torch.bmm(m.w, m.w)).flatten() + x.sum())
 
-    expect([2, 4], Net(forward, w=nn.Parameter(torch.randn(2, 4, 4)), c=nn.Linear(32, 3)), X)
+    # two matrices, of which each has rows and columns in an order of its own: P w P^T squared is P (w w) P^T
+    expect([2, (2, 4)], Net(forward, w=nn.Parameter(torch.randn(2, 4, 4)), c=nn.Linear(32, 3)), X)
 
 
 class Attention(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,14 @@ from torch import Tensor, nn
 from tu_symmetry.states import kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import Pin
+from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup
+from tu_symmetry.symmetry.ledger import Ledger
+from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.probe import Probe
 from tu_symmetry.symmetry.scales import scale_groups
-from tu_symmetry.symmetry.tracing import interpret, tied_names, trace
+from tu_symmetry.symmetry.tracing import Trace, interpret, tied_names, trace
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 def discover_symmetries(
@@ -60,31 +65,67 @@ def discover_symmetries(
     aliases = tied_names(model)
     probe = Probe.of(model, args, kwargs, generator=torch.Generator().manual_seed(0))
     traced = trace(model, args, kwargs, record=branches == "record")
-    ledger = interpret(traced)
     state = model.state_dict()
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = frozenset(name for name in aliases if name not in trained)
     shapes = {name: tuple(state[name].shape) for name in aliases}
     order = list(aliases)
-    permutations, pinned = permutation_groups(ledger, order)
-    scales, normalizations, terms = scale_groups(ledger, order, shapes, buffers)
+    found = _Reading.best(traced, order, shapes, buffers)
     unused = [
-        n for n in order if n not in ledger.parameters and (state[n].is_floating_point() or state[n].is_complex())
+        n for n in order if n not in found.ledger.parameters and (state[n].is_floating_point() or state[n].is_complex())
     ]
-    pinned += [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
+    idle = [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
     return SymmetryGraph(
-        permutations=tuple(permutations),
-        scales=scales,
-        normalizations=normalizations,
+        permutations=found.permutations,
+        scales=found.scales,
+        normalizations=found.normalizations,
         shapes=shapes,
         aliases=aliases,
         buffers=buffers,
-        pinned=tuple(pinned),
-        unknown_operators=tuple(ledger.unknown),
-        scale_terms=terms,
+        pinned=(*found.pinned, *idle),
+        unknown_operators=tuple(found.ledger.unknown),
+        scale_terms=found.terms,
         architecture=type(model).__name__,
         branch=traced.branch,
         constants=traced.constants,
         kinds={name: kind_of(state[name].dtype) for name in aliases},
         probe=probe,
     )
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The symmetries that one walk through a network finds."""
+
+    ledger: Ledger
+    permutations: tuple[PermutationGroup, ...]
+    pinned: tuple[Pin, ...]
+    scales: tuple[ScaleGroup, ...]
+    normalizations: tuple[NormalizationGroup, ...]
+    terms: Any
+
+    @classmethod
+    def best(cls, traced: Trace, order: list[str], shapes: Shapes, buffers: frozenset[str]) -> _Reading:
+        """The one that finds most, over nestings that are guessed and, where a guess was regretted, others."""
+        nestings = Nestings()
+        best = cls.by(traced, nestings, order, shapes, buffers)
+        while (others := nestings.reconsidered(best.ledger)) != nestings:
+            reading, nestings = cls.by(traced, others, order, shapes, buffers), others
+            if reading.size <= best.size:
+                break
+            best = reading
+        return best
+
+    @classmethod
+    def by(
+        cls, traced: Trace, nestings: Nestings, order: list[str], shapes: Shapes, buffers: frozenset[str]
+    ) -> _Reading:
+        """What one walk with these nestings finds."""
+        ledger = interpret(traced, nestings)
+        permutations, pinned = permutation_groups(ledger, order)
+        return cls(ledger, tuple(permutations), tuple(pinned), *scale_groups(ledger, order, shapes, buffers))
+
+    @property
+    def size(self) -> tuple[float, int]:
+        """log10 of the number of permutations, and the number of positive factors."""
+        return sum(g.log10_order for g in self.permutations), sum(g.size for g in (*self.scales, *self.normalizations))

@@ -18,7 +18,8 @@ So the classes ``{0, 5, 10}``, ``{1, 6, 11}``, ``{2, 7, 12}`` are left, and ever
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -38,6 +39,8 @@ from tu_symmetry.symmetry.algebra import (
     tighten,
     varies,
 )
+
+Nesting = dict[int, tuple[int, ...]]  # axis of a parameter to the axes that it is nested in, outermost first
 
 
 class Binding(NamedTuple):
@@ -97,6 +100,13 @@ class Ledger:
         parameters: name to value of the parameters and buffers that were met.
         used: names among these whose labels others have read, so that they can no longer be replaced.
         unknown: operators without a rule.
+        step: number of the operator at work, the same in every walk through one network.
+        turned: steps that nest the other way round, see :meth:`nested_order`.
+        nested: parameters whose axes are nested from the start: axis to outer axes, see :meth:`nest`.
+        choices: the steps at which one axis was nested in another by a guess, and the units of the blocks.
+        wishes: what ``nested`` should have held.
+        regrets: units of blocks whose contents had to be made alike, see :meth:`regret`.
+        shared: units of blocks whose contents met units that all blocks share.
     """
 
     units: int = 0
@@ -113,7 +123,15 @@ class Ledger:
     parameters: dict[str, Value] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
+    step: int = 0
+    turned: frozenset[int] = frozenset()
+    nested: Mapping[str, Nesting] = field(default_factory=dict)
+    wishes: dict[str, Nesting] = field(default_factory=dict)
+    choices: list[tuple[int, Array]] = field(default_factory=list)
+    regrets: list[Array] = field(default_factory=list)
+    shared: list[Array] = field(default_factory=list)
     _seen_ids: set[tuple[int, ...]] = field(default_factory=set)
+    _origins: list[tuple[int, int, str, int]] = field(default_factory=list)
 
     # -- creating -----------------------------------------------------------------------------------------------
 
@@ -137,11 +155,13 @@ class Ledger:
         """A parameter or buffer: free units and, where it ``scales``, a free log-scale on each of its axes."""
         if name not in self.parameters:
             ndim = len(shape)
-            labels = tuple((along(self.fresh_units(n), k, ndim),) if n > 1 else () for k, n in enumerate(shape))
             frames = [tuple(n if k == j else 1 for k in range(ndim)) for j, n in enumerate(shape)]
+            labels = tuple((self._units_of(name, k, f),) if shape[k] > 1 else () for k, f in enumerate(frames))
             scale = tuple((1.0, self.fresh_variables(f)) for f in frames if math.prod(f) > 1)
             scale = scale or ((1.0, self.fresh_variables((1,) * ndim)),)
             self.parameters[name] = Value(shape, labels, ("",) * ndim, scale if scales else (), name)
+            for axis, outer in self.nested.get(name, {}).items():
+                self.nest(self.parameters[name], axis, outer)
         return self.parameters[name]
 
     def relabel(self, value: Value, axis: int, label: Label, reason: str = "") -> Value:
@@ -241,6 +261,9 @@ class Ledger:
             shared = self.share(a, b, axis, others) or self.share(b, a, axis, others)
             if shared:
                 return shared
+            inner = self._common(a, b, axis)
+            if inner and self.share(a, inner, axis, others):
+                return self.unify(inner, b, reason_a, reason_b, axis, others)
         arrays = [np.asarray(z) for z in np.broadcast_arrays(*a, *b)]
         left, right = arrays[: len(a)], arrays[len(a) :]
         if len(a) == len(b) == 1:
@@ -347,7 +370,94 @@ class Ledger:
         if len(pairs) != len(first) or len(distinct_rows(np.stack((flat, *parts), axis=1))) != len(first):
             return ()
         self.bindings.append(Binding(flat[first], tuple(z[first] for z in parts)))
+        self.shared += [z[first] for z in parts[1:]]
         return common
+
+    def _common(self, a: Label, b: Label, axis: int) -> Label:
+        """New units for two labels to share that are nested in different axes; () where it is one axis, or none.
+
+        Experts ``[units, experts]`` that meet a weight ``[outputs, experts]``, whose columns are blocks of experts: an
+        expert is the same one for all units and all outputs.
+        """
+        (x,), (y,) = a, b
+        outer = [{k for k in varies(z) if k != axis} for z in (x, y)]
+        if outer[0] <= outer[1] or outer[1] <= outer[0]:
+            return ()
+        kept = (outer[0] & outer[1]) | {axis}
+        shape = tuple(max(n, m) if k in kept else 1 for k, (n, m) in enumerate(zip(x.shape, y.shape, strict=True)))
+        return (self.fresh_units(math.prod(shape)).reshape(shape),)
+
+    # -- which of two axes is nested in the other -----------------------------------------------------------------
+
+    def nest(self, value: Value, axis: int, outer: Sequence[int], *, guessed: bool = False) -> Value:
+        """Give a parameter's axis units and scales of its own for each position along the outer axes.
+
+        That can be done until something has read the parameter. Later on, and for a view of it, it is noted as a wish
+        for another walk through the network, in which :meth:`parameter` does it from the start.
+
+        Args:
+            value: a parameter; of any other tensor nothing is nested.
+            axis: the axis with the units.
+            outer: the axes of the blocks, outermost first. Of several, the units vary along the last one only: a member
+                of a permutation group names rows of one axis. Factors may vary along all of them.
+            guessed: whether it could as well be the other way round.
+        """
+        names = [self._origin(value.labels[k]) for k in (axis, *outer)]
+        held = [found for found in names if found is not None]
+        if len(held) < len(names) or len({name for name, _ in held}) > 1 or len(set(held)) < len(held):
+            return value
+        if guessed:
+            self.choices.append((self.step, value.labels[outer[-1]][0]))
+        if value.parameter is None or value.parameter in self.used:
+            if any(value.labels[axis][0].shape[k] == 1 for k in outer[-1:]):
+                name, own = held[0]
+                self.wishes[name] = {**self.wishes.get(name, {}), own: tuple(k for _, k in held[1:])}
+            return value
+        units_shape, shape = (
+            tuple(n if k == axis or k in along_too else 1 for k, n in enumerate(value.shape))
+            for along_too in (outer[-1:], outer)
+        )
+        value = self.relabel(value, axis, (self._units_of(value.parameter, axis, units_shape),))
+        if not value.scale:
+            return value
+        self.pin_scale(
+            tuple(t for t in value.scale if all(t[1].shape[k] == 1 for k in range(value.ndim) if k not in outer))
+        )
+        terms = [(c, v) for c, v in value.scale if v.shape[axis] == 1]
+        return self.rescale(value, (*terms, (1.0, self.fresh_variables(shape))))
+
+    def _units_of(self, name: str, axis: int, shape: tuple[int, ...]) -> Array:
+        """New units of a parameter's axis."""
+        units = self.fresh_units(math.prod(shape))
+        self._origins.append((self.units - len(units), self.units, name, axis))
+        return units.reshape(shape)
+
+    def _origin(self, label: Label) -> tuple[str, int] | None:
+        """The parameter and its axis that the units of a label come from, if these are all."""
+        if len(label) != 1 or not (label[0] >= 0).all():
+            return None
+        at = bisect(self._origins, int(label[0].min()), key=lambda o: o[0]) - 1
+        if at < 0 or label[0].max() >= self._origins[at][1]:
+            return None
+        return self._origins[at][2:]
+
+    def nested_order(self, axes: Sequence[int]) -> list[int]:
+        """Axes that hold units of their own at each pair of positions, outermost first.
+
+        Which of them the blocks are, and which the units within blocks, is open when such a tensor comes to be (the
+        view of a linear layer's outputs as ``[heads, units]``, or as ``[units, heads]``), and is decided by what is
+        done to it later. First guess: the last axis is the innermost. At steps that are ``turned`` it is the first.
+        """
+        return list(axes) if self.step not in self.turned else list(axes)[::-1]
+
+    def regret(self, component: Array, axis: int, outer: Label) -> None:
+        """Record that a component of one axis has to be the same all along another, although it is nested in it.
+
+        The units of all blocks are then shared. Where the nesting was a guess, the other one might have kept them
+        apart.
+        """
+        if component.shape[axis] > 1 and (component >= 0).any():
+            self.regrets += [c[c >= 0] for c in outer if (c >= 0).any()]
 
     # -- demands on scales --------------------------------------------------------------------------------------
 

@@ -64,15 +64,18 @@ def mix(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
     return replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
 
 
-def unnest(ledger: Ledger, value: Value, axis: int) -> Value:
-    """Make all labels of the other axes independent of ``axis``."""
-    labels = tuple(
-        label
-        if k == axis
-        else _shared_along(ledger, value, k, axis) or tuple(independent(ledger, c, axis) for c in label)
-        for k, label in enumerate(value.labels)
-    )
-    return replace(value, labels=labels)
+def unnest(ledger: Ledger, value: Value, *axes: int) -> Value:
+    """Make all labels of the other axes independent of these."""
+    labels = list(value.labels)
+    for axis in axes:
+        for k in range(value.ndim):
+            if k in axes:
+                continue
+            for component in labels[k]:
+                ledger.regret(component, axis, labels[axis])
+            seen = replace(value, labels=tuple(labels))
+            labels[k] = _shared_along(ledger, seen, k, axis) or tuple(independent(ledger, c, axis) for c in labels[k])
+    return replace(value, labels=tuple(labels))
 
 
 def _shared_along(ledger: Ledger, value: Value, axis: int, outer: int) -> Label:
@@ -169,6 +172,8 @@ def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Val
     if len(index) == 1 and value.shape[axis] > 1:
         for component in value.labels[axis]:
             if component.shape[axis] > 1 and (component >= 0).any():
+                for k, other in enumerate(value.labels):
+                    ledger.regret(component, k, other if k != axis else ())
                 alone = component.take(index, axis)
                 ledger.marks.append(Mark(alone, np.zeros((), np.int64), "selected by its position"))
 
@@ -397,10 +402,12 @@ def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list
                 _, kinds = np.unique(-rows, axis=0, return_inverse=True)
                 assigned[axis].append(along(code(kinds.reshape(-1).astype(np.int64)), axis, component.ndim))
         else:
-            assigned[spread[-1]].append(component)
-            for position, axis in enumerate(spread[:-1]):
-                blocks = _blocks(ledger, component, spread[: position + 1])
+            *outer, inner = ledger.nested_order(spread)
+            assigned[inner].append(component)
+            for position, axis in enumerate(outer):
+                blocks = _blocks(ledger, component, sorted(outer[: position + 1]))
                 _nest(ledger, component, blocks)
+                ledger.choices.append((ledger.step, blocks))
                 assigned[axis].append(blocks)
     for axis, components in assigned.items():
         label = _simplify(ledger, components)

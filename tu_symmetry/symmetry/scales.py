@@ -358,7 +358,10 @@ def _members(
             flat = array.reshape(-1)
             yield ScaleMember(name, axes[0], exponent, _positions(flat, size), buffer=buffer)
             continue
-        rows_axis, axis = axes[0], axes[-1]
+        if len(axes) > 2:  # the scale terms hold the truth, the member names the axis
+            yield ScaleMember(name, axes[-1], exponent, buffer=buffer)
+            continue
+        rows_axis, axis = axes
         grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
         held = np.nonzero(grid >= 0)
         within, index = (_lines(grid[held], lines, size) for lines in held)

@@ -26,6 +26,7 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
 from tu_symmetry.symmetry.ledger import Ledger, Mark
+from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.probe import copied, own_copy
@@ -352,14 +353,16 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in groups.values()}
 
 
-def interpret(traced: Trace) -> Ledger:
-    """Run the rules over a traced forward pass."""
-    ledger = Ledger()
+def interpret(traced: Trace, nestings: Nestings | None = None) -> Ledger:
+    """Run the rules over a traced forward pass, with axes nested as told where that is open."""
+    nestings = nestings or Nestings()
+    ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
     for result in _Interpreter(ledger, traced.module).run(traced.inputs):
         if isinstance(result, Value):
             ledger.pin(result, "output of the network")
-    for value in ledger.parameters.values():
-        ledger.observe(value, nested=False)  # the operators that nested them have seen them in blocks
+    for name, value in ledger.parameters.items():
+        # what operators nested they have seen in blocks; of what was nested from the start, they may have seen views
+        ledger.observe(value, nested=name in nestings.nested)
     return ledger
 
 
@@ -452,6 +455,7 @@ class _Interpreter:
 
     def _call(self, node: torch.fx.Node) -> None:
         target = node.target
+        self.ledger.step += 1
         if target is operator.getitem:
             source, position = node.args
             assert isinstance(source, torch.fx.Node)

@@ -346,7 +346,7 @@ def lost_blocks(nestings: list[tuple[Array, Array]], classes: Classes, colors: A
     if not nestings:
         return nothing
     units, blocks = (classes.of[np.concatenate(side)] for side in zip(*nestings, strict=True))
-    free = (classes.bound[units] < 0) & ~classes.fixed[blocks]
+    free = ~classes.fixed[blocks]
     rows = distinct_rows(np.stack([units[free], colors[blocks[free]], blocks[free]], axis=1))
     if len(rows) < 2:
         return nothing

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from tu_symmetry.symmetry import moving
-from tu_symmetry.symmetry.algebra import Label, Value, pinned_value
+from tu_symmetry.symmetry.algebra import Label, Value, pinned_value, varies
+from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.movement import pin_tensor, repeat
-from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, nest_axis, replace_arguments
+from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, replace_arguments
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -20,9 +21,8 @@ def contract(
     """A sum of products: the general form of linear maps, matrix products and einsum.
 
     Axes that share a letter are indexed by the same units. What is summed over must not scale. A parameter that comes
-    here unused and shares a letter with the output and another operand holds one map for each position of it (packed
-    or batched layers): its other axes are then nested in that axis. ``absorbs`` says that an operand is the view of a
-    fresh parameter.
+    here unused has its axes nested as :func:`_nested` tells. ``absorbs`` says that an operand is the view of a fresh
+    parameter.
     """
     ledger = call.ledger
     every = "".join(dict.fromkeys("".join(letters)))
@@ -40,18 +40,10 @@ def contract(
             shape[place[own[k]]] = array.shape[k]
         return array.transpose(order).reshape(shape)
 
-    fresh: list[Value] = []
-    for value, own in zip(operands, letters, strict=True):
-        if is_fresh(ledger, value):
-            partners = [o for v, o in zip(operands, letters, strict=True) if v is not value]
-            batch = [
-                k for k, x in enumerate(own) if value.shape[k] > 1 and x in output and any(x in o for o in partners)
-            ]
-            for axis, n in enumerate(value.shape):
-                if batch and axis not in batch and n > 1:
-                    value = nest_axis(ledger, value, axis, batch)
-        fresh.append(value)
-
+    fresh = [
+        _nested(ledger, value, own, [(v, o) for v, o in zip(operands, letters, strict=True) if v is not value], output)
+        for value, own in zip(operands, letters, strict=True)
+    ]
     labels: dict[str, Label] = {}
     reasons: dict[str, str] = {}
     nested = {
@@ -98,11 +90,49 @@ def contract(
     else:
         ledger.pin_scale(inside)
     result = replace(full, scale=ledger.merge(rest))
-    for axis in sorted(summed, reverse=True):
-        result = moving.drop(ledger, result, axis)
-    remaining = [x for x in every if x in output]
+    remaining = list(every)
+    for letter in sorted((every[k] for k in reversed(summed)), key=lambda x: -_depth(labels.get(x, ()))):
+        result = moving.drop(ledger, result, remaining.index(letter))  # units before the blocks that they are nested in
+        remaining.remove(letter)
     result = moving.permute(result, [remaining.index(x) for x in output])
     return moving.reshape(ledger, result, call.shape) if result.shape != call.shape else result
+
+
+def _nested(ledger: Ledger, value: Value, own: str, partners: Sequence[tuple[Value, str]], output: str) -> Value:
+    """A parameter with axes nested in one another, so that they have units of their own wherever they can.
+
+    * A letter that is shared with the output and another operand tells maps apart (packed layers, experts): all other
+      axes are nested in it.
+    * What is nested in another operand is nested likewise (the units of heads, which come in as ``[..., heads, units]``
+      and are read by a weight ``[heads, units, outputs]``).
+    * Of several axes that only the output shares (``[inputs, heads, units]``) the last is nested in the one before.
+    """
+    wide = [k for k, n in enumerate(value.shape) if n > 1]
+    batch = [k for k in wide if own[k] in output and any(own[k] in o for _, o in partners)]
+    free = [k for k in wide if own[k] in output and k not in batch]
+    for axis in wide:
+        if axis in batch:
+            continue
+        met = {
+            o[j]
+            for v, o in partners
+            if own[axis] in o
+            for c in v.labels[o.index(own[axis])]
+            for j, n in enumerate(c.shape)
+            if n > 1
+        }
+        outer = [k for k in wide if k != axis and (k in batch or own[k] in met)]
+        if outer:
+            value = ledger.nest(value, axis, outer)
+    if len(free) > 1 and not batch:
+        *outer, axis = ledger.nested_order(free)
+        value = ledger.nest(value, axis, outer, guessed=True)
+    return value
+
+
+def _depth(label: Label) -> int:
+    """The number of axes that a label varies along."""
+    return max((len(varies(component)) for component in label), default=0)
 
 
 @register_rule("linear")
@@ -211,7 +241,7 @@ def _attention(call: Call) -> Value:
     scores = contract(replace(call, outputs=[shape]), [query, key], [letters + "xy", letters + "zy"], letters + "xz")
     mask = call.get("attn_mask")
     ledger.pin_scale(scores.scale)
-    scores = replace(scores, scale=())
+    scores = moving.unnest(ledger, replace(scores, scale=()), lead + 1)
     if isinstance(mask, Value):
         scores = elementwise(replace(call, arguments={"0": scores, "1": mask}, outputs=[shape]))
     if call.get("is_causal", False):

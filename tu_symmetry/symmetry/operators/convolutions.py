@@ -29,7 +29,7 @@ def _conv(call: Call) -> Value:
     for k in range(axis + 1, value.ndim):
         value = moving.mix(ledger, value, k, "spatial position")
     if batched and value.shape[0] > 1:
-        value = moving.unnest(ledger, value, 0)
+        value = moving.unnest(ledger, moving.unnest(ledger, value, 0), axis)
     for k in range(2, weight.ndim):
         if weight.labels[k]:
             ledger.pin_label(weight.labels[k], "kernel position")

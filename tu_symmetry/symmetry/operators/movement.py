@@ -83,7 +83,11 @@ def _expand(call: Call) -> Value:
 
 @register_rule("repeat", "tile", "repeat_interleave")
 def repeat(call: Call) -> Value:
-    """Copies along axes: their order does not matter."""
+    """Copies along axes: their order does not matter.
+
+    Copies of what holds no units, the network's input for one, stay where they are: a network that copies its input in
+    evaluation may be given different ones in training (MIMO).
+    """
     value: Value = call["self"]
     ledger = call.ledger
     if call.operator == "aten.repeat_interleave":
@@ -102,8 +106,13 @@ def repeat(call: Call) -> Value:
             if value.shape[axis] == 1:
                 target = (*value.shape[:axis], count, *value.shape[axis + 1 :])
                 value = moving.expand(ledger, value, target)
-            else:
+            elif not any(value.labels):
                 value = moving.concatenate(ledger, [value] * count, axis)
+            else:
+                lead, rest = value.shape[:axis], value.shape[axis:]
+                laid = moving.reshape(ledger, value, (*lead, 1, *rest))
+                wide = moving.expand(ledger, laid, (*lead, count, *rest))
+                value = moving.reshape(ledger, wide, (*lead, count * rest[0], *rest[1:]))
     return value
 
 

@@ -56,6 +56,8 @@ def _batch_norm(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
     ledger = call.ledger
     mean, variance = call.get("running_mean"), call.get("running_var")
+    if "instance" in call.operator:  # a mean over all positions of an image
+        value = moving.unnest(ledger, value, *range(2, value.ndim))
     label, _ = moving.channel(ledger, replace(value, scale=()), 1)
     terms = value.scale
     for axis in range(value.ndim):
@@ -78,12 +80,13 @@ def _batch_norm(call: Call) -> Value | list[Value]:
 
 @register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
 def _layer_norm(call: Call) -> Value | list[Value]:
+    """Each entry depends on all along the normalized axes, so that no other axis may be nested in them."""
     value: Value = call["input"]
     axes = list(range(value.ndim - len(call["normalized_shape"]), value.ndim))
     scale = value.scale
     for axis in axes:
         scale = tuple((c, call.ledger.constant_along(v, axis)) for c, v in scale)
-    inner = _absorb(call, replace(value, scale=scale), call.get("eps"))
+    inner = moving.unnest(call.ledger, _absorb(call, replace(value, scale=scale), call.get("eps")), *axes)
     result = _affine(call, inner, call.get("weight"), call.get("bias"), axes)
     return [result] * len(call.outputs)
 
@@ -94,6 +97,7 @@ def _group_norm(call: Call) -> Value:
     ledger = call.ledger
     groups = int(call.get("num_groups", call.get("group", 1)))
     n, channels, *space = value.shape
+    value = moving.unnest(ledger, value, *range(1, value.ndim))
     for axis in range(2, value.ndim):
         value = replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
     blocks = moving.reshape(ledger, value, (n, groups, channels // groups, *space))
@@ -111,7 +115,7 @@ def _weight_norm(call: Call) -> Value | list[Value]:
     for term in value.scale:
         if term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
             call.ledger.pin_scale((term,))
-    _, joined = join_labels(call, [value, gain], value.shape)
+    (_, gain), joined = join_labels(call, [value, gain], value.shape)
     return [replace(joined, scale=gain.scale)] * len(call.outputs)
 
 

@@ -37,23 +37,22 @@ def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> 
 
 
 def _nest_parameters(ledger: Ledger, values: Sequence[Value], ndim: int) -> list[Value]:
-    """Nest the axes of unused parameters as their partners are nested (a bias for each packed member)."""
+    """Nest the axes of parameters as their partners are nested (a bias for each packed member)."""
     found = []
     for value in values:
-        if is_fresh(ledger, value):
-            offset = ndim - value.ndim
-            for axis in range(value.ndim):
-                spread = {
-                    j + ndim - other.ndim
-                    for other in values
-                    if other is not value and axis + offset >= ndim - other.ndim
-                    for c in other.labels[axis + offset - (ndim - other.ndim)]
-                    for j, n in enumerate(c.shape)
-                    if n > 1
-                }
-                outer = [k for k in range(value.ndim) if k != axis and k + offset in spread and value.shape[k] > 1]
-                if outer and value.shape[axis] > 1:
-                    value = nest_axis(ledger, value, axis, outer)
+        offset = ndim - value.ndim
+        for axis in range(value.ndim):
+            spread = {
+                j + ndim - other.ndim
+                for other in values
+                if other is not value and axis + offset >= ndim - other.ndim
+                for c in other.labels[axis + offset - (ndim - other.ndim)]
+                for j, n in enumerate(c.shape)
+                if n > 1
+            }
+            outer = [k for k in range(value.ndim) if k != axis and k + offset in spread and value.shape[k] > 1]
+            if outer and value.shape[axis] > 1:
+                value = ledger.nest(value, axis, outer)
         found.append(value)
     return found
 
@@ -61,18 +60,6 @@ def _nest_parameters(ledger: Ledger, values: Sequence[Value], ndim: int) -> list
 def is_fresh(ledger: Ledger, value: Value) -> bool:
     """Whether a value is a parameter that nothing has read yet."""
     return value.parameter is not None and value.parameter not in ledger.used
-
-
-def nest_axis(ledger: Ledger, value: Value, axis: int, outer: Sequence[int]) -> Value:
-    """Give a fresh parameter's axis units and scales of its own for each position along the outer axes."""
-    shape = tuple(n if k in outer or k == axis else 1 for k, n in enumerate(value.shape))
-    units = ledger.fresh_units(math.prod(shape)).reshape(shape)
-    value = ledger.relabel(value, axis, (units,))
-    ledger.pin_scale(
-        tuple(t for t in value.scale if all(t[1].shape[k] == 1 for k in range(value.ndim) if k not in outer))
-    )
-    terms = [(c, v) for c, v in value.scale if v.shape[axis] == 1]
-    return ledger.rescale(value, (*terms, (1.0, ledger.fresh_variables(shape))))
 
 
 def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False) -> Value:
@@ -294,8 +281,8 @@ def _noise_about(call: Call) -> Value:
         return noise
     numbers = [call.get(n) for n in names if isinstance(call.get(n), (int, float))]
     homogeneous = call.operator == "aten.normal" and not any(numbers)
-    _, result = join_labels(call, [*given, noise], call.shape)
-    scaled = elementwise(replace_arguments(call, given), additive=homogeneous)
+    (*aligned, _), result = join_labels(call, [*given, noise], call.shape)
+    scaled = elementwise(replace_arguments(call, [replace(v, parameter=None) for v in aligned]), additive=homogeneous)
     return replace(result, scale=scaled.scale)
 
 
@@ -402,8 +389,7 @@ def _where(call: Call) -> Value:
         condition = call["condition"]
         kept = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
         fill = next((float(call[n]) for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
-    _, result = join_labels(call, [condition, *kept], call.shape)
-    aligned = [moving.pad_left(v, len(call.shape)) for v in kept]
+    (_, *aligned), result = join_labels(call, [condition, *kept], call.shape)
     if fill not in (0.0, math.inf, -math.inf):
         for value in aligned:
             call.ledger.pin_scale(value.scale)

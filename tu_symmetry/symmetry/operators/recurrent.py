@@ -17,11 +17,7 @@ def _recurrent(call: Call) -> list[Value]:
     if "data" in call.arguments and "batch_sizes" in call.arguments:
         return unknown(call)
     gates = {"aten.lstm": 4, "aten.gru": 3}.get(call.operator, 1)
-    value: Value = call["input"]
-    time = 1 if call["batch_first"] else 0
-    value = (
-        moving.mix(ledger, value, time, "time step") if value.ndim == 3 else moving.mix(ledger, value, 0, "time step")
-    )
+    value = _one_by_one(call, call["input"])
     directions = 2 if call["bidirectional"] else 1
     parameters: list[Value] = list(call["params"])
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
@@ -86,7 +82,7 @@ def _cell(call: Call) -> Value | list[Value]:
     """One step: the new states are indexed by the hidden units, as the old ones are."""
     ledger = call.ledger
     gates = {"aten.lstm_cell": 4, "aten.gru_cell": 3}.get(call.operator, 1)
-    value: Value = call["input"]
+    value = _one_by_one(call, call["input"])
     label, terms = moving.channel(ledger, value, value.ndim - 1)
     source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
     biases = [b for b in (call.get("b_ih"), call.get("b_hh")) if b is not None]
@@ -94,14 +90,20 @@ def _cell(call: Call) -> Value | list[Value]:
     ledger.unify(call["w_hh"].labels[1], (units.reshape(1, -1),))
     for state in call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]:
         ledger.pin_scale(state.scale)
-        for axis in range(state.ndim - 1):
-            state = moving.unnest(ledger, state, axis)
+        state = _one_by_one(call, state)
         ledger.unify(state.labels[-1], (along(units, state.ndim - 1, state.ndim),), state.reasons[-1], "")
     cell = Value((len(units),), ((units,),), ("",))
     ledger.observe(cell)
     batch = [1] * (value.ndim - 1)
     states = [replace(moving.reshape(ledger, cell, [*batch, len(units)]), shape=shape) for shape in call.outputs]
     return states if len(states) > 1 else states[0]
+
+
+def _one_by_one(call: Call, value: Value) -> Value:
+    """The axes before the last are time steps and samples, in an order that stays."""
+    for axis in range(value.ndim - 1):
+        value = moving.mix(call.ledger, value, axis, "time step")
+    return value
 
 
 def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value]) -> Value:
@@ -121,7 +123,6 @@ def _initial_state(call: Call, state: Value, index: int, cell: Value) -> None:
     """An initial state is indexed by the hidden units, and must not scale."""
     call.ledger.pin_scale(state.scale)
     own = moving.take(call.ledger, state, 0, index)
-    for axis in range(own.ndim - 1):
-        own = moving.unnest(call.ledger, own, axis)
+    own = _one_by_one(call, own)
     frame = tuple(c.reshape([1] * (own.ndim - 1) + [-1]) for c in cell.labels[0])
     call.ledger.unify(own.labels[-1], frame, own.reasons[-1], "")

@@ -73,9 +73,10 @@ def _reduce(call: Call) -> Value | list[Value]:
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin")
 def _softmax(call: Call) -> Value:
+    """Each entry depends on all along the axis, so that no other axis may be nested in it."""
     value: Value = call["self"]
     call.ledger.pin_scale(value.scale)
-    return replace(value, scale=(), parameter=None)
+    return moving.unnest(call.ledger, replace(value, scale=(), parameter=None), call.axis(default=-1))
 
 
 @register_rule("cumsum", "cumprod", "logcumsumexp", "diff", "cummax", "cummin")

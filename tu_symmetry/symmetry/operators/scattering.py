@@ -206,9 +206,9 @@ def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -
     after = value.ndim - first - mask.ndim
     stretched = moving.reshape(call.ledger, mask, [*mask.shape, *(1 for _ in range(after))]) if after else mask
     single = replace(moving.reshape(call.ledger, filling, []), parameter=None) if filling.ndim else filling
-    _, result = join_labels(call, [stretched, value, single], call.shape)
+    (_, value, single), result = join_labels(call, [stretched, value, single], call.shape)
     if id(filling) not in call.zeros:
-        call.ledger.equate(value.scale, moving.pad_left(single, value.ndim).scale)
+        call.ledger.equate(value.scale, single.scale)
     return replace(result, scale=value.scale)
 
 
