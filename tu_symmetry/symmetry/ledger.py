@@ -269,11 +269,16 @@ class Ledger:
         if len(a) == len(b) == 1:
             return self._unify_single(a, b, left[0], right[0], reason_a or reason_b)
         if len(a) == len(b):
+            right = _in_order(right, left)
             merged: list[Array] = []
             for x, y in zip(left, right, strict=True):
                 both = (x >= 0) & (y >= 0)
                 if both.any():
                     self.ties.append((x[both], y[both]))
+                if ((x >= 0).all() and (y < 0).all()) or ((x < 0).all() and (y >= 0).all()):  # copies meet samples
+                    self.pin_label((x, y), reason_a or reason_b or "meets a fixed axis")
+                    merged.append(np.minimum(x, y))
+                    continue
                 clash = (x >= 0) != (y >= 0)
                 fixed = (x < 0) & (y < 0)
                 if (x[fixed] != y[fixed]).any():
@@ -491,3 +496,18 @@ class Ledger:
             else:
                 merged += terms
         return tuple(merged)
+
+
+def _in_order(components: list[Array], like: list[Array]) -> list[Array]:
+    """The components of a factored axis in the order in which others split its positions into the same parts."""
+    if all(x.shape == y.shape and np.array_equal(x, y) for x, y in zip(components, like, strict=True)):
+        return components
+    found = {_parts(component): component for component in components}
+    order = [_parts(component) for component in like]
+    return [found[key] for key in order] if len(found) == len(order) and set(found) == set(order) else components
+
+
+def _parts(component: Array) -> bytes:
+    """Which positions hold the same entry, whatever it is."""
+    _, first, inverse = np.unique(component, return_index=True, return_inverse=True)
+    return first[inverse.reshape(-1)].astype(np.int64).tobytes()

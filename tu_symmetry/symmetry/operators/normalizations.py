@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tu_symmetry.symmetry import moving
-from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.algebra import Value, along
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -67,12 +67,15 @@ def _batch_norm(call: Call) -> Value | list[Value]:
     flat = tuple((c, v.reshape(-1) if v.size > 1 else np.repeat(v.reshape(-1), value.shape[1])) for c, v in terms)
     for statistic, power in ((mean, 1.0), (variance, 2.0)):
         if statistic is not None:
-            ledger.unify(statistic.labels[0], label, "", value.reasons[1])
+            label = ledger.unify(label, statistic.labels[0], value.reasons[1], "")
             target = times(flat, power)
             if statistic.parameter is not None and statistic.parameter not in ledger.used:
                 ledger.rescale(statistic, target)
             elif power == 1.0:
                 ledger.equate(statistic.scale, target)
+    if mean is not None:
+        laid = tuple(along(c, 1, value.ndim) for c in label)
+        value = replace(value, labels=(value.labels[0], laid, *value.labels[2:]))
     inner = _absorb(call, value, call.get("eps"))
     result = _affine(call, inner, call.get("weight"), call.get("bias"), [1])
     return [result] * len(call.outputs)

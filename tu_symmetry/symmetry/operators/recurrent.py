@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from tu_symmetry.symmetry import moving
-from tu_symmetry.symmetry.algebra import Array, Value, along, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Label, Value, along, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -17,7 +17,11 @@ def _recurrent(call: Call) -> list[Value]:
     if "data" in call.arguments and "batch_sizes" in call.arguments:
         return unknown(call)
     gates = {"aten.lstm": 4, "aten.gru": 3}.get(call.operator, 1)
-    value = _one_by_one(call, call["input"])
+    value: Value = call["input"]
+    value = moving.mix(ledger, value, 1 if call["batch_first"] and value.ndim == 3 else 0, "time step")
+    value = moving.unnest(ledger, value, value.ndim - 1)
+    samples = 0 if call["batch_first"] else 1
+    batch = (value.labels[samples], value.reasons[samples]) if value.ndim == 3 else ((), "")
     directions = 2 if call["bidirectional"] else 1
     parameters: list[Value] = list(call["params"])
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
@@ -44,11 +48,12 @@ def _recurrent(call: Call) -> list[Value]:
             cell = Value((hidden,), ((units,),), ("",))
             ledger.observe(cell)
             for state in states:
-                _initial_state(
+                batch = _initial_state(
                     call,
                     state,
                     layer * directions + direction,
                     cell if state.shape[-1] == hidden else Value((len(out),), ((out,),), ("",)),
+                    batch,
                 )
             outs.append(Value((len(out),), ((out,),), ("",)))
             cells.append(cell)
@@ -57,7 +62,9 @@ def _recurrent(call: Call) -> list[Value]:
     frame = [1] * (len(call.outputs[0]) - 1) + [source.shape[0]]
     laid = moving.reshape(ledger, source, frame)
     sequence = replace(laid, shape=call.outputs[0], reasons=("time step",) * (len(frame) - 1) + laid.reasons[-1:])
-    return [sequence, *(_final_state(call, k, cells, finals) for k in range(1, len(call.outputs)))]
+    if value.ndim == 3:
+        sequence = _of_samples(sequence, samples, batch)
+    return [sequence, *(_final_state(call, k, cells, finals, batch) for k in range(1, len(call.outputs)))]
 
 
 def _gates(call: Call, gates: int, source: Value, w_ih: Value, w_hh: Value, biases: list[Value]) -> Array:
@@ -82,31 +89,39 @@ def _cell(call: Call) -> Value | list[Value]:
     """One step: the new states are indexed by the hidden units, as the old ones are."""
     ledger = call.ledger
     gates = {"aten.lstm_cell": 4, "aten.gru_cell": 3}.get(call.operator, 1)
-    value = _one_by_one(call, call["input"])
+    value = moving.unnest(ledger, call["input"], call["input"].ndim - 1)
+    batch = (value.labels[0], value.reasons[0]) if value.ndim == 2 else ((), "")
     label, terms = moving.channel(ledger, value, value.ndim - 1)
     source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
     biases = [b for b in (call.get("b_ih"), call.get("b_hh")) if b is not None]
     units = _gates(call, gates, source, call["w_ih"], call["w_hh"], biases)
     ledger.unify(call["w_hh"].labels[1], (units.reshape(1, -1),))
     for state in call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]:
-        ledger.pin_scale(state.scale)
-        state = _one_by_one(call, state)
-        ledger.unify(state.labels[-1], (along(units, state.ndim - 1, state.ndim),), state.reasons[-1], "")
+        batch = _tied_state(call, state, (units,), batch)
     cell = Value((len(units),), ((units,),), ("",))
     ledger.observe(cell)
-    batch = [1] * (value.ndim - 1)
-    states = [replace(moving.reshape(ledger, cell, [*batch, len(units)]), shape=shape) for shape in call.outputs]
+    states = [_of_cells(call, cell, shape, batch) for shape in call.outputs]
     return states if len(states) > 1 else states[0]
 
 
-def _one_by_one(call: Call, value: Value) -> Value:
-    """The axes before the last are time steps and samples, in an order that stays."""
-    for axis in range(value.ndim - 1):
-        value = moving.mix(call.ledger, value, axis, "time step")
-    return value
+Samples = tuple[Label, str]  # the label of the axis of samples, and why it is pinned
 
 
-def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value]) -> Value:
+def _of_samples(value: Value, axis: int, batch: Samples) -> Value:
+    """The value with the label of the samples, which an operator passes on as they are, along one of its axes."""
+    label = tuple(c.reshape([-1 if k == axis else 1 for k in range(value.ndim)]) for c in batch[0])
+    labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
+    return replace(value, labels=labels, reasons=(*value.reasons[:axis], batch[1], *value.reasons[axis + 1 :]))
+
+
+def _of_cells(call: Call, cell: Value, shape: tuple[int, ...], batch: Samples) -> Value:
+    """States ``[..., samples, hidden]``, or ``[..., hidden]`` where there is one sample."""
+    laid = moving.reshape(call.ledger, cell, [1] * (len(shape) - 1) + [cell.shape[0]])
+    states = replace(laid, shape=shape)
+    return _of_samples(states, len(shape) - 2, batch) if len(shape) > 1 and batch[0] else states
+
+
+def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value], batch: Samples) -> Value:
     """The states after the last step: indexed by the hidden units where there is one layer, pinned where several."""
     shape = call.outputs[position]
     states = outs if position == 1 else cells
@@ -115,14 +130,26 @@ def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value
         if position in call.used:
             for state in states:
                 call.ledger.pin(state, reason)
+            call.ledger.pin_label(batch[0], reason)
         return pinned_value(shape, reason)
-    return replace(moving.reshape(call.ledger, states[0], [1] * (len(shape) - 1) + [states[0].shape[0]]), shape=shape)
+    return _of_cells(call, states[0], shape, batch)
 
 
-def _initial_state(call: Call, state: Value, index: int, cell: Value) -> None:
-    """An initial state is indexed by the hidden units, and must not scale."""
-    call.ledger.pin_scale(state.scale)
-    own = moving.take(call.ledger, state, 0, index)
-    own = _one_by_one(call, own)
-    frame = tuple(c.reshape([1] * (own.ndim - 1) + [-1]) for c in cell.labels[0])
-    call.ledger.unify(own.labels[-1], frame, own.reasons[-1], "")
+def _initial_state(call: Call, state: Value, index: int, cell: Value, batch: Samples) -> Samples:
+    """An initial state is indexed by the samples and the hidden units, and must not scale."""
+    return _tied_state(call, moving.take(call.ledger, state, 0, index), cell.labels[0], batch)
+
+
+def _tied_state(call: Call, state: Value, units: Label, batch: Samples) -> Samples:
+    """A state ``[samples, hidden]``, or ``[hidden]``, that is tied to samples and units; the samples to go on with."""
+    ledger = call.ledger
+    ledger.pin_scale(state.scale)
+    for axis in range(state.ndim):
+        state = moving.unnest(ledger, state, axis)
+    frame = tuple(c.reshape([1] * (state.ndim - 1) + [-1]) for c in units)
+    ledger.unify(state.labels[-1], frame, state.reasons[-1], "")
+    if state.ndim < 2 or state.shape[0] == 1:
+        return batch
+    label = tuple(c.reshape(-1) for c in state.labels[0])
+    whole = tuple(c.reshape(-1) for c in batch[0])
+    return ledger.unify(whole, label, batch[1], state.reasons[0]), batch[1] or state.reasons[0]
