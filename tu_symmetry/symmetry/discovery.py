@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tu_symmetry.states import kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup
+from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup, ScaleTerm
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.probe import Probe
@@ -102,7 +102,7 @@ class _Reading:
     pinned: tuple[Pin, ...]
     scales: tuple[ScaleGroup, ...]
     normalizations: tuple[NormalizationGroup, ...]
-    terms: Any
+    terms: dict[str, tuple[ScaleTerm, ...]]
 
     @classmethod
     def best(cls, traced: Trace, order: list[str], shapes: Shapes, buffers: frozenset[str]) -> _Reading:

@@ -277,7 +277,7 @@ class Ledger:
                     self.ties.append((x[both], y[both]))
                 if ((x >= 0).all() and (y < 0).all()) or ((x < 0).all() and (y >= 0).all()):  # copies meet samples
                     self.pin_label((x, y), reason_a or reason_b or "meets a fixed axis")
-                    merged.append(np.minimum(x, y))
+                    merged.append(tighten(np.minimum(x, y)))
                     continue
                 clash = (x >= 0) != (y >= 0)
                 fixed = (x < 0) & (y < 0)
