@@ -168,11 +168,6 @@ row(
     lambda m, x: torch.einsum("abno,aboz->abnz", relu(torch.einsum("abni,abio->abno", x, m.first)), m.second),
     [7, 7, 7], 42, 0, ((2, 3, 4, 5),), first=weight(2, 3, 5, 7), second=weight(2, 3, 7, 4),
 )  # fmt: skip
-row(
-    "batch norm beside zeros",
-    lambda m, x: m.c(m.norm(torch.cat([relu(m.a(x)), torch.zeros(3, 2)], 1))),
-    [8, 2], 10, 8, a=(5, 8), norm=nn.BatchNorm1d(10), c=(10, 3),
-)  # fmt: skip
 row("mixture of experts, dense", mixture, [4], 0, router=(5, 4), experts=weight(4, 5, 3))
 row(
     "mixture of experts, looked up", looked_up, [4, 6], 10, router=(5, 4), first=weight(4, 5, 6), second=weight(4, 6, 3)

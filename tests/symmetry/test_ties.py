@@ -119,6 +119,15 @@ def test_constants_that_differ_tell_apart_what_they_meet(swap: bool) -> None:
     expect([2, 3, 4], Net(forward, c=nn.Linear(9, 3), **linear(4, 9)), X)
 
 
+def test_statistics_of_zeros_are_tied_to_each_other() -> None:
+    """The mean, variance, factor and shift of a channel that is always zero move together."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(m.norm(torch.cat([relu(m.a(x)), x.new_zeros(3, 2)], 1)))
+
+    expect([8, 2], Net(forward, norm=nn.BatchNorm1d(10), c=nn.Linear(10, 3), **linear(8)).eval(), X)
+
+
 @pytest.mark.parametrize("swap", [False, True])
 def test_constants_that_meet_constants_stay_apart(swap: bool) -> None:
     """[1, 1, 2, 2, 2] + zeros_like(h), times [1, 2, 2, 3, 3]: units 3 and 4 have met the same."""
