@@ -7,6 +7,8 @@ draws on disk) says so by a method ``network_states()``, which returns their sta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,3 +120,39 @@ def network_of(module: nn.Module, *, name: str, advice: Any) -> nn.Module:
 def uncompiled(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given."""
     return getattr(module, "_orig_mod", module)
+
+
+def uncopyable(model: nn.Module) -> str:
+    """Why a copy of a network would read the weights of the original, or "" where it would not.
+
+    A ``forward`` that was set on an instance, and is a function that has the network in its closure or its defaults, is
+    not copied with it: functions are copied by reference. Bound methods and ``functools.partial`` are copied.
+    """
+    own = {id(held) for held in (*model.modules(), *model.parameters(), *model.buffers())}
+    for path, part in model.named_modules():
+        function = vars(part).get("forward")
+        if any(id(held) in own for held in _held(function, 4)):
+            return (
+                f"{path + '.' if path else ''}forward was set on the instance of {type(part).__name__} as a function "
+                "that holds parts of the network, which a copy of the network would go on reading from the original. "
+                "Make it a method of the class, or bind it with types.MethodType(function, module) and let it find "
+                "everything on the module that it is given"
+            )
+    return ""
+
+
+def _held(function: Any, depth: int) -> Iterator[Any]:
+    """What a function refers to by its closure and its defaults, and functions among them by theirs."""
+    if not isinstance(function, FunctionType) or not depth:
+        return
+    for value in (*_contents(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield value.__self__ if isinstance(value, MethodType) else value
+        yield from _held(value, depth - 1)
+
+
+def _contents(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue

@@ -222,6 +222,12 @@ def test_weights_that_change_after_the_fit_are_noticed_however_it_is_done(change
 # ---------------------------------------------------------------------- models and batches
 
 
+def closed_over(model: nn.Module) -> nn.Module:
+    method = model.forward
+    model.forward = lambda x: 2 * method(x)  # type: ignore[method-assign]
+    return model
+
+
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
@@ -233,6 +239,7 @@ def test_weights_that_change_after_the_fit_are_noticed_however_it_is_done(change
         (nn.DataParallel, r"DataParallel.*model\.module"),
         (lambda m: torch.jit.trace(m, X), "TorchScript"),
         (torch.compile, r"torch\.compile.*_orig_mod"),
+        (lambda m: closed_over(m), r"forward was set on the instance of .*MethodType"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

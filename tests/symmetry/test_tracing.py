@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import types
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.algebra import Value
@@ -37,6 +41,36 @@ def test_a_branch_is_refused_by_its_line() -> None:
         tus.discover_symmetries(Branching(), torch.randn(2, 4))
     with pytest.raises(ValueError, match="branches must be"):
         tus.discover_symmetries(Branching(), torch.randn(2, 4), branches="guess")  # type: ignore[arg-type]
+
+
+def doubled(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        return 2 * method(x)
+
+    return forward
+
+
+def test_a_forward_that_reads_the_original_is_refused() -> None:
+    """A function on an instance is not copied with it: all axes would be pinned, as those of weights that nothing reads."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(2, 4)
+    net[0].forward = doubled(net[0].forward)  # type: ignore[method-assign]
+    with pytest.raises(tus.SymmetryError, match=r"0\.forward was set on the instance of Linear .* types\.MethodType"):
+        tus.discover_symmetries(net, x)
+    net[0].forward = lambda z, layer=net[0]: F.linear(z, layer.weight)  # type: ignore[method-assign, misc]
+    with pytest.raises(tus.SymmetryError, match=r"0\.forward was set"):
+        tus.discover_symmetries(net, x)
+    for bound in (
+        types.MethodType(lambda layer, z: F.linear(z, layer.weight), net[0]),
+        functools.partial(F.linear, weight=net[0].weight),
+        lambda z: F.relu(z[:, :1]) + net_free(z),
+    ):
+        net[0].forward = bound  # type: ignore[method-assign]
+        assert isinstance(tus.discover_symmetries(net, x), tus.SymmetryGraph)
+
+
+def net_free(z: Tensor) -> Tensor:
+    return z.repeat(1, 2)
 
 
 def test_the_way_of_the_example_is_recorded_on_request() -> None:

@@ -32,6 +32,7 @@ from tu_symmetry.laplace.tangent import (
     evaluating,
     require_independent_samples,
 )
+from tu_symmetry.modules import uncopyable
 
 _SAMPLES = 4
 _COPIED = 1 << 28  # parameters of the largest network that is copied to double precision (2 GiB)
@@ -42,7 +43,7 @@ def require_module(model: Any) -> None:
     """Refuse what is no network that can be called with other weights.
 
     Raises:
-        TypeError: no module, or a wrapper around one.
+        TypeError: no module, a wrapper around one, or one whose copies would read the original's weights.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}; linearized Laplace needs a torch.nn.Module")
@@ -55,6 +56,8 @@ def require_module(model: Any) -> None:
         raise TypeError("the model is a TorchScript module, whose weights cannot vary; pass the original module")
     if hasattr(model, "_orig_mod"):
         raise TypeError("the model was compiled by torch.compile; pass the original module, model._orig_mod")
+    if reason := uncopyable(model):
+        raise TypeError(f"linearized Laplace calls the network with other weights, and {reason}")
 
 
 def require_weights(model: nn.Module, names: Sequence[str]) -> None:

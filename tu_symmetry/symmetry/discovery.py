@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.states import kind_of
+from tu_symmetry.modules import uncopyable
+from tu_symmetry.states import SymmetryError, kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup, ScaleTerm
@@ -49,7 +50,8 @@ def discover_symmetries(
         transformed with it.
 
     Raises:
-        SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way.
+        SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way, or cannot be
+            copied, since its ``forward`` is a function that holds the original.
         TypeError: for something else than a module, a state dict for example.
         ValueError: for another ``branches``.
     """
@@ -60,6 +62,8 @@ def discover_symmetries(
             f"the model is a {type(model).__name__}, not a torch.nn.Module. A checkpoint is no architecture: build the "
             "network that its weights belong to, and pass that; weights play no role in discovery"
         )
+    if reason := uncopyable(model):
+        raise SymmetryError(f"discovery works on a copy of {type(model).__name__}, and {reason}")
     args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs = dict(example_kwargs or {})
     aliases = tied_names(model)
