@@ -51,7 +51,7 @@ def doubled(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def test_a_forward_that_reads_the_original_is_refused() -> None:
-    """A function on an instance is not copied with it: all axes would be pinned, as those of weights that nothing reads."""
+    """A function on an instance is not copied with it: all axes would be pinned, as of weights that nothing reads."""
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     x = torch.randn(2, 4)
     net[0].forward = doubled(net[0].forward)  # type: ignore[method-assign]
