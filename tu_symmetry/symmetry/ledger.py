@@ -378,6 +378,23 @@ class Ledger:
         self.shared += [z[first] for z in parts[1:]]
         return common
 
+    def place_in_blocks(self, units: Array, axis: int, labels: Sequence[Label]) -> bool:
+        """Fix units where they are in their blocks, which may still move whole; False where there are no such blocks.
+
+        ``[[0, 1], [2, 3]]`` in the blocks ``[[8], [9]]`` is bound: ``0 = (-1, 8), 1 = (-2, 8), 2 = (-1, 9)`` and so on.
+        Should the blocks become one, nothing is left that could move.
+        """
+        outer = [k for k in varies(units) if k != axis]
+        if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
+            return False
+        positions = along(code(np.arange(units.shape[axis], dtype=np.int64)), axis, units.ndim)
+        flat, *parts = (z.reshape(-1) for z in np.broadcast_arrays(units, positions, *(labels[k][0] for k in outer)))
+        _, first = np.unique(flat, return_index=True)
+        if len(distinct_rows(np.stack((flat, *parts), axis=1))) != len(first):
+            return False
+        self.bindings.append(Binding(flat[first], tuple(z[first] for z in parts)))
+        return True
+
     def _common(self, a: Label, b: Label, axis: int) -> Label:
         """New units for two labels to share that are nested in different axes; () where it is one axis, or none.
 

@@ -49,7 +49,9 @@ def noise(ledger: Ledger, shape: Sequence[int]) -> Value:
 
 def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
     """Forbid any symmetry on one axis; returns the value with that axis pinned."""
-    ledger.pin_label(value.labels[axis], reason, axis)
+    for component in value.labels[axis]:
+        if not ledger.place_in_blocks(component, axis, value.labels):
+            ledger.pin_label((component,), reason, axis)
     labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
     reasons = (*value.reasons[:axis], value.reasons[axis] or reason, *value.reasons[axis + 1 :])
     return replace(value, labels=labels, reasons=reasons, parameter=None)

@@ -178,10 +178,10 @@ def _pool(call: Call) -> Value | list[Value]:
 
 @register_rule("grid_sampler")
 def _sample(call: Call) -> Value:
-    """Each channel at positions that are computed."""
+    """Each channel at positions that are computed, for each sample its own."""
     value: Value = call["input"]
     pin_tensor(call, call["grid"], "positions in an image")
-    for axis in range(2, value.ndim):
+    for axis in (0, *range(2, value.ndim)):
         value = moving.mix(call.ledger, value, axis, "spatial position")
     return replace(value, shape=call.shape, parameter=None)
 
