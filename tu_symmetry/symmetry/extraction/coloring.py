@@ -205,7 +205,7 @@ def _related(component: Array, outer: Label, relation: Relation) -> tuple[Hash, 
     shape = [size if k == relation.axis else 1 for k in range(component.ndim)]
     if not any((o >= 0).any() for o in outer):
         return combined(relation.key, np.arange(size).reshape(shape)), [], []
-    met: Hash = np.asarray(relation.key).astype(np.uint64)
+    met: Hash = combined(relation.key, _copies(component, outer, relation.axis))
     places: list[Place] = []
     edges: list[Array] = []
     for part, o in enumerate(outer):
@@ -220,6 +220,29 @@ def _related(component: Array, outer: Label, relation: Relation) -> tuple[Hash, 
         if stuck.any():
             places.append(Place(y[stuck], combined(relation.key, part, -x[stuck])))
     return met, places, edges
+
+
+def _copies(component: Array, outer: Label, axis: int) -> Array:
+    """Which copy of its block each position of an outer axis is, where copies of one block hold different units.
+
+    Columns with the blocks ``[8, 9, 8, 9]`` that hold the units ``[[0, 1], [2, 3], [4, 5], [6, 7]]``: 0 and 1 stand in
+    the first copy of 8, 4 and 5 in the second one, and no unit of the one column moves to the other.
+    """
+    size = component.shape[axis]
+    shape = [size if k == axis else 1 for k in range(component.ndim)]
+    none = np.zeros(shape, dtype=np.int64)
+    if any(o.size > o.shape[axis] for o in outer):
+        return none
+    rows = np.stack([np.broadcast_to(o.reshape(-1), (size,)) for o in outer], axis=1)
+    _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    if len(first) == size or (component == component.take(first[inverse], axis)).all():
+        return none
+    order = np.argsort(inverse, kind="stable")
+    starts = np.searchsorted(inverse[order], np.arange(len(first)))
+    rank = np.empty(size, dtype=np.int64)
+    rank[order] = np.arange(size) - starts[inverse[order]]
+    return rank.reshape(shape)
 
 
 def _refined(total: Hash, edges: Edges) -> Array:
