@@ -8,6 +8,7 @@ draws on disk) says so by a method ``network_states()``, which returns their sta
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -126,7 +127,8 @@ def uncopyable(model: nn.Module) -> str:
     """Why a copy of a network would read the weights of the original, or "" where it would not.
 
     A ``forward`` that was set on an instance, and is a function that has the network in its closure or its defaults, is
-    not copied with it: functions are copied by reference. Bound methods and ``functools.partial`` are copied.
+    not copied with it: functions are copied by reference. Bound methods and ``functools.partial`` are copied, with the
+    modules that they hold; a weight that a ``partial`` holds by itself is read past the module all the same.
     """
     own = {id(held) for held in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, part in model.named_modules():
@@ -143,6 +145,9 @@ def uncopyable(model: nn.Module) -> str:
 
 def _held(function: Any, depth: int) -> Iterator[Any]:
     """What a function refers to by its closure and its defaults, and functions among them by theirs."""
+    if isinstance(function, partial):
+        yield from (v for v in (*function.args, *function.keywords.values()) if isinstance(v, Tensor))
+        function = function.func
     if not isinstance(function, FunctionType) or not depth:
         return
     for value in (*_contents(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):

@@ -57,20 +57,19 @@ def test_a_forward_that_reads_the_original_is_refused() -> None:
     net[0].forward = doubled(net[0].forward)  # type: ignore[method-assign]
     with pytest.raises(tus.SymmetryError, match=r"0\.forward was set on the instance of Linear .* types\.MethodType"):
         tus.discover_symmetries(net, x)
-    net[0].forward = lambda z, layer=net[0]: F.linear(z, layer.weight)  # type: ignore[method-assign, misc]
-    with pytest.raises(tus.SymmetryError, match=r"0\.forward was set"):
-        tus.discover_symmetries(net, x)
-    for bound in (
-        types.MethodType(lambda layer, z: F.linear(z, layer.weight), net[0]),
-        functools.partial(F.linear, weight=net[0].weight),
-        lambda z: F.relu(z[:, :1]) + net_free(z),
-    ):
-        net[0].forward = bound  # type: ignore[method-assign]
-        assert isinstance(tus.discover_symmetries(net, x), tus.SymmetryGraph)
+    for held in (lambda z, layer=net[0]: F.linear(z, layer.weight), functools.partial(F.linear, weight=net[0].weight)):
+        net[0].forward = held  # type: ignore[method-assign]
+        with pytest.raises(tus.SymmetryError, match=r"0\.forward was set"):
+            tus.discover_symmetries(net, x)
 
+    def given(layer: nn.Linear, z: Tensor) -> Tensor:
+        return F.linear(z, layer.weight)
 
-def net_free(z: Tensor) -> Tensor:
-    return z.repeat(1, 2)
+    for copied in (types.MethodType(given, net[0]), functools.partial(given, net[0])):
+        net[0].forward = copied  # type: ignore[method-assign]
+        graph = tus.discover_symmetries(net, x)
+        assert {m.parameter for m in graph["0"].members} == {"0.weight", "2.weight"}
+        tus.verify_symmetries(graph, net, x, on_failure="raise")
 
 
 def test_the_way_of_the_example_is_recorded_on_request() -> None:

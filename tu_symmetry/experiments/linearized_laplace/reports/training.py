@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,36 +78,31 @@ def _epoch_title(epochs: Mapping[float, Runs], epoch: float) -> str:
 
 
 def _apart(name: str, epochs: Mapping[float, Runs], priors: Sequence[str]) -> Grid:
-    body = []
-    for epoch, runs in epochs.items():
-        cells = []
-        for own in (_own(runs, prior) for prior in priors):
-            cells += [cell([run["wasserstein"] for run in own], 2), cell([run["relative"] for run in own], 2)]
-            cells.append(cell([100 * run["total_variation"] for run in own], 1))
-            cells[-3:] = [text + marks(own) for text in cells[-3:]]
-        body.append([_epoch_title(epochs, epoch), *cells])
+    def columns(own: Runs) -> list[str]:
+        return [
+            cell([run["wasserstein"] for run in own], 2),
+            cell([run["relative"] for run in own], 2),
+            cell([100 * run["total_variation"] for run in own], 1),
+        ]
+
     heads = [f"{what}\n{_prior_title(prior)}" for prior in priors for what in ("distance", "relative", "TV %")]
     caption = (
         "mean ± standard error over networks. distance: 2-Wasserstein, of the Gaussian posteriors of the outputs by "
         "M(θ~) and M(θ*) at a test image, mean over images, in logits; relative: to the spread of M(θ*); TV: total "
         f"variation of the two predictives. {OPEN_CAPTION}"
     )
-    return Grid(f"{name}: M(θ~) and M(θ*) apart", ["epoch", *heads], body, caption)
+    return Grid(f"{name}: M(θ~) and M(θ*) apart", ["epoch", *heads], _rows(epochs, priors, columns), caption)
 
 
 def _weights_apart(name: str, epochs: Mapping[float, Runs], priors: Sequence[str]) -> Grid:
-    body = []
-    for epoch, runs in epochs.items():
-        cells = []
-        for own in (_own(runs, prior) for prior in priors):
-            columns = [
-                cell([run["map"]["spread"] for run in own], 1),
-                cell([run["tangent_mode"]["spread"] for run in own], 1),
-                cell([run["deviations"] for run in own], 1),
-                cell([100 * run["relative_norm"] for run in own], 1),
-            ]
-            cells += [text + marks(own) for text in columns]
-        body.append([_epoch_title(epochs, epoch), *cells])
+    def columns(own: Runs) -> list[str]:
+        return [
+            cell([run["map"]["spread"] for run in own], 1),
+            cell([run["tangent_mode"]["spread"] for run in own], 1),
+            cell([run["deviations"] for run in own], 1),
+            cell([100 * run["relative_norm"] for run in own], 1),
+        ]
+
     what = ("spread\nM(θ~)", "spread\nM(θ*)", "θ* − θ~\nin deviations", "θ* − θ~\nin %")
     heads = [f"{text}, {_prior_title(prior)}" for prior in priors for text in what]
     caption = (
@@ -115,7 +110,18 @@ def _weights_apart(name: str, epochs: Mapping[float, Runs], priors: Sequence[str
         "images, in logits; θ* − θ~: in standard deviations of the posterior of M(θ*) (root of the sum over all its "
         f"directions), and its norm relative to that of θ~. {OPEN_CAPTION}"
     )
-    return Grid(f"{name}: spreads and weights", ["epoch", *heads], body, caption)
+    return Grid(f"{name}: spreads and weights", ["epoch", *heads], _rows(epochs, priors, columns), caption)
+
+
+def _rows(epochs: Mapping[float, Runs], priors: Sequence[str], columns: Callable[[Runs], list[str]]) -> list[list[str]]:
+    """A row for each epoch: the same columns for each prior, with the marks of its runs."""
+    return [
+        [
+            _epoch_title(epochs, epoch),
+            *(text + marks(own) for own in (_own(runs, prior) for prior in priors) for text in columns(own)),
+        ]
+        for epoch, runs in epochs.items()
+    ]
 
 
 def _precisions(name: str, epochs: Mapping[float, Runs], priors: Sequence[str]) -> Grid:
