@@ -56,7 +56,9 @@ class Verdict:
         return [line.split(":")[0] for line in self.wrong]
 
 
-def judge(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) -> Verdict:
+def judge(
+    graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0, training: bool = False
+) -> Verdict:
     """Try the groups of a verified graph on random weights of the model, in float64.
 
     Args:
@@ -64,10 +66,11 @@ def judge(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *
         model: the module; it is left as it is.
         inputs: positional arguments of ``forward``.
         seed: of weights and elements.
+        training: run it in training mode (what it draws is the same noise everywhere, as in evaluation).
     """
     verdict = Verdict()
     generator = torch.Generator().manual_seed(seed)
-    copied = _Copy(model, inputs)
+    copied = _Copy(model, inputs, training=training)
     states = [random_weights(model, generator) for _ in range(2)]
     if any(_discrete(t) for t in states[0].values()):
         states.append({k: _other(t, generator) for k, t in states[0].items()})
@@ -96,7 +99,12 @@ def judge(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
         rounds = [(exact, reference)]
         if loose:
-            rounds.append(([*exact, *loose], _Reference(_Copy(model, inputs, epsilons=False), state, generator)))
+            rounds.append(
+                (
+                    [*exact, *loose],
+                    _Reference(_Copy(model, inputs, epsilons=False, training=training), state, generator),
+                )
+            )
         for groups, judged in rounds:
             for label, factors in _scales(groups, generator):
                 try:
@@ -204,10 +212,12 @@ def _other(tensor: Tensor, generator: torch.Generator) -> Tensor:
 class _Copy:
     """A float64 copy of a module that can be run with any weights, and forgets what earlier runs left in it."""
 
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...], *, epsilons: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: tuple[Any, ...], *, epsilons: bool = True, training: bool = False
+    ) -> None:
         memo = _leaves(model)
         memo |= {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()}
-        self.model = copy.deepcopy(model, memo).cpu().train().eval()
+        self.model = copy.deepcopy(model, memo).cpu().train().eval().train(training)
         self.inputs = tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, inputs)
         self.epsilons = epsilons
         for module in self.model.modules():

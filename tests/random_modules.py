@@ -72,6 +72,7 @@ class Module:
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     name: str = "Net"
+    options: tuple[str, ...] = ()  # arguments of ``forward`` that may be left out
 
     @property
     def source(self) -> str:
@@ -88,7 +89,7 @@ class Module:
                 "        super().__init__()",
                 *init,
                 "",
-                f"    def forward(self, {', '.join(self.inputs)}):",
+                f"    def forward(self, {', '.join((*self.inputs, *self.options))}):",
                 *lines,
                 f"        return {returned}",
                 "",
@@ -1163,6 +1164,98 @@ def random_module(seed: int) -> Module:
     raise RuntimeError(f"no module with outputs that depend on its weights was drawn from seed {seed}")
 
 
+OPTIONS = ("n=2", "m=None")
+WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (0, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
+"""Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
+BEYOND: list[tuple[Operator, float]] = []
+
+
+def beyond(weight: float) -> Callable[[Operator], Operator]:
+    """An operator that does something else on other inputs, or in training, than on the example."""
+
+    def register(function: Operator) -> Operator:
+        BEYOND.append((function, weight))
+        return function
+
+    return register
+
+
+@beyond(5)
+def rows_of_a_table(b: Builder) -> None:
+    """``n`` rows of six, or one of them: the example reads the first two, or the third."""
+    h = b.pick(2, 3)
+    name, line = b.parameter(6, b.shape(h)[-1])
+    table = b.among(f"self.{name}", f"(2 * self.{name})", f"(self.{name} - self.{name}.mean(0))", f"self.{name}.tanh()",
+                    f"F.normalize(self.{name}, dim=-1)")  # fmt: skip
+    read = b.among("{0}[:n].sum(0)", "{0}[n]", "{0}[torch.arange(n)].amax(0)", "{0}.narrow(0, 0, n).sum(0)",
+                   "F.embedding(torch.arange(n), {0}).sum(0)", "F.normalize({0}[:n], dim=-1).sum(0)",
+                   "{0}.split([n, 6 - n])[0].sum(0)", "{0}.unbind(0)[n]").format(table)  # fmt: skip
+    b.add((h,), f"{h} + {read}", [line])
+
+
+@beyond(3)
+def some_units(b: Builder) -> None:
+    """The first units, as many as ``n`` says."""
+    h = b.pick(2, where=lambda s: s[-1] >= 6)
+    b.add((h,), b.among(f"{h}[..., :n].sum(-1, keepdim=True)", f"{h} * {h}[..., :n].mean(-1, keepdim=True)"))
+
+
+@beyond(3)
+def in_training(b: Builder) -> None:
+    h, other = b.pick(2, 3), b.pick(2, 3)
+    (name, line), size = b.linear(other, b.shape(h)[-1]), b.shape(h)[-1]
+    p, p_line = b.parameter(size)
+    more = b.among(f"self.{name}({other}).mean()", f"self.{name}({other}).sum(0).sum() * self.{p}", f"self.{p}")
+    b.add((h, other), f"({h} + {more}) if self.training else {h}", [line, p_line])
+
+
+@beyond(3)
+def an_expert(b: Builder) -> None:
+    h = b.pick(2, 3)
+    (one, first), (two, second) = b.linear(h, size := b.width()), b.linear(h, size)
+    b.add((h,), f"self.{one}({h}) if n < 3 else self.{two}({h})", [first, second])
+
+
+@beyond(3)
+def an_option(b: Builder) -> None:
+    h = b.pick(2, 3)
+    name, line = b.parameter(b.shape(h)[-1])
+    b.add(
+        (h,),
+        b.among(f"{h} if m is None else {h} + m * self.{name}", f"{h} if m is None else {h} * self.{name}"),
+        [line],
+    )
+
+
+@beyond(6)
+def the_largest(b: Builder) -> None:
+    """Positions of the largest entries, which equal numbers have in an order of their own."""
+    h = b.pick(2)
+    act = b.among("{0}", "torch.relu({0})", "{0}.sigmoid()", "F.leaky_relu({0})", "{0}.softmax(-1)", "({0} - {0}.relu())",
+                  "F.elu({0}, 0.0)", "F.dropout({0}, 0.5, False)", "F.layer_norm({0}, {0}.shape[-1:])",
+                  "({0} * {0}.relu())", "{0}.exp()")  # fmt: skip
+    if b.flip():
+        name, line = b.linear(h)
+        bias = b.flip()
+        size, source = b.space["self"].get_submodule(name).out_features, f"self.{name}({h})"
+        init = [line if bias else line.replace(")", ", bias=False)")]
+    else:
+        size, source, init = b.shape(h)[-1], h, []
+    codes, code_line = b.parameter(size, b.width())
+    found = b.among("{0}.argmax(-1)", "{0}.topk(1).indices[:, 0]", "{0}.max(-1)[1]", "{0}.argsort(-1)[:, -1]")
+    b.add((h,), f"self.{codes}[{found.format(act.format(source))}]", [*init, code_line])
+
+
+def beyond_module(seed: int) -> Module:
+    """A random module that does something else on other inputs, or in training, than on its example."""
+    for attempt in range(20):
+        module = _drawn(seed + 1_000_003 * attempt, [*OPERATORS, *BEYOND, *BEYOND], OPTIONS)
+        if any(node.kind in {f.__name__ for f, _ in BEYOND} for node in module.nodes) and module.outputs:
+            if depends_on_weights(module):
+                return module
+    raise RuntimeError(f"no module that goes beyond its example was drawn from seed {seed}")
+
+
 def depends_on_weights(module: Module) -> bool:
     """Whether other weights give other outputs."""
     results = []
@@ -1177,8 +1270,9 @@ def depends_on_weights(module: Module) -> bool:
     )
 
 
-def _drawn(seed: int) -> Module:
+def _drawn(seed: int, operators: list[tuple[Operator, float]] | None = None, options: tuple[str, ...] = ()) -> Module:
     b = Builder(seed)
+    b.space |= {"n": 2, "m": None}
     kind = b.among("vector", "vector", "sequence", "sequence", "image", "mixed")
     shapes = {"vector": [(3, 5)], "sequence": [(2, 4, 5)], "image": [(2, 3, 4, 4)], "mixed": [(2, 4), (2, 4, 4)]}[kind]
     if b.flip(0.15):
@@ -1190,14 +1284,14 @@ def _drawn(seed: int) -> Module:
         b.space[name] = torch.randn(*shape, generator=torch.Generator().manual_seed(k))
         b.pool.append(name)
     size = b.random.randint(3, 11)
-    functions, weights = zip(*OPERATORS, strict=True)
+    functions, weights = zip(*(operators or OPERATORS), strict=True)
     _try(b, convolution if kind == "image" else linear)
     for _ in range(400):
         if len(b.nodes) >= size:
             break
         _try(b, b.random.choices(functions, weights)[0])
     outputs = _outputs(b)  # adds nodes
-    return Module(dict(b.inputs), tuple(b.nodes), tuple(outputs))
+    return Module(dict(b.inputs), tuple(b.nodes), tuple(outputs), options=options)
 
 
 def _try(b: Builder, function: Operator) -> bool:

@@ -89,7 +89,7 @@ row("classes: smallest and where", lambda m, x: m.c(relu(m.a(x))).min(-1), [8], 
 row("classes: smallest alone", lambda m, x: m.c(relu(m.a(x))).min(-1).values, [8, 3], 8, 0)
 for name in ("max", "min", "median", "nanmedian", "mode"):
     row(f"{name}: both", lambda m, x, n=name: getattr(m.a(x), n)(-1), [], 0)
-    row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0)
+    row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0, a=(5, 8))
 row("kthvalue: both", lambda m, x: m.a(x).kthvalue(2, -1), [], 0)
 row("kthvalue: values", lambda m, x: m.c(relu(m.a(x))) + m.a(x).kthvalue(2, -1)[0][:, None], [8], 0)
 row("sort: values", lambda m, x: m.c(relu(m.a(x)).sort(-1).values), [8], 1)
@@ -263,7 +263,7 @@ row(
 )
 row("in another order", lambda m, x: m.c(hidden(m, x)[:, m.g]), [8], 8, **layers, g=order)
 row("index_select", lambda m, x: m.c(hidden(m, x).index_select(1, m.g)), [8], 8, **layers, g=order)
-row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [4, 4], 4, 4, a=(5, 8), c=(4, 3), g=order[:4])
+row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [4], 4, 0, a=(5, 8), c=(4, 3), g=order[:4])
 row(
     "gains by kind", lambda m, x: m.c(hidden(m, x) * m.e(m.g)[:, 0]),
     [2, 3, 3], 9, **layers, e=nn.Embedding(3, 1), g=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),

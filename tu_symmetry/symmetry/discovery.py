@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
@@ -16,8 +17,10 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup, ScaleTerm
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.nesting import Nestings
-from tu_symmetry.symmetry.probe import Probe
+from tu_symmetry.symmetry.probe import Example, ExampleInputs, ExampleKwargs, Probe, examples_of
+from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.scales import scale_groups
+from tu_symmetry.symmetry.source import asks_for_mode, never_named
 from tu_symmetry.symmetry.tracing import Trace, interpret, tied_names, trace
 
 Shapes = dict[str, tuple[int, ...]]
@@ -25,25 +28,31 @@ Shapes = dict[str, tuple[int, ...]]
 
 def discover_symmetries(
     model: nn.Module,
-    example_inputs: Tensor | tuple[Any, ...],
+    example_inputs: ExampleInputs,
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_kwargs: ExampleKwargs = None,
     branches: Literal["refuse", "record"] = "refuse",
 ) -> SymmetryGraph:
     """Find the permutation, positive-scale and normalization symmetries of a module.
 
     The module is traced in evaluation mode by ``torch.export`` (its weights play no role), and a table of rules, one
     for each operator, follows which hidden units index the axes of every parameter and buffer. An operator without a
-    rule pins what it touches and is named in the graph's report. The module itself is left as it is.
+    rule pins what it touches and is named in the graph's report. Where the module's own code asks for training mode, or
+    evaluation leaves parameters out, it is traced in training mode too. The module itself is left as it is.
+
+    What is found holds beyond the example: units that the example does not read (the rows of a table of positions
+    beyond its length) are pinned, and so are all that parameters which it does not reach (experts without a token,
+    optional arguments that were left out) could meet. More examples reach more.
 
     Args:
         model: any module; also one on the meta device (with inputs there), which holds no weights at all.
-        example_inputs: an input tensor, or the tuple of positional arguments of ``forward``.
-        example_kwargs: keyword arguments of ``forward``.
+        example_inputs: an input tensor, or the tuple of positional arguments of ``forward``. A list holds several
+            examples, of other lengths or with other optional arguments: what all of them allow is found. (A module
+            whose one argument is a list takes it in a tuple, ``([image],)``.)
+        example_kwargs: keyword arguments of ``forward``; a list of them for several examples.
         branches: what to do where ``forward`` branches on the values of a tensor: ``"refuse"``, with an error that
             names the line, or ``"record"`` the way that the example inputs take. What is found then holds for all
-            inputs that take the same way (which way is taken does not change under the symmetries), and parameters
-            that it does not meet are pinned.
+            inputs that take the same way (which way is taken does not change under the symmetries).
 
     Returns:
         The symmetry graph. It is verified numerically (see :func:`verify_symmetries`) before weights are first
@@ -53,7 +62,7 @@ def discover_symmetries(
         SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way, or cannot be
             copied, since its ``forward`` is a function that holds the original.
         TypeError: for something else than a module, a state dict for example.
-        ValueError: for another ``branches``.
+        ValueError: for another ``branches``, or lists of different lengths.
     """
     if branches not in ("refuse", "record"):
         raise ValueError(f"branches must be 'refuse' or 'record', got {branches!r}")
@@ -64,22 +73,26 @@ def discover_symmetries(
         )
     if reason := uncopyable(model):
         raise SymmetryError(f"discovery works on a copy of {type(model).__name__}, and {reason}")
-    args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    kwargs = dict(example_kwargs or {})
+    examples = examples_of(example_inputs, example_kwargs)
+    hollow = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(0))
+    passes = _Passes.of(model, examples, record=branches == "record")
     aliases = tied_names(model)
-    probe = Probe.of(model, args, kwargs, generator=torch.Generator().manual_seed(0))
-    traced = trace(model, args, kwargs, record=branches == "record")
     state = model.state_dict()
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = frozenset(name for name in aliases if name not in trained)
     shapes = {name: tuple(state[name].shape) for name in aliases}
     order = list(aliases)
-    found = _Reading.best(traced, order, shapes, buffers)
-    unused = [
-        n for n in order if n not in found.ledger.parameters and (state[n].is_floating_point() or state[n].is_complex())
+    floating = [n for n in order if state[n].is_floating_point() or state[n].is_complex()]
+    unused = passes.unused(floating, live=False)
+    unreached = [n for n in unused if n not in never_named(model, unused)]
+    found = _Reading.best(passes.traces, order, shapes, buffers, unreached)
+    idle = [
+        Pin(n, k, s, "not used in the forward pass")
+        for n in passes.unused(floating, live=True)
+        for k, s in enumerate(shapes[n])
+        if s > 1
     ]
-    idle = [Pin(n, k, s, "not used in the forward pass") for n in unused for k, s in enumerate(shapes[n]) if s > 1]
-    return SymmetryGraph(
+    graph = SymmetryGraph(
         permutations=found.permutations,
         scales=found.scales,
         normalizations=found.normalizations,
@@ -90,11 +103,77 @@ def discover_symmetries(
         unknown_operators=tuple(found.ledger.unknown),
         scale_terms=found.terms,
         architecture=type(model).__name__,
-        branch=traced.branch,
-        constants=traced.constants,
+        branch=next((t.branch for t in passes.traces if t.branch), None),
+        constants={name: tensor for t in passes.traces for name, tensor in t.constants.items()},
         kinds={name: kind_of(state[name].dtype) for name in aliases},
-        probe=probe,
+        unreached=tuple(unreached),
+        training=passes.training,
+        probe=hollow.trained(passes.trained_on, generator=torch.Generator().manual_seed(0)),
     )
+    unknown: dict[PermutationGroup | ScaleGroup, str] = {
+        group: "rescales what the example inputs do not read"
+        for group in (*graph.scales, *graph.normalizations)
+        if {m.parameter for m in group.members if not m.buffer} <= found.ledger.partly
+        or any(_could_meet(group, shapes, shapes[name]) for name in unreached)
+    }
+    return graph._without(unknown) if unknown else graph
+
+
+def _could_meet(group: ScaleGroup, shapes: Shapes, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor of some shape could meet what a group rescales."""
+    lengths = (
+        n
+        for m in group.members
+        for n in (shapes[m.parameter] if m.axis is None else shapes[m.parameter][m.axis : m.axis + 1])
+    )
+    return any(could_meet(n, shape) for n in lengths)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The traced passes of a network through all examples, in evaluation and, where that may differ, in training.
+
+    Attributes:
+        traces: one or two for each example.
+        training: whether training mode was followed: ``"as evaluation"`` where nothing asks for the mode,
+            ``"followed"``, or why not.
+        trained_on: the examples that were traced in training mode.
+    """
+
+    traces: tuple[Trace, ...]
+    training: str
+    trained_on: tuple[Example, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, examples: Sequence[Example], *, record: bool) -> _Passes:
+        passes = cls(tuple(trace(model, args, kwargs, record=record) for args, kwargs in examples), "as evaluation")
+        floating = [n for n, t in model.state_dict().items() if t.is_floating_point() or t.is_complex()]
+        idle = set(passes.unused(floating, live=True))
+        if not asks_for_mode(model) and not idle - never_named(model, idle):
+            return passes
+        found: list[Trace] = []
+        taken: list[Example] = []
+        for args, kwargs in examples:
+            try:
+                found.append(trace(model, args, kwargs, record=record, training=True))
+            except SymmetryError as error:
+                two = tree_map_only(Tensor, _twice, (args, kwargs))  # batch norm trains on two samples at least
+                try:
+                    found.append(trace(model, *two, record=record, training=True))
+                except SymmetryError:
+                    return replace(passes, training=f"not followed: {str(error).splitlines()[0]}")
+                args, kwargs = two
+            taken.append((args, kwargs))
+        return cls((*passes.traces, *found), "followed", tuple(taken))
+
+    def unused(self, names: Sequence[str], *, live: bool) -> list[str]:
+        """Names of tensors that no pass computes with, or that no output depends on."""
+        used = {name for t in self.traces for name in t.names(live=live)}
+        return [name for name in names if name not in used]
+
+
+def _twice(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor]) if tensor.ndim else tensor
 
 
 @dataclass(frozen=True)
@@ -109,25 +188,31 @@ class _Reading:
     terms: dict[str, tuple[ScaleTerm, ...]]
 
     @classmethod
-    def best(cls, traced: Trace, order: list[str], shapes: Shapes, buffers: frozenset[str]) -> _Reading:
+    def best(
+        cls,
+        traces: Sequence[Trace],
+        order: list[str],
+        shapes: Shapes,
+        buffers: frozenset[str],
+        unreached: Sequence[str],
+    ) -> _Reading:
         """The one that finds most, over nestings that are guessed and, where a guess was regretted, others."""
+
+        def by(nestings: Nestings) -> _Reading:
+            ledger = interpret(traces, nestings)
+            for name in unreached:
+                pin_what_could_meet(ledger, name, shapes[name])
+            permutations, pinned = permutation_groups(ledger, order)
+            return cls(ledger, tuple(permutations), tuple(pinned), *scale_groups(ledger, order, shapes, buffers))
+
         nestings = Nestings()
-        best = cls.by(traced, nestings, order, shapes, buffers)
+        best = by(nestings)
         while (others := nestings.reconsidered(best.ledger)) != nestings:
-            reading, nestings = cls.by(traced, others, order, shapes, buffers), others
+            reading, nestings = by(others), others
             if reading.size <= best.size:
                 break
             best = reading
         return best
-
-    @classmethod
-    def by(
-        cls, traced: Trace, nestings: Nestings, order: list[str], shapes: Shapes, buffers: frozenset[str]
-    ) -> _Reading:
-        """What one walk with these nestings finds."""
-        ledger = interpret(traced, nestings)
-        permutations, pinned = permutation_groups(ledger, order)
-        return cls(ledger, tuple(permutations), tuple(pinned), *scale_groups(ledger, order, shapes, buffers))
 
     @property
     def size(self) -> tuple[float, int]:

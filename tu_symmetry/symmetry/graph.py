@@ -60,6 +60,11 @@ class SymmetryGraph(Brief):
             attention, sparse matrices); counters that no output depends on are none:
             the symmetries are those of a network with these values. Masks and factors that lie beside hidden units are
             none of them; they move with the units.
+        unreached: parameters that no example input reaches (optional arguments that were left out, experts without a
+            token): what they could meet is pinned. More examples reach more.
+        training: whether training mode has been looked at, in words: ``"as evaluation"`` where nothing in the network
+            asks for the mode and evaluation reaches all parameters, ``"followed"`` where the symmetries hold in both,
+            or why it could not be followed.
         verified: whether :func:`verify_symmetries` has passed.
         failed: groups that were taken out because they failed verification: name to reason.
         by_hand: names of the groups that :meth:`with_permutation` added.
@@ -80,6 +85,8 @@ class SymmetryGraph(Brief):
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+    training: str = "as evaluation"
     verified: bool = False
     failed: dict[str, str] = field(default_factory=dict)
     by_hand: frozenset[str] = frozenset()

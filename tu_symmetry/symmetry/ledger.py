@@ -107,6 +107,7 @@ class Ledger:
         wishes: what ``nested`` should have held.
         regrets: units of blocks whose contents had to be made alike, see :meth:`regret`.
         shared: units of blocks whose contents met units that all blocks share.
+        partly: parameters of which the example inputs read a part only.
     """
 
     units: int = 0
@@ -130,6 +131,7 @@ class Ledger:
     choices: list[tuple[int, Array]] = field(default_factory=list)
     regrets: list[Array] = field(default_factory=list)
     shared: list[Array] = field(default_factory=list)
+    partly: frozenset[str] = frozenset()
     _seen_ids: set[tuple[int, ...]] = field(default_factory=set)
     _origins: list[tuple[int, int, str, int]] = field(default_factory=list)
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ class Probe:
         args, kwargs: the inputs, float64 on the CPU.
         epsilon: relative rounding of the lowest precision that any run had to use: that of float64, unless an operator
             exists in lower precision only.
+        others: the same network with other example inputs, or in training mode, where the symmetries have to hold too.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.module = module
+        self.others: tuple[Probe, ...] = ()
         self.args = args
         self.kwargs = dict(kwargs)
         self.epsilon = torch.finfo(torch.float64).eps
@@ -49,8 +51,8 @@ class Probe:
     def of(
         cls,
         model: nn.Module,
-        example_inputs: Tensor | tuple[Any, ...],
-        example_kwargs: Mapping[str, Any] | None = None,
+        example_inputs: ExampleInputs,
+        example_kwargs: ExampleKwargs = None,
         *,
         generator: torch.Generator | None = None,
     ) -> Probe:
@@ -58,16 +60,26 @@ class Probe:
 
         Args:
             model: any module.
-            example_inputs: an input tensor, or the tuple of positional arguments of ``forward``.
-            example_kwargs: keyword arguments of ``forward``.
+            example_inputs: an input tensor, or the tuple of positional arguments of ``forward``; a list of several.
+            example_kwargs: keyword arguments of ``forward``; a list of as many.
             generator: if given, constant floating-point inputs (zeros, ones) are replaced by noise: on an input of
                 zeros the first layer's weights would play no role.
 
         Raises:
             SymmetryError: if the model changes its own weights when it is switched to evaluation mode.
         """
-        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        return cls(hollow(model), *_double((args, dict(example_kwargs or {})), generator))
+        module = hollow(model)
+        first, *more = (cls(module, *_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
+        first.others = tuple(more)
+        return first
+
+    def trained(self, examples: Sequence[Example], *, generator: torch.Generator | None = None) -> Probe:
+        """The probe with others beside it: the network in training mode, on these examples."""
+        if examples:
+            module = _sharing(self.module).train()
+            kept = tuple(p for p in self.others if not p.module.training)
+            self.others = (*kept, *(Probe(module, *_double(e, generator)) for e in examples))
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
         return self  # nothing in it changes
@@ -76,6 +88,22 @@ class Probe:
         """The same network with other inputs, as they are."""
         args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         return Probe(self.module, *_double((args, dict(example_kwargs or {})), None))
+
+    def drawn(self, generator: torch.Generator) -> Probe:
+        """The same network with other numbers in its floating-point inputs, of the same mean and deviation.
+
+        Integers, booleans, and tensors of one or two different numbers (masks) stay as they are.
+        """
+
+        def draw(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()) or len(tensor.unique()) < 3:
+                return tensor
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            return tensor.mean() + tensor.std() * noise
+
+        probe = Probe(self.module, *tree_map_only(Tensor, draw, (self.args, self.kwargs)))
+        probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
+        return probe
 
     def without_epsilons(self) -> Probe:
         """The same network with (almost) zero for every epsilon of a normalization.
@@ -214,6 +242,35 @@ class Probe:
             return self._attempt(state, narrow)
         self.epsilon = max(self.epsilon, exactly.epsilon)
         return [t.clone() for t in tensors_of(output)]
+
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any]
+ExampleKwargs = Mapping[str, Any] | list[Mapping[str, Any]] | None
+
+
+def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> list[Example]:
+    """Positional and keyword arguments of each example.
+
+    Args:
+        example_inputs: an input tensor, a tuple of positional arguments, or a list of several of these.
+        example_kwargs: keyword arguments of every example, or a list with those of each.
+
+    Raises:
+        ValueError: for an empty list, or lists of different lengths.
+    """
+    several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if isinstance(example_inputs, list) and not example_inputs:
+        raise ValueError("example_inputs is an empty list; pass at least one example")
+    if isinstance(example_kwargs, list):
+        if not isinstance(example_inputs, list):
+            several = several * len(example_kwargs)
+        if len(example_kwargs) != len(several) or not several:
+            raise ValueError(f"{len(several)} example_inputs and {len(example_kwargs)} example_kwargs; pass as many")
+        named: list[Mapping[str, Any]] = example_kwargs
+    else:
+        named = [example_kwargs or {}] * len(several)
+    return [(a if isinstance(a, tuple) else (a,), dict(k)) for a, k in zip(several, named, strict=True)]
 
 
 def hollow(model: nn.Module) -> nn.Module:

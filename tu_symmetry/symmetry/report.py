@@ -79,6 +79,10 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
     facts.append(("no rule for", ", ".join(graph.unknown_operators) or "none: every operator that was met has one"))
     if graph.branch:
         facts.append(("branch", f"recorded for inputs that go the example's way at {graph.branch}"))
+    if graph.unreached:
+        facts.append(("not reached", f"{', '.join(graph.unreached)}: pass a list of example inputs that reach them"))
+    if graph.training.startswith("not"):
+        facts.append(("training mode", graph.training))
     tied = [names for names in graph.aliases.values() if len(names) > 1]
     if tied:
         facts.append(("tied", "; ".join(" = ".join(names) for names in tied)))

@@ -7,11 +7,11 @@ adds a rule for an own operator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Value, pinned_value
 from tu_symmetry.symmetry.ledger import Ledger
 
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
@@ -21,9 +21,35 @@ SMALL = 1e-3  # a number below this that is added to a statistic is taken for a 
 GUARD = 1e-5  # and one below this to which a norm is clamped; if it is below INACTIVE, no factor in practice meets it
 INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
+TRAIT_NAMES = frozenset((
+    "moves", "same", "picks", "combines", "injective", "distinct", "shifts", "spreads", "pools", "statistic",
+    "of_statistics", "random", "fills", "zeros",
+))  # fmt: skip
+"""What an operator does beside its rule; what is not said of it is not relied on.
+
+==================  ==================================================================================================
+``moves``           its one tensor's entries stand at other places, some at several or at none (views, slices, expand)
+``same``            of these: the same entries in the same order (casts and views, but no transposition and no slice)
+``picks``           entries of its first tensor, found by positions (look-ups)
+``combines``        integers and booleans enter as factors, terms or choices, never as positions
+``injective``       entry by entry, ascending or descending throughout, without flat parts, in floating point as well
+``distinct``        different entries stay different (softmax); a tensor named ``bias``, if there is one, is added
+``shifts``          sums and differences of two tensors, or of a tensor and a number
+``spreads``         linear in each of its tensors, all of which it multiplies; a tensor named ``bias`` is added
+``pools``           sums, means or extrema of entries (along an axis, over windows)
+``statistic``       norms, deviations, means: what normalizations add their epsilon to
+``of_statistics``   makes statistics of statistics (square root)
+``random``          draws numbers, no two of which are equal
+``fills``           every entry is one number, which ``Value.fill`` tells
+``zeros``           that number is zero
+==================  ==================================================================================================
+"""
+TRAITS: dict[str, frozenset[str]] = {}
 
 
-def register_rule(*operators: str, positions: Literal["pin", "keep", "read"] = "pin") -> Callable[[R], R]:
+def register_rule(
+    *operators: str, positions: Literal["pin", "keep", "read"] = "pin", traits: Collection[str] = ()
+) -> Callable[[R], R]:
     """Register a rule for one or more operators.
 
     Args:
@@ -32,6 +58,11 @@ def register_rule(*operators: str, positions: Literal["pin", "keep", "read"] = "
         positions: what becomes of a tensor whose entries are positions of hidden units (what ``argmax`` returns). By
             default the units are pinned, since an ordinary operator reads the numbers; ``"keep"`` is for operators
             that only move or copy the entries of their one tensor; a rule with ``"read"`` looks at ``Value.points``.
+        traits: what else is known of the operators, see :data:`TRAIT_NAMES`. Without ``"injective"`` or ``"distinct"``, for
+            one, different numbers may become equal, and which of them is the largest is no property of the units.
+
+    Raises:
+        ValueError: for a trait that does not exist.
 
     Returns:
         A decorator for a function from a :class:`Call` to the output's value (or a list of values). Example::
@@ -44,8 +75,12 @@ def register_rule(*operators: str, positions: Literal["pin", "keep", "read"] = "
     def add(rule: R) -> R:
         for operator in operators:
             name = operator if "." in operator else f"aten.{operator}"
-            RULES[name], POSITIONS[name] = rule, positions
+            RULES[name], POSITIONS[name], TRAITS[name] = rule, positions, frozenset(traits)
         return rule
+
+    unheard = sorted(set(traits) - TRAIT_NAMES)
+    if unheard:
+        raise ValueError(f"there are no traits {unheard}; known are {sorted(TRAIT_NAMES)}")
 
     return add
 
@@ -64,8 +99,9 @@ class Call:
         constants: as ``arguments``, the tensors among them that are known by value (None for the others).
         dtypes: as ``arguments``, the types of the tensors.
         zeros: ids of the tensor arguments that are zero throughout: these have any scale.
-        tied: ids of the tensor arguments whose entries may be equal with positive probability (behind a ReLU), so
-            that which of them is the largest is no property of the units alone.
+        apart: id of a tensor argument to the units that it is provably different at, see :mod:`.distinct`. At others
+            entries may be equal for some inputs (behind a ReLU, on a blank image), so that which of them is the largest
+            is no property of the units alone.
         statistics: ids of the tensor arguments that are norms, deviations and the like: they may be given an epsilon.
         sole: ids of the tensor arguments that are views of a parameter which nothing else reads.
     """
@@ -79,7 +115,7 @@ class Call:
     constants: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, Any] = field(default_factory=dict)
     zeros: frozenset[int] = frozenset()
-    tied: frozenset[int] = frozenset()
+    apart: dict[int, Array] = field(default_factory=dict)
     sole: frozenset[int] = frozenset()
     statistics: frozenset[int] = frozenset()
 

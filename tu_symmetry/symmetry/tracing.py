@@ -25,45 +25,26 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
+from tu_symmetry.symmetry.distinct import Distinct
 from tu_symmetry.symmetry.ledger import Ledger, Mark
 from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.probe import copied, own_copy
-from tu_symmetry.symmetry.rules import POSITIONS, Call, Rule, unknown
+from tu_symmetry.symmetry.reading import Reading, pin_unseen
+from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, Rule, unknown
 
-SPREADS = frozenset((
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "mv", "einsum", "bilinear", "conv1d", "conv2d", "conv3d",
-    "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "cdist", "rand", "randn", "rand_like",
-    "randn_like", "normal", "uniform", "exponential", "scaled_dot_product_attention", "lstm", "gru", "rnn_tanh",
-))  # fmt: skip
-"""Operators after which no two entries are equal, but by chance of measure zero."""
-FLAT = frozenset((
-    "relu", "relu6", "hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "threshold", "clamp",
-    "clamp_min", "clamp_max", "where", "masked_fill", "sign", "sgn", "round", "floor", "ceil", "trunc", "maximum",
-    "minimum", "expand", "expand_as", "broadcast_to", "repeat", "repeat_interleave", "tile", "zeros_like", "ones_like",
-    "full_like", "new_zeros", "new_ones", "new_full", "fill", "zero", "heaviside", "floor_divide", "bernoulli",
-    "scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill", "index_put", "pad", "constant_pad_nd",
-    "threshold", "dropout", "tril", "triu", "nan_to_num", "abs", "square",
-))  # fmt: skip
-"""Operators that make equal numbers of different ones."""
-REDUCES = frozenset((
-    "mean", "sum", "std", "var", "norm", "linalg_vector_norm", "frobenius_norm", "amax", "amin", "max", "min",
-    "var_mean", "std_mean", "aminmax", "median",
-))  # fmt: skip
-"""Operators that give statistics, to which a normalization adds its epsilon."""
-RANDOM = ("rand", "normal", "bernoulli", "multinomial", "poisson", "exponential", "uniform")
 INPUT = "input of the network"
-FILLS = tuple(f"aten.{n}" for n in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter or buffer that enters the traced graph; integers and booleans do not scale."""
+    """A parameter (what is trained) or buffer that enters the traced graph; integers and booleans do not scale."""
 
     name: str
     shape: tuple[int, ...]
     scales: bool = True
+    trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,20 +66,35 @@ class Trace:
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
 
+    def names(self, *, live: bool) -> frozenset[str]:
+        """Names of the tensors that the pass computes with, or of those that its outputs (or its state) depend on."""
+        nodes = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        kept = _live(self.module.graph) if live else frozenset(node for node in nodes if node.users)
+        entered = (held for held, node in zip(self.inputs, nodes, strict=True) if node in kept)
+        return frozenset((*(h.name for h in entered if isinstance(h, Parameter)), *self.constants))
 
-def trace(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, record: bool = False) -> Trace:
-    """Trace an evaluation-mode copy of the model.
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    record: bool = False,
+    training: bool = False,
+) -> Trace:
+    """Trace a copy of the model.
 
     Args:
         model: any module.
         args: positional arguments of ``forward``.
         kwargs: keyword arguments of ``forward``.
         record: where ``forward`` branches on values of tensors, record the way that the example inputs take.
+        training: trace it in training mode; in evaluation mode otherwise.
 
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
-    model = own_copy(model).eval()
+    model = own_copy(model).train(training)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -193,7 +189,7 @@ def _enter(
     """What stands for a tensor of the state dict: a parameter, or a constant that is read by value."""
     continuous = _is_continuous(tensor)
     if tensor.layout == torch.strided and (continuous or _is_data(node)):
-        return Parameter(name, tuple(tensor.shape), scales=continuous)
+        return Parameter(name, tuple(tensor.shape), continuous, isinstance(tensor, nn.Parameter))
     if live:  # a counter that is only counted on is free to differ
         constants[name] = tensor.detach().clone() if tensor.layout == torch.strided else tensor.detach().to_dense()
     return tensor
@@ -248,26 +244,23 @@ def _is_continuous(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-MOVES = (
-    "to", "_to_copy", "clone", "detach", "detach_", "alias", "contiguous", "view", "reshape", "flatten", "unflatten",
-    "squeeze", "unsqueeze", "expand", "expand_as", "permute", "transpose", "t", "slice", "select", "type_as", "float",
-    "lift_fresh_copy", "_assert_tensor_metadata", "chunk", "split", "repeat", "numpy_T", "narrow", "broadcast_to",
-)  # fmt: skip
-SAME_ENTRIES = (
-    "view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "detach", "alias", "contiguous", "to", "view_as",
-    "reshape_as", "type_as", "_unsafe_view", "ravel", "positive", "dropout",
-)  # fmt: skip
-COMBINES = (
-    "mul", "add", "sub", "rsub", "div", "where", "masked_fill", "maximum", "minimum", "eq", "ne", "lt", "le", "gt",
-    "ge", "logical_not", "logical_and", "logical_or", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_xor",
-    "bitwise_not", "__and__", "__or__", "__xor__",
-)  # fmt: skip
+def _traits(node: torch.fx.Node) -> frozenset[str]:
+    """What is known of the operator that a node calls; nothing of one that behaves otherwise in training."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return frozenset()
+    name = _rule_name(node.target)
+    if any(a.name == "train" for a in node.target._schema.arguments):
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        if given.get("train"):
+            return frozenset()
+    return TRAITS.get(name, frozenset())
 
 
-FOLLOWS = frozenset((
-    *MOVES, "sqrt", "pow", "square", "abs", "clamp", "clamp_min", "mul", "div", "add", "neg",
-))  # fmt: skip
-"""Operators that make statistics of statistics."""
+def _rule_name(target: torch._ops.OpOverload) -> str:
+    """The name that a rule is registered under: that of an operator in place is its name without the underscore."""
+    name = target._schema.name.replace("::", ".")
+    writes = bool(target._schema.arguments) and _writes(target._schema.arguments[0])
+    return name[:-1] if writes and name.endswith("_") else name
 
 
 def _is_data(node: torch.fx.Node) -> bool:
@@ -283,9 +276,7 @@ def _is_data(node: torch.fx.Node) -> bool:
             continue
         if not isinstance(user.target, torch._ops.OpOverload):
             return False
-        name = user.target._schema.name.partition("::")[2]
-        name = name[:-1] if name.endswith("_") and not name.startswith("_") else name
-        if name not in MOVES and name not in COMBINES:
+        if not _traits(user) & {"moves", "combines"}:
             return False
         if any(isinstance(a, float) and a == -math.inf for a in (*user.args, *user.kwargs.values())):
             return False
@@ -324,7 +315,7 @@ def _recorded(
     nodes = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     live = _live(graph_module.graph)
     inputs: list[Any] = [
-        _enter(name, t, node, node in live, constants) for (name, t), node in zip(tensors.items(), nodes, strict=False)
+        _enter(name, state[name], node, node in live, constants) for name, node in zip(tensors, nodes, strict=False)
     ]
     for leaf in _flatten((args, dict(kwargs))):
         inputs.append(pinned_value(leaf.shape, INPUT) if isinstance(leaf, Tensor) else leaf)
@@ -353,13 +344,20 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {names[0]: tuple(names) for names in groups.values()}
 
 
-def interpret(traced: Trace, nestings: Nestings | None = None) -> Ledger:
-    """Run the rules over a traced forward pass, with axes nested as told where that is open."""
+def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledger:
+    """Run the rules over traced forward passes, with axes nested as told where that is open.
+
+    All passes make their demands on the same units, those of the parameters: what is left holds for each of them.
+    """
     nestings = nestings or Nestings()
     ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
-    for result in _Interpreter(ledger, traced.module).run(traced.inputs):
-        if isinstance(result, Value):
-            ledger.pin(result, "output of the network")
+    readings = []
+    for traced in traces:
+        readings.append(Reading())
+        for result in _Interpreter(ledger, traced.module, readings[-1]).run(traced.inputs):
+            if isinstance(result, Value):
+                ledger.pin(result, "output of the network")
+    ledger.partly = pin_unseen(ledger, readings)
     for name, value in ledger.parameters.items():
         # what operators nested they have seen in blocks; of what was nested from the start, they may have seen views
         ledger.observe(value, nested=name in nestings.nested)
@@ -367,14 +365,15 @@ def interpret(traced: Trace, nestings: Nestings | None = None) -> Ledger:
 
 
 class _Interpreter:
-    def __init__(self, ledger: Ledger, module: torch.fx.GraphModule) -> None:
-        self.ledger = ledger
+    def __init__(self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading) -> None:
+        self.ledger, self.reading = ledger, reading
         self.module = module
         self.env: dict[torch.fx.Node, Any] = {}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
+        self.orders = any(map(_orders, module.graph.nodes))
         self.zero: set[torch.fx.Node] = set()
-        self.tied: set[torch.fx.Node] = set()
+        self.distinct = Distinct()
         self.sole: set[torch.fx.Node] = set()
         self.statistic: set[torch.fx.Node] = set()
 
@@ -392,6 +391,7 @@ class _Interpreter:
             elif node.op == "call_function" and node in live:
                 self._call(node)
             elif node.op == "output":
+                self._read(node.all_input_nodes)
                 return [self._value(self.env[r]) if isinstance(r, torch.fx.Node) else r for r in _flatten(node.args[0])]
         return []
 
@@ -460,28 +460,31 @@ class _Interpreter:
             source, position = node.args
             assert isinstance(source, torch.fx.Node)
             self.env[node] = self.env[source][position]
-            if source in self.tied:
-                self.tied.add(node)
+            self.distinct.piece(node, source)
             if source in self.statistic:
                 self.statistic.add(node)
+            if source in self.reading.origins:
+                self.reading.origins[node] = self.reading.origins[source]
             if source in self.root:  # a piece of what was cut
                 self.root[node] = self.root[source]
             return
         if not isinstance(target, torch._ops.OpOverload):
+            self._read(node.all_input_nodes)
             self.env[node] = self._opaque(node)
             return
         nodes = [a for a in _flatten((node.args, node.kwargs)) if isinstance(a, torch.fx.Node)]
         held = [self.env[a] for a in nodes]
-        name = target._schema.name.replace("::", ".")
-        if not any(isinstance(h, (Value, Parameter)) for h in _flatten(held)) and not any(r in name for r in RANDOM):
+        rule_name, traits = _rule_name(target), _traits(node)
+        draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
+        if not draws and not any(isinstance(h, (Value, Parameter)) for h in _flatten(held)):
             self.env[node] = self._evaluate(node)
             self._alias(node, target)
-            self._remember(node, name)
+            self._remember(node, traits, {})
             return
         writes = bool(target._schema.arguments) and _writes(target._schema.arguments[0])
-        rule_name = name[:-1] if writes and name.endswith("_") else name
         output = node.meta.get("val")
         bound = self._bind(node, target)
+        self._note(node, traits, bound)
         points = self._points(rule_name, bound)
         call = Call(
             self.ledger,
@@ -493,7 +496,7 @@ class _Interpreter:
             self._bind(node, target, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             self._bind(node, target, lambda n: getattr(n.meta.get("val"), "dtype", None)),
             self._ids(node, target, bound, self.zero),
-            self._ids(node, target, bound, self.tied),
+            self._apart(node, target, bound),
             self._ids(node, target, bound, {n for n in self.sole if len(n.users) == 1}),
             self._ids(node, target, bound, self.statistic),
         )
@@ -501,7 +504,7 @@ class _Interpreter:
         places = [a for a in nodes if isinstance(self.env[a], Parameter)]
         self.ledger.used |= {self.env[a].name for a in places if nodes.count(a) > 1}
         values = _apply(RULES.get(rule_name, unknown), call)
-        if rule_name not in FILLS:  # what is computed from constants is no longer the number that they hold
+        if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
             values = [v if v.fill is None else replace(v, fill=None) for v in values]
         for k, tensor in enumerate(output if isinstance(output, (tuple, list)) else [output]):
             if values[k].scale and isinstance(tensor, Tensor) and not _is_continuous(tensor):
@@ -509,16 +512,42 @@ class _Interpreter:
                 values[k] = replace(values[k], scale=())
         if points:
             values = [replace(v, points=points) for v in values]
-        self._remember(node, rule_name)
         for value in values:
             self.ledger.observe(value)
         for h in _flatten(held):
             if isinstance(h, Parameter):
                 self.ledger.used.add(h.name)
         self.env[node] = values if isinstance(output, (tuple, list)) else values[0]
+        self._remember(node, traits, bound)
         self._alias(node, target)
         if writes:
             self._write(node, node.args[0])
+
+    def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Results of a graph within the graph."""
+        return _Interpreter(self.ledger, module, self.reading).run(inputs)
+
+    def _note(self, node: torch.fx.Node, traits: frozenset[str], bound: dict[str, Any]) -> None:
+        """What an operator reads, and what it only moves; and parameters, whose entries are different numbers."""
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        found = "picks" in traits and all(isinstance(self.env[n], Tensor) for n in tensors[1:])
+        if tensors and ("moves" in traits or found):
+            held = self.env[tensors[0]]
+            if isinstance(held, (Parameter, Value)):
+                self.reading.move(node, tensors[0], held.name if isinstance(held, Parameter) else held)
+        else:
+            self._read(node.all_input_nodes)
+        if self.orders:
+            for n in tensors:
+                held = self.env[n]
+                if isinstance(held, Parameter) and held.trained:
+                    self.distinct.source(n, self._value(held), held.name)
+
+    def _read(self, nodes: Sequence[torch.fx.Node]) -> None:
+        for n in nodes:
+            for held in _flatten(self.env[n]):
+                if isinstance(held, (Parameter, Value)):
+                    self.reading.read(n, held.name if isinstance(held, Parameter) else held)
 
     def _opaque(self, node: torch.fx.Node) -> Any:
         """A higher-order operator or a Python function: inlined or evaluated where possible, else pinned and named."""
@@ -527,7 +556,7 @@ class _Interpreter:
         name = getattr(node.target, "__name__", str(node.target))
         bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
         if name.startswith("wrap_with") and len(bodies) == 1:  # a context manager: autocast, no_grad, ...
-            return _Interpreter(self.ledger, held[bodies[0]]).run(held[bodies[0] + 1 :])
+            return self._inner(held[bodies[0]], held[bodies[0] + 1 :])
         if name == "cond" and bodies == [1, 2]:
             return self._branches(node, held)
         arguments = [self.env[a] for a in _flatten((node.args, node.kwargs)) if isinstance(a, torch.fx.Node)]
@@ -542,7 +571,7 @@ class _Interpreter:
     def _branches(self, node: torch.fx.Node, held: list[Any]) -> list[Value]:
         """``torch.cond``: both ways are followed, and their results have to agree like those of ``torch.where``."""
         condition = self._value(held[0])
-        ways = [_Interpreter(self.ledger, held[k]).run(held[3]) for k in (1, 2)]
+        ways = [self._inner(held[k], held[3]) for k in (1, 2)]
         results = []
         for a, b, shape in zip(*ways, _shapes(node.meta.get("val")), strict=True):
             call = Call(self.ledger, "aten.where", {"condition": condition, "self": a, "other": b}, [shape], node.name)
@@ -603,32 +632,50 @@ class _Interpreter:
                 bound[name] = replace(argument, points=())
         return kept
 
-    def _remember(self, node: torch.fx.Node, name: str) -> None:
-        """Which tensors are zero throughout, and which may hold the same number twice."""
-        short = name.removeprefix("aten.").removesuffix("_")
-        held, output = self.env.get(node), node.meta.get("val")
+    def _apart(self, node: torch.fx.Node, target: torch._ops.OpOverload, bound: dict[str, Any]) -> dict[int, Array]:
+        """For each of the bound values the units that its entries are different at."""
+        nodes = _flatten(list(self._bind(node, target, lambda n: n).values()))
+        held = _flatten(list(bound.values()))
+        return {
+            id(v): self.distinct.units(n)
+            for v, n in zip(held, nodes, strict=True)
+            if isinstance(v, Value) and isinstance(n, torch.fx.Node)
+        }
+
+    def _remember(self, node: torch.fx.Node, traits: frozenset[str], bound: dict[str, Any]) -> None:
+        """Which tensors are zero throughout, which are statistics, and where entries are different numbers."""
+        held = self.env.get(node)
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         if isinstance(held, Tensor):
             if held.layout == torch.strided and held.numel() and not held.is_meta and not held.any():
                 self.zero.add(node)
-            self.tied.add(node)
             return
-        if short in ("zeros_like", "new_zeros", "zero") or (short in MOVES and inputs and inputs[0] in self.zero):
+        moves = "moves" in traits
+        if "zeros" in traits or (moves and inputs and inputs[0] in self.zero):
             self.zero.add(node)
-        if short in REDUCES or (short in FOLLOWS and inputs and all(n in self.statistic for n in inputs)):
+        follows = moves or "of_statistics" in traits
+        if "statistic" in traits or (follows and inputs and all(n in self.statistic for n in inputs)):
             self.statistic.add(node)
-        alone = short in MOVES and len(inputs) == 1 and len(inputs[0].users) == 1
+        alone = moves and len(inputs) == 1 and len(inputs[0].users) == 1
         if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
             self.sole.add(node)
-        outputs = output if isinstance(output, (tuple, list)) else [output]
-        if short in SPREADS:
-            return
-        floats = [n for n in inputs if _is_continuous(n.meta["val"])]
-        known = [n in self.tied or isinstance(self.env[n], Tensor) for n in floats]
-        some = all(known) if short in ("add", "sub") else any(known)
-        whole = any(isinstance(t, Tensor) and not _is_continuous(t) for t in outputs[:1])
-        if some or whole or short in FLAT:
-            self.tied.add(node)
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        operands = {
+            name: (n, bound[name])
+            for name, n in self._bind(node, target, lambda n: n).items()
+            if isinstance(n, torch.fx.Node) and isinstance(bound.get(name), Value) and _is_continuous(n.meta["val"])
+        }
+        listed = {
+            f"{name} {k}": (n, v)
+            for name, nodes in self._bind(node, target, lambda n: n).items()
+            if isinstance(nodes, list)
+            for k, (n, v) in enumerate(zip(nodes, bound.get(name) or [None] * len(nodes), strict=True))
+            if isinstance(n, torch.fx.Node) and isinstance(v, Value) and _is_continuous(n.meta["val"])
+        }
+        outputs: list[Any] = held if isinstance(held, list) else [held]
+        if self.orders:
+            self.distinct.follow(node, traits, operands | listed, node.all_input_nodes, outputs)
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
@@ -648,7 +695,9 @@ class _Interpreter:
         others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
         if node not in self.zero:
             self.zero -= {root, written, *others}
-        self.tied |= {root, written, *others} if node in self.tied or written is not root else {written}
+        for other in {root, written, *others}:
+            if other is not node:
+                self.distinct.overwrite(other, node, whole=other is written and written is root)
         now = self.order[node]
         reason = "written to in place through a view"
         chain = self._put_back(written, self.env[node]) if written is not root else [written]
@@ -693,7 +742,7 @@ class _Interpreter:
         given = self._bind(view, view.target)
         if name in ("fill_", "copy_") or (view.target._schema.arguments and _writes(view.target._schema.arguments[0])):
             return source, new  # what an earlier write returned
-        if name in SAME_ENTRIES:
+        if "same" in TRAITS.get(_rule_name(view.target), ()):
             return source, moving.reshape(self.ledger, new, old.shape)
         if name in ("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"):
             back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
@@ -746,6 +795,15 @@ class _Interpreter:
             self.ledger.observe(value)
         self.env[node] = values if isinstance(output, (tuple, list)) else values[0]
         return True
+
+
+def _orders(node: torch.fx.Node) -> bool:
+    """Whether an operator returns positions that it finds by comparing numbers."""
+    output = node.meta.get("val")
+    held = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(t, Tensor)]
+    counts = any(not _is_continuous(t) and t.dtype != torch.bool for t in held)
+    read = (n.meta.get("val") for n in node.all_input_nodes)
+    return counts and any(isinstance(t, Tensor) and _is_continuous(t) for t in read)
 
 
 def _same_memory(view: torch.fx.Node, source: torch.fx.Node) -> bool:

@@ -21,7 +21,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.probe import Probe, perturb_
+from tu_symmetry.symmetry.probe import ExampleInputs, ExampleKwargs, Probe, perturb_
 from tu_symmetry.symmetry.probe import random_state as random_state
 
 if TYPE_CHECKING:
@@ -45,9 +45,9 @@ NOISE = 64  # relative noise of the weights that measures sensitivities, in unit
 def verify_symmetries(
     graph: SymmetryGraph,
     model: nn.Module,
-    example_inputs: Tensor | tuple[Any, ...],
+    example_inputs: ExampleInputs,
     *,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_kwargs: ExampleKwargs = None,
     on_failure: Literal["pin", "raise"] = "pin",
     tolerance: float = 1e-9,
     seed: int = 0,
@@ -85,6 +85,9 @@ def verify_symmetries(
     """
     graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
     probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(seed))
+    if graph.training == "followed":
+        known = graph.probe.others if graph.probe is not None else ()
+        probe.trained([(p.args, p.kwargs) for p in known if p.module.training])
     verify(graph, probe, on_failure=on_failure, tolerance=tolerance, seed=seed)
     if graph.probe is None:
         graph.probe = probe
@@ -243,19 +246,36 @@ def _failures(
 ) -> dict[Group, Difference]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
-    for network, groups in ((probe, faithful), (None, tuple(g for g in claimed if g not in faithful))):
-        if not groups:
-            continue
-        network = probe.without_epsilons() if network is None else network
-        generator = torch.Generator().manual_seed(seed + 1)
-        plans = list(_passes(groups, generator))
-        # half of the passes on other weights: what is dead or saturated with the first need not be with the second
-        parts = [(plans[::2], seed), (plans[1::2], seed + 500)] if network is probe else [(plans, seed)]
-        for part, weights in parts:
-            failed = _try(graph, network, groups, part, generator, tolerance, weights, repeat=weights == seed)
-            if failed:
-                return failed
+    rough = tuple(g for g in claimed if g not in faithful)
+    for given in (probe, *probe.others):
+        for network, groups in ((given, faithful), (None, rough)):
+            if not groups:
+                continue
+            network = given.without_epsilons() if network is None else network
+            generator = torch.Generator().manual_seed(seed + 1)
+            plans = list(_passes(groups, generator))
+            if given is not probe:  # which groups belong together shows on the first example
+                plans = [plans[0], plans[-1]]
+            # half of the passes on other weights: what is dead or saturated with the first need not be with the second
+            halved = network is probe
+            parts = [(plans[::2], seed), (plans[1::2], seed + 500)] if halved else [(plans, seed)]
+            for part, weights in parts:
+                first = weights == seed
+                inputs = network if first or graph.branch else _other_inputs(network, generator)
+                failed = _try(graph, inputs, groups, part, generator, tolerance, weights, repeat=first)
+                if failed:
+                    return failed
     return {}
+
+
+def _other_inputs(probe: Probe, generator: torch.Generator) -> Probe:
+    """The network with inputs of our own, where it runs with them."""
+    other = probe.drawn(generator)
+    try:
+        other.run(probe.random_state(torch.Generator().manual_seed(0)))
+    except SymmetryError:  # inputs that have to be related (boxes, lengths, sorted numbers)
+        return probe
+    return other
 
 
 def _try(

@@ -135,7 +135,7 @@ def _depth(label: Label) -> int:
     return max((len(varies(component)) for component in label), default=0)
 
 
-@register_rule("linear")
+@register_rule("linear", traits=("spreads",))
 def _linear(call: Call) -> Value:
     value, weight = call.get("input", call.get("self")), call["weight"]
     lead = "abcdefgh"[: value.ndim - 1]
@@ -157,7 +157,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
 
 
-@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "_sparse_mm")
+@register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "_sparse_mm", traits=("spreads",))
 def _matmul(call: Call) -> Value:
     a, b = call.tensors[:2]
     if call.operator == "aten.inner":
@@ -172,7 +172,7 @@ def _matmul(call: Call) -> Value:
     return contract(call, [a, b], [left, right], output)
 
 
-@register_rule("addmm", "baddbmm", "addbmm", "addmv", "_sparse_addmm")
+@register_rule("addmm", "baddbmm", "addbmm", "addmv", "_sparse_addmm", traits=("spreads",))
 def _addmm(call: Call) -> Value:
     names = ("mat1", "mat2") if "mat1" in call.arguments else ("batch1", "batch2")
     if call.operator in ("aten.addbmm", "aten.addmv"):
@@ -181,7 +181,7 @@ def _addmm(call: Call) -> Value:
     return elementwise(replace_arguments(call, [call["self"], product]), additive=True)
 
 
-@register_rule("einsum")
+@register_rule("einsum", traits=("spreads",))
 def _einsum(call: Call) -> Value:
     equation = call["equation"].replace(" ", "")
     operands = call["tensors"]
@@ -249,7 +249,7 @@ def _attention(call: Call) -> Value:
     return contract(call, [scores, value], [letters + "xz", letters + "zw"], letters + "xw")
 
 
-@register_rule("bilinear")
+@register_rule("bilinear", traits=("spreads",))
 def _bilinear(call: Call) -> Value:
     a, b, weight = call["input1"], call["input2"], call["weight"]
     lead = "cdefgh"[: a.ndim - 1]
@@ -272,7 +272,7 @@ def _bag(call: Call) -> list[Value]:
     return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]
 
 
-@register_rule("cdist")
+@register_rule("cdist", traits=("spreads",))
 def _distances(call: Call) -> Value:
     """Distances between rows, symmetric in the columns."""
     ledger = call.ledger

@@ -15,7 +15,10 @@ from tu_symmetry.symmetry.operators.pointwise import is_fresh
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
-@register_rule("conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@register_rule(
+    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    traits=("spreads",),
+)  # fmt: skip
 def _conv(call: Call) -> Value:
     value, weight = call["input"], call["weight"]
     ledger = call.ledger
@@ -148,6 +151,11 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
     "adaptive_max_pool1d",
     "adaptive_max_pool2d",
     "adaptive_max_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    traits=("pools",),
+)
+@register_rule(
     "max_pool3d_with_indices",
     "max_pool2d_with_indices",
     "upsample_nearest1d",
@@ -160,8 +168,6 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
     "_upsample_nearest_exact2d",
     "_upsample_bilinear2d_aa",
     "mean_pool",
-    "_adaptive_avg_pool2d",
-    "_adaptive_avg_pool3d",
     "fractional_max_pool2d",
     "_upsample_bicubic2d_aa",
 )
@@ -216,7 +222,7 @@ def _unfold(call: Call) -> Value:
     return replace(merged, shape=call.shape)
 
 
-@register_rule("unfold")
+@register_rule("unfold", traits=("moves",))
 def _windows(call: Call) -> Value:
     value: Value = call["self"]
     axis = int(call["dimension"]) % value.ndim

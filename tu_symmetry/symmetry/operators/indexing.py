@@ -63,7 +63,7 @@ def look_up(call: Call, value: Value, axis: int, index: Value, reason: str) -> V
     return Value(shape, tuple(labels), tuple(reasons), laid.scale)
 
 
-@register_rule("embedding", positions="read")
+@register_rule("embedding", positions="read", traits=("picks",))
 def _embedding(call: Call) -> Value:
     positions = picked(call.constants.get("indices"), call["weight"].shape[0])
     if positions is not None:
@@ -71,7 +71,7 @@ def _embedding(call: Call) -> Value:
     return look_up(call, call["weight"], 0, call["indices"], "rows are looked up")
 
 
-@register_rule("index_select", positions="read")
+@register_rule("index_select", positions="read", traits=("picks",))
 def _index_select(call: Call) -> Value:
     value, index, axis = call["self"], call["index"], call.axis()
     positions = picked(call.constants.get("index"), value.shape[axis])
@@ -82,7 +82,7 @@ def _index_select(call: Call) -> Value:
     return look_up(call, value, axis, index, "indexed")
 
 
-@register_rule("index", "_unsafe_index", positions="read")
+@register_rule("index", "_unsafe_index", positions="read", traits=("picks",))
 def _index(call: Call) -> Value:
     value: Value = call["self"]
     indices = list(call["indices"])
@@ -147,7 +147,7 @@ def joined(call: Call, values: list[Value], axis: int, label: Label, reason: str
     return Value(call.shape, tuple(labels), tuple(reasons))
 
 
-@register_rule("gather", "take_along_dim", positions="read")
+@register_rule("gather", "take_along_dim", positions="read", traits=("picks",))
 def _gather(call: Call) -> Value:
     value, index = call["self"], call.get("index", call.get("indices"))
     dim = call.arguments.get("dim")

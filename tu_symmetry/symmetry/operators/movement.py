@@ -29,6 +29,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
     "unsqueeze_copy",
     "view_copy",
     positions="keep",
+    traits=("moves", "same"),
 )
 def _reshape(call: Call) -> Value:
     if call.operator == "aten.view" and "dtype" in call.arguments:
@@ -50,6 +51,7 @@ def _reshape(call: Call) -> Value:
     "transpose_copy",
     "permute_copy",
     positions="keep",
+    traits=("moves",),
 )
 def _permute(call: Call) -> Value:
     value: Value = call["self"]
@@ -76,12 +78,12 @@ def _permute(call: Call) -> Value:
     return moving.permute(value, order)
 
 
-@register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep")
+@register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep", traits=("moves",))
 def _expand(call: Call) -> Value:
     return moving.expand(call.ledger, call["self"], call.shape)
 
 
-@register_rule("repeat", "tile", "repeat_interleave")
+@register_rule("repeat", "tile", "repeat_interleave", traits=("moves",))
 def repeat(call: Call) -> Value:
     """Copies along axes: their order does not matter.
 
@@ -183,6 +185,7 @@ def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Val
     "unsafe_chunk",
     "unsafe_split",
     positions="keep",
+    traits=("moves",),
 )
 def _split(call: Call) -> list[Value]:
     value = call["self"]
@@ -203,7 +206,7 @@ def _view_as_real(call: Call) -> Value:
     return replace(value, shape=call.shape, reasons=(*value.reasons[:-1], "real and imaginary part"))
 
 
-@register_rule("unbind", positions="keep")
+@register_rule("unbind", positions="keep", traits=("moves",))
 def _unbind(call: Call) -> list[Value]:
     value = call["self"]
     axis = call.axis(default=0)
@@ -213,7 +216,7 @@ def _unbind(call: Call) -> list[Value]:
     ]
 
 
-@register_rule("select", "select_copy", positions="keep")
+@register_rule("select", "select_copy", positions="keep", traits=("moves",))
 def _select(call: Call) -> Value:
     value, axis = call["self"], call.axis()
     index = call["index"]
@@ -222,7 +225,7 @@ def _select(call: Call) -> Value:
     return moving.take(call.ledger, value, axis, index % value.shape[axis])
 
 
-@register_rule("slice", "narrow", "slice_copy", positions="keep")
+@register_rule("slice", "narrow", "slice_copy", positions="keep", traits=("moves",))
 def _slice(call: Call) -> Value:
     value = call["self"]
     axis = call.axis(default=0)
@@ -240,7 +243,7 @@ def _slice(call: Call) -> Value:
     return moving.take(call.ledger, value, axis, start + step * np.arange(count))
 
 
-@register_rule("flip", "fliplr", "flipud")
+@register_rule("flip", "fliplr", "flipud", traits=("moves",))
 def _flip(call: Call) -> Value:
     value: Value = call["self"]
     for dim in {"aten.fliplr": [1], "aten.flipud": [0]}.get(call.operator) or call.get("dims", []):
@@ -249,7 +252,7 @@ def _flip(call: Call) -> Value:
     return replace(value, parameter=None)
 
 
-@register_rule("roll")
+@register_rule("roll", traits=("moves",))
 def _roll(call: Call) -> Value:
     value: Value = call["self"]
     dims, shifts = call.get("dims", []), call["shifts"]
@@ -264,7 +267,7 @@ def _roll(call: Call) -> Value:
     return replace(value, parameter=None)
 
 
-@register_rule("rot90")
+@register_rule("rot90", traits=("moves",))
 def _rotate(call: Call) -> Value:
     value: Value = call["self"]
     first, second = (d % value.ndim for d in call.get("dims", [0, 1]))
@@ -284,7 +287,7 @@ def reorder(call: Call, value: Value, axis: int, positions: np.ndarray) -> Value
     return value
 
 
-@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle")
+@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", traits=("moves",))
 def _shuffle(call: Call) -> Value:
     value, ledger = call["self"], call.ledger
     if call.operator == "aten.channel_shuffle":

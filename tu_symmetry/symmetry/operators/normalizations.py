@@ -51,6 +51,7 @@ def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, 
     "native_batch_norm",
     "cudnn_batch_norm",
     "_native_batch_norm_legit_no_training",
+    traits=("distinct",),
 )
 def _batch_norm(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
@@ -81,7 +82,7 @@ def _batch_norm(call: Call) -> Value | list[Value]:
     return [result] * len(call.outputs)
 
 
-@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm")
+@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm", traits=("distinct",))
 def _layer_norm(call: Call) -> Value | list[Value]:
     """Each entry depends on all along the normalized axes, so that no other axis may be nested in them."""
     value: Value = call["input"]
@@ -94,7 +95,7 @@ def _layer_norm(call: Call) -> Value | list[Value]:
     return [result] * len(call.outputs)
 
 
-@register_rule("group_norm", "native_group_norm")
+@register_rule("group_norm", "native_group_norm", traits=("distinct",))
 def _group_norm(call: Call) -> Value:
     value: Value = call["input"]
     ledger = call.ledger

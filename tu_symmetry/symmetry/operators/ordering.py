@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from tu_symmetry.symmetry import moving
-from tu_symmetry.symmetry.algebra import Label, Value, pinned_value
+from tu_symmetry.symmetry.algebra import Label, Value, among, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -26,7 +28,8 @@ def named(call: Call, value: Value, axis: int) -> Label:
     if not any((c >= 0).any() for c in label):
         return ()
     nested = any(n > 1 for c in label for k, n in enumerate(c.shape) if k != axis)
-    if nested or id(value) in call.tied:
+    units = np.concatenate([c[c >= 0] for c in label])
+    if nested or not among(units, call.apart.get(id(value), units[:0])).all():
         call.ledger.pin_label(label, "positions are returned, and which unit comes first depends on the order of units")
         return ()
     return tuple(c.reshape(-1) for c in label)

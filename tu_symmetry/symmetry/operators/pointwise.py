@@ -84,29 +84,13 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
     return replace(result, scale=next(simple, first).scale)
 
 
-@register_rule(
-    "relu",
-    "leaky_relu",
-    "abs",
-    "neg",
-    "dropout",
-    "feature_dropout",
-    "alpha_dropout",
-    "positive",
-    "rrelu",
-    "native_dropout",
-    "maximum",
-    "minimum",
-    "hypot",
-    "conj",
-    "real",
-    "imag",
-    "copysign",
-    "nan_to_num",
-    "float",
-    "half",
-    "double",
-)
+@register_rule("relu", "rrelu", "native_dropout", "hypot", "conj", "real", "imag", "copysign", "nan_to_num")
+@register_rule("leaky_relu", traits=("injective",))
+@register_rule("neg", traits=("injective", "of_statistics"))
+@register_rule("abs", traits=("of_statistics",))
+@register_rule("maximum", "minimum", traits=("combines",))
+@register_rule("dropout", "feature_dropout", "alpha_dropout", "positive", traits=("moves", "same"))
+@register_rule("float", "half", "double", traits=("moves", "same"))
 def _homogeneous(call: Call) -> Value | list[Value]:
     value = elementwise(call, homogeneous=True)
     return [value] * len(call.outputs)
@@ -123,18 +107,32 @@ def _homogeneous(call: Call) -> Value | list[Value]:
     "lift_fresh_copy",
     "lift_fresh",
     positions="keep",
+    traits=("moves", "same"),
 )
 def _same(call: Call) -> Value | list[Value]:
     """The same entries, at another place or in another type (what becomes an integer loses its scale: see tracing)."""
     return [replace(call.tensors[0], parameter=None)] * len(call.outputs)
 
 
-@register_rule("_assert_tensor_metadata", positions="keep")
+@register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))
 def _metadata(call: Call) -> list[Value]:
     """A check of a type, which reads no entries."""
     return [pinned_value(shape, "a check") for shape in call.outputs]
 
 
+@register_rule("exp", traits=("injective",))
+@register_rule(
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "bitwise_and",
+    "bitwise_or",
+    "bitwise_xor",
+    "__and__",
+    "__or__",
+    "__xor__",
+    traits=("combines",),
+)
 @register_rule(
     "gelu",
     "silu",
@@ -149,7 +147,6 @@ def _metadata(call: Call) -> list[Value]:
     "hardsigmoid",
     "hardtanh",
     "relu6",
-    "exp",
     "log",
     "log1p",
     "expm1",
@@ -182,15 +179,6 @@ def _metadata(call: Call) -> list[Value]:
     "logit",
     "erfinv",
     "special_erf",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "__and__",
-    "__or__",
-    "__xor__",
     "floor_divide",
     "quick_gelu",
     "log2",
@@ -219,8 +207,8 @@ def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
 
 
-@register_rule("sign", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "logical_not", "bitwise_not", "sgn")
-@register_rule("isfinite", "isposinf", "isneginf", "signbit", "angle", "is_nonzero")
+@register_rule("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not", traits=("combines",))
+@register_rule("sign", "sgn", "isnan", "isinf", "isfinite", "isposinf", "isneginf", "signbit", "angle", "is_nonzero")
 def _scale_free(call: Call) -> Value:
     """Comparisons: with zero, and of two tensors that share their scale, no positive factor changes the result."""
     aligned, result = join_labels(call, call.tensors, call.shape)
@@ -258,14 +246,19 @@ def _item(call: Call) -> Value:
     return pinned_value((), "read by the program")
 
 
-@register_rule("ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+@register_rule("empty_like", "new_empty")
+@register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",))
+@register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"))
 def _alike(call: Call) -> Value:
     name = call.operator.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
     return moving.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
-@register_rule("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal")
+@register_rule(
+    "rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal",
+    traits=("random",),
+)  # fmt: skip
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own, which may be permuted like those of a parameter."""
     return moving.noise(call.ledger, call.shape)
@@ -286,7 +279,7 @@ def _noise_about(call: Call) -> Value:
     return replace(result, scale=scaled.scale)
 
 
-@register_rule("add", "sub", "rsub")
+@register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"))
 def _add(call: Call) -> Value:
     values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
     if len(values) == 2:
@@ -309,7 +302,7 @@ def replace_arguments(call: Call, values: Sequence[Value]) -> Call:
     return replace(call, arguments={str(k): v for k, v in enumerate(values)})
 
 
-@register_rule("mul", "div", "true_divide", "divide", "multiply")
+@register_rule("mul", "div", "true_divide", "divide", "multiply", traits=("combines", "of_statistics"))
 def multiply(call: Call) -> Value:
     """Products and quotients: scales add and subtract."""
     values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
@@ -329,7 +322,8 @@ def times(scale: tuple[Term, ...], factor: float) -> tuple[Term, ...]:
     return tuple((factor * c, v) for c, v in scale)
 
 
-@register_rule("pow", "square", "sqrt", "rsqrt", "reciprocal")
+@register_rule("pow", "square", "sqrt", traits=("of_statistics",))
+@register_rule("rsqrt", "reciprocal")
 def _power(call: Call) -> Value:
     values = call.tensors
     exponent = {"aten.square": 2.0, "aten.sqrt": 0.5, "aten.rsqrt": -0.5, "aten.reciprocal": -1.0}.get(call.operator)
@@ -355,7 +349,7 @@ def _addcmul(call: Call) -> Value:
     return elementwise(replace_arguments(call, [call["self"], product]), additive=True)
 
 
-@register_rule("clamp", "clamp_min", "clamp_max")
+@register_rule("clamp", "clamp_min", "clamp_max", traits=("of_statistics",))
 def _clamp(call: Call) -> Value:
     low, high = call.get("min"), call.get("max")
     if isinstance(low, Value) or isinstance(high, Value):
@@ -378,7 +372,7 @@ def _prelu(call: Call) -> Value:
     return replace(result, scale=aligned[0].scale)
 
 
-@register_rule("where", "masked_fill")
+@register_rule("where", "masked_fill", traits=("combines",))
 def _where(call: Call) -> Value:
     if call.operator == "aten.masked_fill":
         condition, kept = call["mask"], [call["self"]]
@@ -409,7 +403,8 @@ def _glu(call: Call) -> Value:
     return replace(result, scale=left.scale)
 
 
-@register_rule("fill", "zero")
+@register_rule("fill")
+@register_rule("zero", traits=("zeros",))
 def _fill(call: Call) -> Value:
     filler = call.get("value")
     if isinstance(filler, Value):

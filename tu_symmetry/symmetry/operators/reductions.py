@@ -18,34 +18,12 @@ def _dims(call: Call, value: Value) -> list[int]:
     return sorted({d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)})
 
 
-@register_rule(
-    "mean",
-    "sum",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "std",
-    "var",
-    "linalg_vector_norm",
-    "norm",
-    "nansum",
-    "median",
-    "nanmedian",
-    "aminmax",
-    "count_nonzero",
-    "var_mean",
-    "std_mean",
-    "logsumexp",
-    "prod",
-    "any",
-    "all",
-    "_is_all_true",
-    "_is_any_true",
-    "frobenius_norm",
-    "nanmean",
-    "nuclear_norm",
-)
+@register_rule("mean", "sum", "amax", "amin", traits=("pools", "statistic"))
+@register_rule("logsumexp", traits=("pools",))
+@register_rule("max", "min", "std", "var", "linalg_vector_norm", "norm", "frobenius_norm", traits=("statistic",))
+@register_rule("var_mean", "std_mean", "aminmax", "median", traits=("statistic",))
+@register_rule("nansum", "nanmean", "nanmedian", "nuclear_norm", "count_nonzero", "prod")
+@register_rule("any", "all", "_is_all_true", "_is_any_true")
 def _reduce(call: Call) -> Value | list[Value]:
     value: Value = call["self"]
     name = call.operator.removeprefix("aten.")
@@ -71,7 +49,7 @@ def _reduce(call: Call) -> Value | list[Value]:
     return [first, value]
 
 
-@register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin")
+@register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", traits=("distinct",))
 def _softmax(call: Call) -> Value:
     """Each entry depends on all along the axis, so that no other axis may be nested in it."""
     value: Value = call["self"]

@@ -1,0 +1,98 @@
+"""What the source code of a module says: whether it asks for training mode, and which of its attributes it names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+ITERATED = ("ModuleList", "ModuleDict", "Sequential", "ParameterList", "ParameterDict")
+DYNAMIC = frozenset(("getattr", "_modules", "_parameters", "_buffers", "children", "modules", "parameters", "buffers",
+                     "named_children", "named_modules", "named_parameters", "named_buffers", "state_dict",
+                     "get_parameter", "get_submodule", "get_buffer", "__dict__", "vars"))  # fmt: skip
+
+
+def asks_for_mode(model: nn.Module) -> bool:
+    """Whether a module has code of its own, beside torch's layers, that asks whether it is in training mode.
+
+    What torch's layers do in training (dropout, batch statistics) has the symmetries that it has in evaluation.
+    """
+    return any("training" in _names(code) for code in _codes(model))
+
+
+def never_named(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those tensors of a state dict that no code of the module can reach, since none names them or what holds them.
+
+    Code that looks attributes up by names that it computes may reach everything.
+    """
+    codes = list(_codes(model))
+    named = frozenset[str]().union(*map(_names, codes))
+    if named & DYNAMIC:
+        return set()
+    return {name for name in names if not _reachable(model, name, named)}
+
+
+def _reachable(model: nn.Module, name: str, named: frozenset[str]) -> bool:
+    holder: nn.Module | None = model
+    for part in name.split("."):
+        own = holder is not None and type(holder).__module__.startswith("torch.nn.")
+        if not own and part not in named:  # torch's layers use what they hold, containers hold it by numbers
+            return False
+        holder = getattr(holder, "_modules", {}).get(part)
+    return True
+
+
+def _codes(model: nn.Module) -> Iterator[types.CodeType]:
+    """The code of all classes but torch's, of functions that modules hold, and of functions that these call."""
+    open_: list[Any] = []
+    for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
+        if not kind.__module__.startswith(("torch.nn.", "builtins", "typing", "abc")):
+            open_ += vars(kind).values()
+    for module in model.modules():
+        hooks = (vars(module).get(key, {}).values() for key in ("_forward_hooks", "_forward_pre_hooks"))
+        open_ += [*vars(module).values(), *(hook for group in hooks for hook in group)]
+    seen: set[int] = set()
+    while open_:
+        for function in _functions(open_.pop()):
+            if id(function) in seen or (function.__module__ or "").startswith("torch."):
+                continue
+            seen.add(id(function))
+            yield function.__code__
+            held = function.__globals__
+            open_ += [held[n] for n in _names(function.__code__) if isinstance(held.get(n), types.FunctionType)]
+            open_ += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+
+
+def _functions(held: Any) -> Iterator[types.FunctionType]:
+    if isinstance(held, functools.partial):
+        held = held.func
+    if isinstance(held, property):
+        yield from (f for f in (held.fget, held.fset) if isinstance(f, types.FunctionType))
+        return
+    held = getattr(held, "__func__", held)
+    held = inspect.unwrap(held) if callable(held) else held
+    if isinstance(held, types.FunctionType):
+        yield held
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Names and texts that a code object, or one within it, holds."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names(constant)
+        elif isinstance(constant, str) and constant.isidentifier():
+            found.add(constant)
+    return frozenset(found)
