@@ -1165,7 +1165,7 @@ def random_module(seed: int) -> Module:
 
 
 OPTIONS = ("n=2", "m=None")
-WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (0, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
+WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
 """Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
 BEYOND: list[tuple[Operator, float]] = []
 
@@ -1195,9 +1195,10 @@ def rows_of_a_table(b: Builder) -> None:
 
 @beyond(3)
 def some_units(b: Builder) -> None:
-    """The first units, as many as ``n`` says."""
-    h = b.pick(2, where=lambda s: s[-1] >= 6)
-    b.add((h,), b.among(f"{h}[..., :n].sum(-1, keepdim=True)", f"{h} * {h}[..., :n].mean(-1, keepdim=True)"))
+    """The first units, as many as ``n`` says, of a layer that nothing else reads."""
+    h = b.pick(2, 3)
+    name, line = b.linear(h, 6)
+    b.add((h,), b.among(*ACTIVATIONS[:8]).format(f"self.{name}({h})") + "[..., :n].sum(-1, keepdim=True)", [line])
 
 
 @beyond(3)
@@ -1235,10 +1236,9 @@ def the_largest(b: Builder) -> None:
                   "F.elu({0}, 0.0)", "F.dropout({0}, 0.5, False)", "F.layer_norm({0}, {0}.shape[-1:])",
                   "({0} * {0}.relu())", "{0}.exp()")  # fmt: skip
     if b.flip():
-        name, line = b.linear(h)
-        bias = b.flip()
-        size, source = b.space["self"].get_submodule(name).out_features, f"self.{name}({h})"
-        init = [line if bias else line.replace(")", ", bias=False)")]
+        name, line = b.linear(h, size := b.width())
+        bias, source = b.flip(), f"self.{name}({h})"
+        init = [line if bias or "bias" in line else line.replace(")", ", bias=False)")]
     else:
         size, source, init = b.shape(h)[-1], h, []
     codes, code_line = b.parameter(size, b.width())
@@ -1250,9 +1250,9 @@ def beyond_module(seed: int) -> Module:
     """A random module that does something else on other inputs, or in training, than on its example."""
     for attempt in range(20):
         module = _drawn(seed + 1_000_003 * attempt, [*OPERATORS, *BEYOND, *BEYOND], OPTIONS)
-        if any(node.kind in {f.__name__ for f, _ in BEYOND} for node in module.nodes) and module.outputs:
-            if depends_on_weights(module):
-                return module
+        beyond = {f.__name__ for f, _ in BEYOND} & {node.kind for node in module.nodes}
+        if beyond and module.outputs and depends_on_weights(module):
+            return module
     raise RuntimeError(f"no module that goes beyond its example was drawn from seed {seed}")
 
 

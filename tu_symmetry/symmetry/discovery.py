@@ -146,7 +146,8 @@ class _Passes:
 
     @classmethod
     def of(cls, model: nn.Module, examples: Sequence[Example], *, record: bool) -> _Passes:
-        passes = cls(tuple(trace(model, args, kwargs, record=record) for args, kwargs in examples), "as evaluation")
+        evaluated = (trace(model, args, kwargs, record=record) for args, kwargs in examples)
+        passes = cls(tuple(replace(t, example=k) for k, t in enumerate(evaluated)), "as evaluation")
         floating = [n for n, t in model.state_dict().items() if t.is_floating_point() or t.is_complex()]
         idle = set(passes.unused(floating, live=True))
         if not asks_for_mode(model) and not idle - never_named(model, idle):
@@ -164,6 +165,7 @@ class _Passes:
                     return replace(passes, training=f"not followed: {str(error).splitlines()[0]}")
                 args, kwargs = two
             taken.append((args, kwargs))
+        found = [replace(t, example=k) for k, t in enumerate(found)]
         return cls((*passes.traces, *found), "followed", tuple(taken))
 
     def unused(self, names: Sequence[str], *, live: bool) -> list[str]:

@@ -3,7 +3,7 @@
 ``argmax`` over hidden units names one of them, whatever their order, as long as no two entries are equal: among equal
 ones the first wins, and which is the first is a matter of order. Behind a ReLU, on a blank image, or where a sigmoid is
 saturated, entries *are* equal. So the units are pinned, unless the entries are different for all inputs and almost all
-weights, which :class:`Distinct` proves for a tensor from what operators do (their traits, see :data:`~.rules.TRAIT_NAMES`).
+weights. :class:`Distinct` proves that for a tensor by what operators do (their traits, :data:`~.rules.TRAIT_NAMES`).
 
 A proof rests on a *witness*: a parameter (or noise) of independent continuous entries that, with everything else held
 fixed, moves the entry at each unit by itself and strictly monotonically. A bias is one for the outputs of its layer. It

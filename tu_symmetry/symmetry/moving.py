@@ -346,7 +346,13 @@ def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
     shape = tuple(shape)
     if shape == value.shape:
         return value
-    if 0 in shape or 0 in value.shape:
+    if 0 in shape:  # experts without a token: the other axes tell what it is, one token stands for none
+        if shape.count(0) == value.shape.count(0) == 1 and all(0 not in c.shape for lab in value.labels for c in lab):
+            one = replace(value, shape=tuple(n or 1 for n in value.shape))
+            target = tuple(n or 1 for n in shape)
+            if math.prod(target) == math.prod(one.shape):
+                return replace(reshape(ledger, one, target), shape=shape)
+        ledger.pin(value, "an empty tensor is viewed")
         return pinned_value(shape, "empty tensor")
     matched = segments(value.shape, shape)
     changed = [(o, n) for o, n in matched if not (len(o) == len(n) == 1)]

@@ -2,15 +2,15 @@
 
 ``pos[:n]`` adds the first rows of a table to ``n`` tokens. No output depends on the others, so that any order of them
 leaves the outputs of the example as they are, and those of a longer sequence not. Such units are *unseen*: nothing is
-known of them, and they are pinned.
+known of them. Nor is anything known of where another example would cut, and the whole axis is pinned.
 
 A tensor that is only moved (viewed, cut, transposed, looked up at constant positions) is not read; what reads it is the
-first other operator. All that is moved out of one tensor, its *origin*, is taken together: of the two halves of
+first other operator. All that is cut out of one tensor, its *origin*, is taken together: of the two halves of
 ``x1, x2 = h.chunk(2)`` each leaves out what the other reads. An operator that gives its units on (``2 * pos``) makes an
 origin again. As an example, with eight rows in ``pos``::
 
-    2 * pos          reads all of pos; the product has its rows for units
-    (2 * pos)[:3]    moves the product; rows 3 to 7 are in nothing that is read, and are unseen
+    (2 * pos)[:3]                    cuts rows 0 to 2 out of the product; no cut has rows 3 to 7: the axis is pinned
+    (2 * pos)[:3], (2 * pos)[3:]     all rows are in a piece; the first three are one group, and the other five
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tu_symmetry.symmetry.algebra import ZERO, Array, Value, among, distinct
+from tu_symmetry.symmetry.algebra import Array, Value, among, distinct
 from tu_symmetry.symmetry.ledger import Ledger
 
 Origin = str | torch.fx.Node  # the name of a parameter, or what made a tensor
@@ -31,19 +31,19 @@ UNSEEN = "not read by the example inputs"
 
 @dataclass
 class Reading:
-    """What one traced pass reads of each origin.
+    """What one traced pass cuts out of each origin.
 
     Attributes:
         origins: of the nodes that are moved, the tensor that their entries come from.
         values: of an origin that is no parameter, its value.
-        whole: origins that are read as they are.
-        parts: of the others, units and scale variables of what is read.
+        whole: tensors that are read as they are.
+        parts: of each origin, the units of all that is moved out of it and read.
     """
 
     origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)
     values: dict[Origin, Value] = field(default_factory=dict)
     whole: set[Origin] = field(default_factory=set)
-    parts: dict[Origin, list[tuple[Array, Array]]] = field(default_factory=lambda: defaultdict(list))
+    parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))
 
     def move(self, node: torch.fx.Node, source: torch.fx.Node, held: str | Value) -> None:
         """Entries of ``source`` (a parameter, by its name, or a value) come to stand at other places."""
@@ -52,72 +52,60 @@ class Reading:
             return
         origin: Origin = held if isinstance(held, str) else source
         self.origins[node] = origin
-        self.parts[origin]  # an origin with no part read yet
         if isinstance(held, Value):
             self.values[origin] = held
 
-    def read(self, node: torch.fx.Node, held: str | Value | None) -> None:
-        """An operator, or the end of the network, reads a tensor."""
+    def read(self, node: torch.fx.Node, held: str | Value) -> None:
+        """An operator, or the end of the network, reads a tensor (a parameter, by its name, or a value)."""
         if node not in self.origins:
             self.whole.add(held if isinstance(held, str) else node)
         elif isinstance(held, Value):
-            self.parts[self.origins[node]].append(_content(held))
+            self.parts[self.origins[node]].append(_units(held))
 
-    def contents(self, ledger: Ledger) -> Iterator[tuple[bool, _Content, _Content]]:
-        """For each origin whether it is a parameter, and its units and scale variables: all, and those that are read."""
-        for origin in dict.fromkeys((*self.parts, *(o for o in self.whole if isinstance(o, str)))):
+    def cuts(self, ledger: Ledger) -> Iterator[tuple[Origin, Value, Array]]:
+        """Each origin that is read in pieces only, and the units of the pieces together."""
+        for origin, parts in self.parts.items():
             value = ledger.parameters.get(origin) if isinstance(origin, str) else self.values.get(origin)
-            if value is not None:
-                whole = _content(value)
-                parts = zip(*self.parts.get(origin, []), strict=True)
-                if origin not in self.whole:
-                    units, variables = tuple(map(_joined, parts)) or (whole[0][:0], whole[1][:0])
-                    yield isinstance(origin, str), whole, (_with_blocks(ledger, units), variables)
-                else:
-                    yield isinstance(origin, str), whole, whole
+            if value is None or origin in self.whole:
+                continue
+            units = _units(value)
+            pieces = [units[among(units, _with_blocks(ledger, part))] for part in parts]
+            if all(len(piece) < len(units) for piece in pieces):
+                yield origin, value, _joined(pieces)
 
 
-_Content = tuple[Array, Array]
+def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
+    """Pin every axis of which passes with one example cut off a part and throw it away; returns parameters with one.
 
+    Not only what is left out is pinned: another example may cut at another place. Factors along such an axis are equal
+    (rows of a table that are added to a stream follow the stream's scales), or, where nothing else scales the tensor,
+    those of what is left out are one. What one pass leaves out and another one cuts out (a half that only training asks
+    for) is read.
 
-def pin_unseen(ledger: Ledger, readings: list[Reading]) -> frozenset[str]:
-    """Pin what some pass leaves out and no pass reads in full; returns the names of parameters that hold such units.
-
-    Unseen rows of a parameter are scaled as those that are read (a table whose rows are added to a stream follows the
-    stream's scales); unseen units of anything else not at all.
+    Args:
+        ledger: which the passes wrote.
+        readings: of the passes, in evaluation and in training mode.
     """
-    left_out: list[list[Array]] = [[], []]
-    covered: list[list[Array]] = [[], []]
-    for reading in readings:
-        missed: list[list[Array]] = [[], []]
-        present: list[list[Array]] = [[], []]
-        for is_parameter, whole, read in reading.contents(ledger):
-            for k in range(2):
-                present[k].append(whole[k])
-                if not (is_parameter and k):
-                    missed[k].append(whole[k][~among(whole[k], read[k])])
-        for k in range(2):
-            gone = _joined(missed[k])
-            here = _joined(present[k])
-            left_out[k].append(gone)
-            covered[k].append(here[~among(here, gone)])
-    units, variables = (
-        gone[~among(gone, _joined(seen))] for gone, seen in zip(map(_joined, left_out), covered, strict=True)
-    )
-    variables = variables[variables != ZERO]
-    if len(units):
-        ledger.pins.append((units, UNSEEN))
-    if len(variables):
-        ledger.pin_scale(((1.0, variables),))
-    cut = {origin for reading in readings for origin in reading.parts.keys() - reading.whole if isinstance(origin, str)}
+    found = [cut for reading in readings for cut in reading.cuts(ledger)]
+    read = _joined([pieces for _, _, pieces in found]) if len(readings) > 1 else _joined([])
     partly = set()
-    for name in sorted(cut & ledger.parameters.keys()):
-        value = ledger.parameters[name]
+    for origin, value, pieces in found:
         for axis, label in enumerate(value.labels):
-            if any(among(c, units).any() for c in label):
-                partly.add(name)
-                for _, variable in value.scale:
+            held = _joined([c[c >= 0] for c in label])
+            gone = held[~among(held, pieces) & ~among(held, read)]
+            if not len(gone):
+                continue
+            ledger.pins.append((held, UNSEEN))
+            if isinstance(origin, str):
+                partly.add(origin)
+            alone = all(v.shape[axis] > 1 for _, v in value.scale)
+            for _, variable in value.scale:
+                if not alone:
                     ledger.constant_along(variable, axis)
+                elif label and label[0].shape == variable.shape:
+                    ledger.pin_scale(((1.0, variable[among(label[0], gone)]),))
+                else:
+                    ledger.pin_scale(((1.0, variable),))
     return frozenset(partly)
 
 
@@ -156,8 +144,5 @@ def _joined(arrays: Sequence[Array]) -> Array:
     return distinct(np.concatenate(arrays)) if arrays else np.empty(0, dtype=np.int64)
 
 
-def _content(value: Value) -> tuple[Array, Array]:
-    """The units and the scale variables of a tensor."""
-    empty = np.empty(0, dtype=np.int64)
-    units = [c[c >= 0] for label in value.labels for c in label]
-    return np.concatenate([empty, *units]), np.concatenate([empty, *(v.reshape(-1) for _, v in value.scale)])
+def _units(value: Value) -> Array:
+    return _joined([c[c >= 0] for label in value.labels for c in label])

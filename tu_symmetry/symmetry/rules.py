@@ -58,8 +58,8 @@ def register_rule(
         positions: what becomes of a tensor whose entries are positions of hidden units (what ``argmax`` returns). By
             default the units are pinned, since an ordinary operator reads the numbers; ``"keep"`` is for operators
             that only move or copy the entries of their one tensor; a rule with ``"read"`` looks at ``Value.points``.
-        traits: what else is known of the operators, see :data:`TRAIT_NAMES`. Without ``"injective"`` or ``"distinct"``, for
-            one, different numbers may become equal, and which of them is the largest is no property of the units.
+        traits: what else is known of the operators, see :data:`TRAIT_NAMES`. Without ``"injective"`` or ``"distinct"``,
+            for one, different numbers may become equal, and which of them is the largest is no property of the units.
 
     Raises:
         ValueError: for a trait that does not exist.

@@ -29,6 +29,7 @@ from tu_symmetry.symmetry.distinct import Distinct
 from tu_symmetry.symmetry.ledger import Ledger, Mark
 from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.probe import copied, own_copy
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
@@ -59,12 +60,14 @@ class Trace:
             the same way as the example.
         constants: the integer and boolean tensors of the state dict that the pass reads by value (indices, attention
             masks): what is found holds for these values.
+        example: number of the example inputs among several.
     """
 
     module: torch.fx.GraphModule
     inputs: tuple[Any, ...]
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
+    example: int = 0
 
     def names(self, *, live: bool) -> frozenset[str]:
         """Names of the tensors that the pass computes with, or of those that its outputs (or its state) depend on."""
@@ -108,8 +111,11 @@ def trace(
             return _exported(model, program)
         except GuardOnDataDependentSymNode as error:
             place = _place(error)
+            recorded = _recorded(model, args, kwargs, place)
+            if not _reads_values(recorded.module.graph):  # a mask that forward makes: it branches the same way always
+                return replace(recorded, branch=None)
             if record:
-                return _recorded(model, args, kwargs, place)
+                return recorded
             raise SymmetryError(
                 f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
                 'symmetries may differ from branch to branch. discover_symmetries(..., branches="record") finds '
@@ -322,6 +328,19 @@ def _recorded(
     return Trace(graph_module, tuple(inputs), place, constants)
 
 
+def _reads_values(graph: torch.fx.Graph) -> bool:
+    """Whether the program has read a number that inputs, weights or chance decide."""
+    decided: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        overload = node.target if isinstance(node.target, torch._ops.OpOverload) else None
+        chance = overload is not None and torch.Tag.nondeterministic_seeded in overload.tags
+        if node.op == "placeholder" or chance or decided.intersection(node.all_input_nodes):
+            decided.add(node)
+            if node.op == "call_function" and not _makes_tensors(node):
+                return True
+    return False
+
+
 def _place(error: BaseException) -> str:
     """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``.
 
@@ -351,13 +370,14 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
     """
     nestings = nestings or Nestings()
     ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
-    readings = []
+    readings: dict[int, list[Reading]] = {}
     for traced in traces:
-        readings.append(Reading())
-        for result in _Interpreter(ledger, traced.module, readings[-1]).run(traced.inputs):
+        reading = Reading()
+        readings.setdefault(traced.example, []).append(reading)
+        for result in _Interpreter(ledger, traced.module, reading).run(traced.inputs):
             if isinstance(result, Value):
                 ledger.pin(result, "output of the network")
-    ledger.partly = pin_unseen(ledger, readings)
+    ledger.partly = frozenset[str]().union(*(pin_unseen(ledger, passes) for passes in readings.values()))
     for name, value in ledger.parameters.items():
         # what operators nested they have seen in blocks; of what was nested from the start, they may have seen views
         ledger.observe(value, nested=name in nestings.nested)
@@ -530,7 +550,7 @@ class _Interpreter:
     def _note(self, node: torch.fx.Node, traits: frozenset[str], bound: dict[str, Any]) -> None:
         """What an operator reads, and what it only moves; and parameters, whose entries are different numbers."""
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        found = "picks" in traits and all(isinstance(self.env[n], Tensor) for n in tensors[1:])
+        found = "picks" in traits and len(tensors) == 2 and picked(self.env[tensors[1]], 0) is not None
         if tensors and ("moves" in traits or found):
             held = self.env[tensors[0]]
             if isinstance(held, (Parameter, Value)):

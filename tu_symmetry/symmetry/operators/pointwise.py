@@ -120,7 +120,6 @@ def _metadata(call: Call) -> list[Value]:
     return [pinned_value(shape, "a check") for shape in call.outputs]
 
 
-@register_rule("exp", traits=("injective",))
 @register_rule(
     "logical_and",
     "logical_or",
@@ -134,6 +133,7 @@ def _metadata(call: Call) -> list[Value]:
     traits=("combines",),
 )
 @register_rule(
+    "exp",
     "gelu",
     "silu",
     "sigmoid",

@@ -1,0 +1,310 @@
+"""What an example does not show: rows beyond its length, training mode, other experts, left-out arguments, equal numbers.
+
+Every network is discovered and verified on its example. The groups are counted by hand, and the oracle, which shares no
+code with discovery, tries them on inputs that the example does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from oracle import judge
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import Net
+
+import tu_symmetry as tus
+from tu_symmetry.symmetry.operators.pointwise import elementwise
+from tu_symmetry.symmetry.rules import TRAITS
+
+relu = torch.relu
+
+
+def tokens(length: int, batch: int = 2) -> Tensor:
+    return torch.randn(batch, length, 4, generator=torch.Generator().manual_seed(length))
+
+
+def rows(batch: int) -> Tensor:
+    return torch.randn(batch, 4, generator=torch.Generator().manual_seed(batch))
+
+
+@dataclass
+class Shown:
+    """A network, its example, and inputs that the example does not show (in evaluation and in training mode)."""
+
+    network: Net
+    example: tuple[Any, ...]
+    others: Sequence[tuple[Any, ...]]
+    groups: Sequence[tuple[int, ...]]
+    scales: int | None = None
+    training: bool = False
+
+
+def table(read: Callable[[Net, Tensor], Tensor], groups: Sequence[tuple[int, ...]], **layers: nn.Module) -> Shown:
+    """A table of sixteen rows beside tokens, of which the example has five."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.b(relu(m.a(x) + read(m, x)))
+
+    layers = {"table": nn.Embedding(16, 8), **layers}
+    network = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3), **layers)
+    return Shown(network, (tokens(5),), [(tokens(3),), (tokens(9),), (tokens(16),)], groups)
+
+
+def gated(m: Net, x: Tensor) -> Tensor:
+    n = x.shape[1]
+    return m.mix.weight[:n, :n] @ m.a(x)
+
+
+def variational(m: Net, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    mean = m.mean(h)
+    if m.training:
+        mean = mean + m.deviation(h).exp() * torch.randn_like(mean)
+    return m.c(relu(mean))
+
+
+def halves(m: Net, x: Tensor) -> Tensor:
+    mean, deviation = m.both(relu(m.a(x))).chunk(2, -1)
+    return m.c(relu(mean + deviation.exp() * torch.randn_like(mean) if m.training else mean))
+
+
+def auxiliary(m: Net, x: Tensor) -> Any:
+    h = relu(m.a(x))
+    return (m.c(relu(m.b(h))), m.head(h)) if m.training else m.c(relu(m.b(h)))
+
+
+def experts(m: Net, x: Tensor) -> Tensor:
+    return m.c(relu(m.first(relu(m.a(x))) if x.shape[0] < 4 else m.second(relu(m.a(x)))))
+
+
+def optional(m: Net, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    h = m.a(x) if mask is None else torch.where(mask[:, None], m.token.weight[0], m.a(x))
+    return m.c(relu(m.b(relu(h))))
+
+
+def linear(*sizes: tuple[int, int]) -> dict[str, nn.Module]:
+    return {name: nn.Linear(*size) for name, size in zip("abc", sizes, strict=False)}
+
+
+masked = (rows(2), torch.tensor([True, False]))
+CASES = {
+    "rows cut by the length": table(lambda m, x: m.table.weight[: x.shape[1]], [(8,)]),
+    "rows looked up in order": table(lambda m, x: m.table(torch.arange(x.shape[1])), [(8,)]),
+    "centered rows": table(lambda m, x: (m.table.weight - m.table.weight.mean(0))[: x.shape[1]], [(8,)]),
+    "rows through a layer": table(lambda m, x: m.map(m.table.weight)[: x.shape[1]], [(8,), (6,)],
+                                  table=nn.Embedding(16, 6), map=nn.Linear(6, 8)),
+    "normalized rows": table(lambda m, x: F.normalize(m.table.weight[: x.shape[1]], dim=-1), [(8,)]),
+    "rows normalized by a layer": table(lambda m, x: m.norm(m.table.weight)[: x.shape[1]], [(8,)], norm=nn.LayerNorm(8)),
+    "the sum of rows": table(lambda m, x: m.table.weight[: x.shape[1]].sum(0), [(8,)]),
+    "one row": table(lambda m, x: m.table.weight[x.shape[1] - 1], [(8,)]),
+    "rows and columns": Shown(
+        Net(lambda m, x: m.b(relu(gated(m, x))), mix=nn.Linear(16, 16), **linear((4, 8), (8, 3))),
+        (tokens(5),), [(tokens(3),), (tokens(16),)], [(8,)],
+    ),
+    "a head of training": Shown(
+        Net(variational, mean=nn.Linear(8, 5), deviation=nn.Linear(8, 5), c=nn.Linear(5, 3), **linear((4, 8))),
+        (rows(2),), [(rows(6),)], [(8,), (5,)], 8, training=True,
+    ),
+    "a half for training": Shown(
+        Net(halves, both=nn.Linear(8, 10), c=nn.Linear(5, 3), **linear((4, 8))),
+        (rows(2),), [(rows(6),)], [(8,), (5,)], 8, training=True,
+    ),
+    "an auxiliary output": Shown(
+        Net(auxiliary, head=nn.Linear(8, 3), **linear((4, 8), (8, 6), (6, 3))),
+        (rows(2),), [(rows(6),)], [(8,), (6,)], 14, training=True,
+    ),
+    "an expert that is not called": Shown(
+        Net(experts, first=nn.Linear(8, 6), second=nn.Linear(8, 6), a=nn.Linear(4, 8), c=nn.Linear(6, 3)),
+        (rows(2),), [(rows(5),)], [], 0,
+    ),
+    "an argument that is left out": Shown(
+        Net(optional, token=nn.Embedding(1, 8), **linear((4, 8), (8, 6), (6, 3))), (rows(2),), [masked], [(6,)], 6
+    ),
+}  # fmt: skip
+
+
+def sizes(graph: tus.SymmetryGraph) -> list[tuple[int, ...]]:
+    return sorted(g.shape for g in graph.permutations)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_claimed_holds_on_what_the_example_does_not_show(name: str) -> None:
+    case = CASES[name]
+    graph = tus.discover_symmetries(case.network, case.example)
+    assert sizes(graph) == sorted(case.groups)
+    if case.scales is not None:
+        assert sum(g.size for g in (*graph.scales, *graph.normalizations)) == case.scales
+    tus.verify_symmetries(graph, case.network, case.example, on_failure="raise")
+    for inputs in (case.example, *case.others):
+        for training in (False, True) if case.training else (False,):
+            assert not judge(graph, case.network, inputs, training=training).wrong
+
+
+def test_a_table_is_canonicalized_and_aligned_beyond_the_length_of_the_example() -> None:
+    case = CASES["rows cut by the length"]
+    network = case.network.double().eval()
+    graph = tus.discover_symmetries(network, case.example)
+    state = {name: torch.randn_like(t) for name, t in network.state_dict().items()}
+    longer = tokens(16).double()
+    before = torch.func.functional_call(network, state, (longer,))
+    aligned = tus.align(graph, [{n: torch.randn_like(t) for n, t in state.items()}, state]).states
+    for moved in (aligned[1] if isinstance(aligned, list) else tus.states.unstack(aligned)[1],
+                  tus.canonicalize(graph, state, method="min_mass").state):  # fmt: skip
+        torch.testing.assert_close(torch.func.functional_call(network, moved, (longer,)), before)
+
+
+@pytest.mark.parametrize("name", ["an expert that is not called", "an argument that is left out"])
+def test_what_is_not_reached_is_named_and_found_with_examples_that_reach_it(name: str) -> None:
+    case = CASES[name]
+    graph = tus.discover_symmetries(case.network, case.example)
+    assert graph.unreached and all(n in " ".join(str(graph).split()) for n in graph.unreached)
+    assert any("could meet" in p.reason for p in graph.pinned)
+    examples = [case.example, *case.others]
+    whole = tus.discover_symmetries(case.network, examples)
+    assert not whole.unreached and sizes(whole) == [(6,), (8,)]
+    tus.verify_symmetries(whole, case.network, examples, on_failure="raise")
+    for inputs in examples:
+        assert not judge(whole, case.network, inputs).wrong
+
+
+def test_verification_runs_all_examples_and_training_mode() -> None:
+    """A group that holds on the first example, and on no other, is found out."""
+    case = CASES["an argument that is left out"]
+    whole = tus.discover_symmetries(case.network, [case.example, *case.others])
+    wrong = whole.without("token").with_permutation("half", {"a.weight": 0, "a.bias": 0, "b.weight": 1})
+    tus.verify_symmetries(wrong, case.network, case.example, on_failure="raise")
+    with pytest.raises(tus.SymmetryError, match="half"):
+        tus.verify_symmetries(wrong, case.network, [case.example, *case.others])
+    case = CASES["a head of training"]
+    found = tus.discover_symmetries(case.network, case.example)
+    assert found.training == "followed"
+    name = found.permutations[0].name
+    wrong = found.without(name).with_permutation("h", {"a.weight": 0, "a.bias": 0, "mean.weight": 1})
+    with pytest.raises(tus.SymmetryError, match="'h'"):
+        tus.verify_symmetries(wrong, case.network, case.example)
+
+
+def test_lists_of_examples_are_checked() -> None:
+    network = CASES["an argument that is left out"].network
+    with pytest.raises(ValueError, match="empty list"):
+        tus.discover_symmetries(network, [])
+    with pytest.raises(ValueError, match="2 example_inputs and 1 example_kwargs"):
+        tus.discover_symmetries(network, [rows(2), rows(3)], example_kwargs=[{}])
+    graph = tus.discover_symmetries(network, rows(2), example_kwargs=[{}, {"mask": masked[1]}])
+    assert not graph.unreached
+
+
+def test_parameters_that_no_code_names_pin_nothing() -> None:
+    network = Net(lambda m, x: m.b(relu(m.a(x))), unnamed=nn.Linear(8, 8), **linear((4, 8), (8, 3)))
+    graph = tus.discover_symmetries(network, rows(2))
+    assert sizes(graph) == [(8,)] and not graph.unreached
+
+
+def test_training_mode_that_cannot_be_followed_is_told() -> None:
+    def forward(m: Net, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        if m.training:
+            assert targets is not None, "targets"
+        return m.b(relu(m.a(x)))
+
+    graph = tus.discover_symmetries(Net(forward, **linear((4, 8), (8, 3))), rows(2))
+    assert graph.training.startswith("not followed") and "training mode" in str(graph)
+
+
+# -- equal numbers --------------------------------------------------------------------------------------------------
+
+APART: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "as they are": (lambda h: h, True),
+    "dropout in evaluation": (lambda h: F.dropout(h, 0.5, False), True),
+    "leaky ReLU": (F.leaky_relu, True),
+    "negative": (lambda h: -h, True),
+    "softmax": (lambda h: h.softmax(-1), True),
+    "shifted": (lambda h: h + 1, True),
+    "ReLU": (relu, False),
+    "sigmoid": (torch.sigmoid, False),
+    "tanh": (torch.tanh, False),
+    "ELU without a slope": (lambda h: F.elu(h, 0.0), False),
+    "clamped": (lambda h: h.clamp(-1, 1), False),
+    "the rest of a ReLU": (lambda h: h - relu(h), False),
+    "exponential": (torch.exp, False),
+    "largest alone": (lambda h: h * (h >= h.amax(-1, keepdim=True)), False),
+    "product with a ReLU": (lambda h: h * relu(h), False),
+}
+FOUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "argmax": lambda h: h.argmax(-1),
+    "max": lambda h: h.max(-1).indices,
+    "topk": lambda h: h.topk(1).indices[:, 0],
+    "sort": lambda h: h.sort(-1).indices[:, 1],
+}
+
+
+def positions(m: Net, act: Callable[[Tensor], Tensor], find: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return m.codes(find(act(m.a(x))))
+
+
+@pytest.mark.parametrize("find", FOUND)
+@pytest.mark.parametrize("act", APART)
+@pytest.mark.parametrize(
+    "layer", ["linear", "without a bias", "behind a ReLU", "without a bias, behind a ReLU", "conv"]
+)
+def test_positions_pass_only_where_no_two_numbers_are_equal(layer: str, act: str, find: str) -> None:
+    """Tried on blank inputs, on large ones, and with dead units."""
+    bias = "without" not in layer
+    first = {"linear": nn.Linear(4, 8), "conv": nn.Conv2d(1, 8, 2)}.get(layer, nn.Linear(4, 8, bias=bias))
+    last: nn.Module = nn.Linear(4, 8) if layer != "conv" else nn.Identity()
+    if "behind" in layer:
+        first = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8, bias=bias))
+    del last
+    apply, keeps = APART[act]
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = m.a(x.reshape(-1, 1, 2, 2))[:, :, 0, 0] if layer == "conv" else m.a(x)
+        return m.codes(FOUND[find](apply(h)))
+
+    network = Net(forward, a=first, codes=nn.Embedding(8, 3))
+    graph = tus.discover_symmetries(network, rows(5))
+    tus.verify_symmetries(graph, network, rows(5), on_failure="raise")
+    assert ((8,) in sizes(graph)) == (keeps and bias)
+    for inputs in (rows(5), torch.zeros(5, 4), 30 * rows(5)):
+        assert not judge(graph, network, (inputs,)).wrong
+
+
+@torch.library.custom_op("beyond::half_relu", mutates_args=())
+def half_relu(x: Tensor) -> Tensor:
+    return torch.relu(x) / 2
+
+
+@half_relu.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_rule_of_ones_own_is_taken_to_make_equal_numbers_unless_it_says_otherwise() -> None:
+    network = Net(lambda m, x: m.codes(half_relu(m.a(x)).argmax(-1)), a=nn.Linear(4, 8), codes=nn.Embedding(8, 3))
+    tus.register_rule("beyond.half_relu")(lambda call: elementwise(call, homogeneous=True))
+    assert not TRAITS["beyond.half_relu"]
+    assert sizes(tus.discover_symmetries(network, rows(3))) == []
+    tus.register_rule("beyond.half_relu", traits=("injective",))(lambda call: elementwise(call, homogeneous=True))
+    assert sizes(tus.discover_symmetries(network, rows(3))) == [(8,)]
+    with pytest.raises(ValueError, match="no traits \\['monotone'\\]"):
+        tus.register_rule("beyond.half_relu", traits=("monotone",))(lambda call: elementwise(call))
+
+
+# -- masks that forward makes -----------------------------------------------------------------------------------------
+
+
+def test_a_branch_on_a_constant_mask_is_no_branch_on_values() -> None:
+    """PyTorch's own encoder compares a given mask with the causal one, and branches."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(m.encoder(m.a(x), mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1])))
+
+    layer = nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
+    network = Net(forward, encoder=nn.TransformerEncoder(layer, 1), a=nn.Linear(4, 8), c=nn.Linear(8, 3)).eval()
+    graph = tus.discover_symmetries(network, tokens(5))
+    assert graph.branch is None and sizes(graph) == [(2,), (2, 4), (2, 4), (6,), (8,)]
+    tus.verify_symmetries(graph, network, tokens(5), on_failure="raise")
