@@ -1,4 +1,4 @@
-"""What an example does not show: rows beyond its length, training mode, other experts, left-out arguments, equal numbers.
+"""What an example does not show: rows beyond its length, training mode, other experts, optional inputs, equal numbers.
 
 Every network is discovered and verified on its example. The groups are counted by hand, and the oracle, which shares no
 code with discovery, tries them on inputs that the example does not show.
@@ -99,7 +99,9 @@ CASES = {
     "rows through a layer": table(lambda m, x: m.map(m.table.weight)[: x.shape[1]], [(8,), (6,)],
                                   table=nn.Embedding(16, 6), map=nn.Linear(6, 8)),
     "normalized rows": table(lambda m, x: F.normalize(m.table.weight[: x.shape[1]], dim=-1), [(8,)]),
-    "rows normalized by a layer": table(lambda m, x: m.norm(m.table.weight)[: x.shape[1]], [(8,)], norm=nn.LayerNorm(8)),
+    "rows normalized by a layer": table(
+        lambda m, x: m.norm(m.table.weight)[: x.shape[1]], [(8,)], norm=nn.LayerNorm(8)
+    ),
     "the sum of rows": table(lambda m, x: m.table.weight[: x.shape[1]].sum(0), [(8,)]),
     "one row": table(lambda m, x: m.table.weight[x.shape[1] - 1], [(8,)]),
     "rows and columns": Shown(
@@ -176,7 +178,8 @@ def test_verification_runs_all_examples_and_training_mode() -> None:
     """A group that holds on the first example, and on no other, is found out."""
     case = CASES["an argument that is left out"]
     whole = tus.discover_symmetries(case.network, [case.example, *case.others])
-    wrong = whole.without("token").with_permutation("half", {"a.weight": 0, "a.bias": 0, "b.weight": 1})
+    name = next(g.name for g in whole.permutations if g.size == 8)
+    wrong = whole.without(name).with_permutation("half", {"a.weight": 0, "a.bias": 0, "b.weight": 1})
     tus.verify_symmetries(wrong, case.network, case.example, on_failure="raise")
     with pytest.raises(tus.SymmetryError, match="half"):
         tus.verify_symmetries(wrong, case.network, [case.example, *case.others])
@@ -195,8 +198,12 @@ def test_lists_of_examples_are_checked() -> None:
         tus.discover_symmetries(network, [])
     with pytest.raises(ValueError, match="2 example_inputs and 1 example_kwargs"):
         tus.discover_symmetries(network, [rows(2), rows(3)], example_kwargs=[{}])
-    graph = tus.discover_symmetries(network, rows(2), example_kwargs=[{}, {"mask": masked[1]}])
-    assert not graph.unreached
+    layer = nn.MultiheadAttention(4, 2, batch_first=True).eval()
+    x = tokens(3)
+    given = [{"query": x, "key": x, "value": x}, {"query": x, "key": x, "value": x, "need_weights": False}]
+    graph = tus.discover_symmetries(layer, (), example_kwargs=given)
+    tus.verify_symmetries(graph, layer, (), example_kwargs=given, on_failure="raise")
+    assert not graph.unreached and graph.probe is not None and len(graph.probe.others) == 1
 
 
 def test_parameters_that_no_code_names_pin_nothing() -> None:
@@ -242,23 +249,15 @@ FOUND: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def positions(m: Net, act: Callable[[Tensor], Tensor], find: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return m.codes(find(act(m.a(x))))
-
-
 @pytest.mark.parametrize("find", FOUND)
 @pytest.mark.parametrize("act", APART)
-@pytest.mark.parametrize(
-    "layer", ["linear", "without a bias", "behind a ReLU", "without a bias, behind a ReLU", "conv"]
-)
+@pytest.mark.parametrize("layer", ["linear", "without", "behind a ReLU", "without, behind a ReLU", "conv"])
 def test_positions_pass_only_where_no_two_numbers_are_equal(layer: str, act: str, find: str) -> None:
-    """Tried on blank inputs, on large ones, and with dead units."""
+    """A layer with or without a bias, tried on blank inputs and on large ones."""
     bias = "without" not in layer
     first = {"linear": nn.Linear(4, 8), "conv": nn.Conv2d(1, 8, 2)}.get(layer, nn.Linear(4, 8, bias=bias))
-    last: nn.Module = nn.Linear(4, 8) if layer != "conv" else nn.Identity()
     if "behind" in layer:
         first = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 8, bias=bias))
-    del last
     apply, keeps = APART[act]
 
     def forward(m: Net, x: Tensor) -> Tensor:
