@@ -42,7 +42,8 @@ print(graph)
 # %%
 # The rule
 # --------
-# It acts entry by entry, and a positive factor passes through: both are said in one line.
+# It acts entry by entry, and a positive factor passes through: both are said in one line. It makes zeros of different
+# numbers, so that it has no trait ``"injective"``: without that, ``argmax`` behind it pins the units.
 
 
 @tus.register_rule("tutorial.half_relu")
