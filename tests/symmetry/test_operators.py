@@ -263,7 +263,7 @@ row(
 )
 row("in another order", lambda m, x: m.c(hidden(m, x)[:, m.g]), [8], 8, **layers, g=order)
 row("index_select", lambda m, x: m.c(hidden(m, x).index_select(1, m.g)), [8], 8, **layers, g=order)
-row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [], 4, 0, a=(5, 8), c=(4, 3), g=order[:4])
+row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [], 1, 0, a=(5, 8), c=(4, 3), g=order[:4])
 row(
     "gains by kind", lambda m, x: m.c(hidden(m, x) * m.e(m.g)[:, 0]),
     [2, 3, 3], 9, **layers, e=nn.Embedding(3, 1), g=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),

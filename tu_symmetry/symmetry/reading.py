@@ -78,9 +78,8 @@ def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
     """Pin every axis of which passes with one example cut off a part and throw it away; returns parameters with one.
 
     Not only what is left out is pinned: another example may cut at another place. Factors along such an axis are equal
-    (rows of a table that are added to a stream follow the stream's scales), or, where nothing else scales the tensor,
-    those of what is left out are one. What one pass leaves out and another one cuts out (a half that only training asks
-    for) is read.
+    (rows of a table that are added to a stream follow the stream's scales). What one pass leaves out and another one
+    cuts out (a half that only training asks for) is read.
 
     Args:
         ledger: which the passes wrote.
@@ -98,14 +97,8 @@ def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
             ledger.pins.append((held, UNSEEN))
             if isinstance(origin, str):
                 partly.add(origin)
-            alone = all(v.shape[axis] > 1 for _, v in value.scale)
             for _, variable in value.scale:
-                if not alone:
-                    ledger.constant_along(variable, axis)
-                elif label and label[0].shape == variable.shape:
-                    ledger.pin_scale(((1.0, variable[among(label[0], gone)]),))
-                else:
-                    ledger.pin_scale(((1.0, variable),))
+                ledger.constant_along(variable, axis)
     return frozenset(partly)
 
 
