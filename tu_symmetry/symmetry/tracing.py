@@ -483,6 +483,8 @@ class _Interpreter:
             self.distinct.piece(node, source)
             if source in self.statistic:
                 self.statistic.add(node)
+            if source in self.sole and source.target is torch.ops.aten.unbind.int:  # each piece has scales of its own
+                self.sole.add(node)
             if source in self.reading.origins:
                 self.reading.origins[node] = self.reading.origins[source]
             if source in self.root:  # a piece of what was cut
