@@ -107,6 +107,8 @@ row("topk: values", lambda m, x: m.c(relu(m.a(x)).topk(4).values), [8], 1, a=(5,
 row("topk: where", lambda m, x: m.a(x).topk(4)[1], [], 0, 1)
 row("argsort", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argsort(-1), x).sum(), [], 1)
 row("argmax over units", lambda m, x: m.a(x).argmax(-1), [], 0, 1)
+row("argmax beside pieces of a constant", lambda m, x: (m.a(x).argmax(-1), torch.arange(4.0).to(x).chunk(2)[1] * x[0, 0]),
+    [], 0, 1)  # fmt: skip
 row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
 row("argmax over the batch", lambda m, x: m.a(x).argmax(0), [], 0, 8)
 row("argmax over the batch, summed", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argmax(0), x).mean(), [8], 8)
@@ -614,7 +616,7 @@ def dealt_out(m: Any, x: Tensor) -> Tensor:
     return m.c(torch.zeros(*x.shape[:-1], 4).to(x).index_add(0, order // 2, down))
 
 
-row("experts by offsets", dealt_out, [8, 6, 4], 18, 0, ((9, 5),),
+row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),),
     router=(5, 3), a=(5, 8), up=weight(3, 12, 8), down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 

@@ -695,8 +695,8 @@ class _Interpreter:
             for k, (n, v) in enumerate(zip(nodes, bound.get(name) or [None] * len(nodes), strict=True))
             if isinstance(n, torch.fx.Node) and isinstance(v, Value) and _is_continuous(n.meta["val"])
         }
-        outputs: list[Any] = held if isinstance(held, list) else [held]
-        if self.orders:
+        outputs = [v for v in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(v, Value)]
+        if self.orders and outputs:
             self.distinct.follow(node, traits, operands | listed, node.all_input_nodes, outputs)
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
