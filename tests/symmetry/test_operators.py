@@ -775,6 +775,43 @@ def test_the_refusal_of_a_branch_in_compiled_code_names_a_line_of_the_model() ->
     assert "test_operators.py" in (graph.branch or "")
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda out, x: out[0].copy_(x[0]),
+        lambda out, x: out[0, :, 1:].copy_(x[0, :, 1:]),
+        lambda out, x: out.view(6, 8, 8).narrow(0, 0, 3).copy_(x[0]),
+        lambda out, x: out.reshape(6, 64).chunk(2)[0].copy_(x[0].flatten(1)),
+        lambda out, x: out.contiguous().to(out.dtype).unbind(0)[0].copy_(x[0]),
+    ],
+)
+def test_a_recorded_network_that_writes_its_input_through_a_view_reads_it_in_order(
+    write: Callable[[Tensor, Tensor], Any],
+) -> None:
+    """As detection models do, which lay images of different sizes into one tensor of zeros."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out = x.new_zeros(2, 3, 8, 8)
+        write(out, 2 * x if x.sum() > 0 else x)
+        return m.c(relu(m.a(out)))
+
+    model, x = Net({"a": nn.Conv2d(3, 4, 3), "c": nn.Conv2d(4, 2, 1)}, forward), torch.randn(2, 3, 8, 8)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert [g.shape for g in graph.permutations] == [(4,)]
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+
+
+def test_a_recorded_write_to_a_copy_leaves_the_original() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x) if x.sum() > 0 else m.a(-x)
+        h.t().reshape(-1).zero_()  # a transposed matrix is copied by a reshape
+        return m.c(relu(h))
+
+    model, x = Net(layers, forward), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert [g.shape for g in graph.permutations] == [(8,)]
+
+
 @pytest.mark.slow
 def test_a_detection_model_is_recorded() -> None:
     model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
