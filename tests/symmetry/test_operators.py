@@ -107,8 +107,7 @@ row("topk: values", lambda m, x: m.c(relu(m.a(x)).topk(4).values), [8], 1, a=(5,
 row("topk: where", lambda m, x: m.a(x).topk(4)[1], [], 0, 1)
 row("argsort", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argsort(-1), x).sum(), [], 1)
 row("argmax over units", lambda m, x: m.a(x).argmax(-1), [], 0, 1)
-row("argmax beside pieces of a constant", lambda m, x: (m.a(x).argmax(-1), torch.arange(4.0).to(x).chunk(2)[1] * x[0, 0]),
-    [], 0, 1)  # fmt: skip
+row("argmax beside a piece", lambda m, x: (m.a(x).argmax(-1), torch.ones(4).chunk(2)[1] * x[0, 0]), [], 0, 1)
 row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
 row("argmax over the batch", lambda m, x: m.a(x).argmax(0), [], 0, 8)
 row("argmax over the batch, summed", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argmax(0), x).mean(), [8], 8)
@@ -546,8 +545,8 @@ row("DoRA", decomposed, [8, 2], 10, 9, **layers, down=lambda: nn.Linear(5, 2, bi
 row("fmax", lambda m, x: m.c(torch.fmax(hidden(m, x), m.b(x))), [8], 8, **layers, b=(5, 8))
 row("fmin", lambda m, x: m.c(torch.fmin(m.a(x), m.b(x))), [8], 8, **layers, b=(5, 8))
 row("fftshift", lambda m, x: m.c(torch.fft.fftshift(hidden(m, x), -1)), [8], 8)
-row("ifftshift and as it is", lambda m, x: m.c(torch.fft.ifftshift(hidden(m, x)[:, :7]) + hidden(m, x)[:, :7]), [], 1,
-    a=(5, 8), c=(7, 3))  # fmt: skip
+row("ifftshift and as it is", lambda m, x: m.c(torch.fft.ifftshift(hidden(m, x), -1) + hidden(m, x)), [], 1,
+    a=(5, 7), c=(7, 3))  # fmt: skip
 row("renorm over units", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 0, 1.0)), [8], 0)
 row("renorm of units", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 1, 1.0)), [8], 0)
 for reduce in ("sum", "mean", "max", "min"):

@@ -41,8 +41,8 @@ def _tied(call: Call, value: Value) -> Value:
     value = _matrix(call, value)
     call.ledger.pin_scale(value.scale)
     rows, columns = value.ndim - 2, value.ndim - 1
-    sides = [tuple(c.swapaxes(rows, columns) for c in value.labels[rows]), value.labels[columns]]
-    label = call.ledger.unify(*sides, value.reasons[rows], value.reasons[columns])
+    laid = tuple(c.swapaxes(rows, columns) for c in value.labels[rows])
+    label = call.ledger.unify(laid, value.labels[columns], value.reasons[rows], value.reasons[columns])
     labels = (*value.labels[:rows], tuple(c.swapaxes(rows, columns) for c in label), label)
     return replace(value, labels=labels, scale=())
 
