@@ -7,6 +7,7 @@ other random weights in float64, every group acts alone, and outputs are compare
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,12 @@ def row(
     ROWS.append(Row(name, build, inputs, shapes, scales, normalizations))
 
 
+def normed(dim: int | None) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(nn.Linear(5, 8), dim=dim)
+
+
 def weight(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(shape))
 
@@ -100,6 +107,7 @@ row("topk: values", lambda m, x: m.c(relu(m.a(x)).topk(4).values), [8], 1, a=(5,
 row("topk: where", lambda m, x: m.a(x).topk(4)[1], [], 0, 1)
 row("argsort", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argsort(-1), x).sum(), [], 1)
 row("argmax over units", lambda m, x: m.a(x).argmax(-1), [], 0, 1)
+row("argmax beside a piece", lambda m, x: (m.a(x).argmax(-1), torch.ones(4).chunk(2)[1] * x[0, 0]), [], 0, 1)
 row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
 row("argmax over the batch", lambda m, x: m.a(x).argmax(0), [], 0, 8)
 row("argmax over the batch, summed", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argmax(0), x).mean(), [8], 8)
@@ -352,7 +360,7 @@ row(
     "dstack",
     lambda m, x: m.c(m.d(torch.dstack([hidden(m, x), relu(m.b(x))])).squeeze(-1)),
     [8],
-    2,
+    3,
     **layers,
     b=(5, 8),
     d=(2, 1),
@@ -478,6 +486,164 @@ row("sparse: over the batch", lambda m, x: m.c(torch.sparse.mm(adjacency(x), rel
 row("sparse: plus another", lambda m, x: m.c(torch.sparse.addmm(m.b(x), adjacency(x), relu(m.a(x)))), [8], 8,
     a=nn.Linear(5, 8), b=nn.Linear(5, 8), c=nn.Linear(8, 3))  # fmt: skip
 row("sparse: over the units", over_units, [7], 1)
+
+# -- functions of matrices ------------------------------------------------------------------------------------------
+
+
+def covariance(m: Any, x: Tensor) -> Tensor:
+    """Regular whatever the inputs are, with rows and columns that are indexed by the same units."""
+    h = m.a(x)
+    return h.mT @ h + torch.eye(8).to(x)
+
+
+square = {**layers, "w": weight(8, 8)}
+TOKENS = ((2, 4, 5),)
+
+row("solve", lambda m, x: m.c(torch.linalg.solve(covariance(m, x), hidden(m, x).T).T), [8], 0, **layers)
+row("solve from the right", lambda m, x: m.c(torch.linalg.solve(covariance(m, x), hidden(m, x), left=False)), [8], 0,
+    **layers)  # fmt: skip
+row("solve for a vector", lambda m, x: m.c(torch.linalg.solve(m.w, hidden(m, x)[0])), [8, 8], 0, 16, **square)
+row("inverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.inv(m.w)), [8, 8], 0, 16, **square)
+row("inverse of a covariance", lambda m, x: m.c(hidden(m, x) @ torch.inverse(covariance(m, x))), [8], 0, **layers)
+row("pseudoinverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.pinv(m.w)), [8, 8], 1, **square)
+row("determinant", lambda m, x: torch.linalg.det(covariance(m, x)), [8], 0, a=(5, 8))
+row("determinant of a weight", lambda m, x: m.c(hidden(m, x)) * torch.det(m.w), [8, 8], 8, **square)
+row("sign and logarithm", lambda m, x: (m.c(hidden(m, x)), *torch.linalg.slogdet(m.w)), [8, 8], 8, **square)
+row("logarithm alone", lambda m, x: m.c(hidden(m, x)) + torch.linalg.slogdet(m.w)[1], [8, 8, 8], 8, **square)
+row("logdet", lambda m, x: torch.logdet(covariance(m, x)), [8], 0, a=(5, 8))
+row("matrix exponential", lambda m, x: m.c(hidden(m, x) @ torch.matrix_exp(m.w)), [8], 1, **square)
+row("matrix power", lambda m, x: m.c(hidden(m, x) @ torch.linalg.matrix_power(m.w, 3)), [8], 1, **square)
+row("triangle of a weight", lambda m, x: m.c(m.a(x) @ m.w.tril()), [], 16, **square)
+row("triangle of tokens", lambda m, x: m.c((m.a(x) @ m.a(x).mT).triu() @ hidden(m, x)), [8], 0, 0, TOKENS, **layers)
+for name, norm in {
+    "linalg.norm": lambda h: torch.linalg.norm(h, dim=-1, keepdim=True),
+    "linalg.norm of all": torch.linalg.norm,
+    "matrix norm": torch.linalg.matrix_norm,
+    "spectral norm": lambda h: torch.linalg.matrix_norm(h, 2),
+    "sums of columns": lambda h: torch.linalg.norm(h, 1),
+}.items():
+    row(f"by a {name}", lambda m, x, norm=norm: m.c(hidden(m, x) / norm(hidden(m, x))), [8], 0, 1, **layers)
+# rows of a matrix that are permuted in one of its columns alone leave its Frobenius norm, not its nuclear norm
+row(
+    "nuclear norm of heads",
+    lambda m, x: m.c(hidden(m, x) / torch.linalg.norm(hidden(m, x).view(-1, 4, 2), "nuc", (1, 2))[:, None]),
+    [(4,), (2,)], 0, 1, **layers,
+)  # fmt: skip
+
+
+def decomposed(m: Any, x: Tensor) -> Tensor:
+    """DoRA: a low-rank change of a weight, whose rows have norms of their own."""
+    w = m.a.weight + m.up.weight @ m.down.weight
+    return m.c(relu(F.linear(x, w * (m.g / torch.linalg.norm(w, dim=1))[:, None]) + m.a.bias))
+
+
+row("DoRA", decomposed, [8, 2], 10, 9, **layers, down=lambda: nn.Linear(5, 2, bias=False),
+    up=lambda: nn.Linear(2, 8, bias=False), g=weight(8))  # fmt: skip
+
+# -- what else entries meet -----------------------------------------------------------------------------------------
+
+row("fmax", lambda m, x: m.c(torch.fmax(hidden(m, x), m.b(x))), [8], 8, **layers, b=(5, 8))
+row("fmin", lambda m, x: m.c(torch.fmin(m.a(x), m.b(x))), [8], 8, **layers, b=(5, 8))
+row("fftshift", lambda m, x: m.c(torch.fft.fftshift(hidden(m, x), -1)), [8], 8)
+row("ifftshift and as it is", lambda m, x: m.c(torch.fft.ifftshift(hidden(m, x), -1) + hidden(m, x)), [], 1,
+    a=(5, 7), c=(7, 3))  # fmt: skip
+row("renorm over units", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 0, 1.0)), [8], 0)
+row("renorm of units", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 1, 1.0)), [8], 0)
+for reduce in ("sum", "mean", "max", "min"):
+    row(
+        f"segments: {reduce}",
+        lambda m, x, r=reduce: m.c(torch.segment_reduce(hidden(m, x), r, lengths=torch.tensor([1, 2]))),
+        [8], 8,
+    )  # fmt: skip
+row("fake quantization", lambda m, x: m.c(torch.fake_quantize_per_tensor_affine(hidden(m, x), 0.1, 0, -9, 9)), [8], 0)
+row("histc", lambda m, x: m.c(hidden(m, x)).mean() + torch.histc(m.a(x), 4, -1, 1), [8, 3], 0)
+row("native_group_norm", lambda m, x: m.c(torch.native_group_norm(hidden(m, x), m.w, m.b, 3, 8, 1, 2, 1e-5)[0]),
+    [(2,), (2, 4)], 8, 2, **layers, w=weight(8), b=weight(8))  # fmt: skip
+row(
+    "native_group_norm: its statistics",
+    lambda m, x: [
+        m.c(t) if k == 0 else t for k, t in enumerate(torch.native_group_norm(hidden(m, x), m.w, m.b, 3, 8, 1, 2, 1e-5))
+    ],
+    [], 8, 0, **layers, w=weight(8), b=weight(8),
+)  # fmt: skip
+for dim, normalizations in ((None, 1), (0, 8), (1, 5)):
+    row(f"weight_norm along {dim}", lambda m, x: m.c(relu(m.w(x))), [8], 8 if dim == 0 else 1, normalizations,
+        w=lambda dim=dim: normed(dim), c=(8, 3))  # fmt: skip
+row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [8], 0, 1,
+    **layers, d=nn.Dropout(0.5))  # fmt: skip
+
+# -- experts, tokens and kernels that hold units --------------------------------------------------------------------
+
+
+def one_by_one(m: Any, x: Tensor) -> Tensor:
+    """Experts in a loop over their weights."""
+    gates = m.router(x).softmax(-1).unbind(-1)
+    return sum(g[:, None] * (relu(x @ up + b) @ down) for up, b, down, g in zip(m.up, m.b, m.down, gates, strict=True))
+
+
+row("experts in a loop", one_by_one, [8, 8, 8], 24, 0,
+    router=(5, 3), up=weight(3, 5, 8), b=weight(3, 8), down=weight(3, 8, 2))  # fmt: skip
+row(
+    "experts in a loop, one output",
+    lambda m, x: sum(m.c(relu(x @ w)) for w in m.w),
+    [8],
+    8,
+    w=weight(3, 5, 8),
+    c=(8, 3),
+)
+row("one of several tables", lambda m, x: m.c(relu(m.a(x) + m.t.unbind(0)[1])), [8], 8, **layers, t=weight(3, 8))
+
+
+if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # Hugging Face's, where it is not installed
+
+    @torch.library.custom_op("transformers::grouped_mm_fallback", mutates_args=())
+    def grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        starts = [0, *offs.tolist()[:-1]]
+        return torch.cat([input[a:b] @ w for a, b, w in zip(starts, offs.tolist(), weight, strict=True)])
+
+    grouped_mm_fallback.register_fake(lambda input, weight, offs: input.new_empty(len(input), weight.shape[2]))
+
+
+def dealt_out(m: Any, x: Tensor) -> Tensor:
+    """Mixtral: tokens in the order of their experts, which are counted by a histogram."""
+    values, chosen = m.router(x).topk(2, -1)
+    experts, order = chosen.reshape(-1).sort()
+    offsets = torch.histc(experts.float(), bins=3, min=0, max=2).cumsum(0, dtype=torch.int32)
+    deal = torch.ops.transformers.grouped_mm_fallback
+    gate, up = deal(m.a(x)[order // 2], m.up.mT, offsets).chunk(2, -1)
+    down = deal(F.silu(gate) * up, m.down.mT, offsets) * values.reshape(-1)[order, None]
+    return m.c(torch.zeros(*x.shape[:-1], 4).to(x).index_add(0, order // 2, down))
+
+
+row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),),
+    router=(5, 3), a=(5, 8), up=weight(3, 12, 8), down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
+
+
+def words(m: Any, x: Tensor) -> Tensor:
+    """TextCNN: kernels as wide as the embedding."""
+    images = (x @ m.e).unsqueeze(1)
+    return m.c(torch.cat([relu(conv(images)).squeeze(3).amax(-1) for conv in (m.v, m.u)], 1))
+
+
+row("TextCNN", words, [6, 4, 8], 18, 0, ((2, 7, 5),), e=weight(5, 6), c=(12, 3),
+    v=nn.Conv2d(1, 8, (3, 6), padding=(1, 0)), u=nn.Conv2d(1, 4, (2, 6)))  # fmt: skip
+row("a kernel over all units", lambda m, x: m.c(relu(m.v(hidden(m, x))).squeeze(2)), [4, 8], 12, 0, ((2, 7, 5),),
+    a=(5, 8), v=nn.Conv1d(7, 4, 8), c=(4, 3))  # fmt: skip
+row("a kernel over padded units", lambda m, x: m.c(relu(m.v(hidden(m, x))).amax(2)), [4], 5, 0, ((2, 7, 5),),
+    a=(5, 8), v=nn.Conv1d(7, 4, 8, padding=1), c=(4, 3))  # fmt: skip
+row(
+    "two stacked, joined by a convolution",
+    lambda m, x: m.c(m.v(torch.stack([hidden(m, x), relu(m.b(x))], 1)).squeeze(1)),
+    [8], 3, **layers, b=(5, 8), v=nn.Conv1d(2, 1, 1),
+)  # fmt: skip
+row("one hidden unit", lambda m, x: m.c(relu(m.b(hidden(m, x)))), [8], 9, a=(5, 8), b=(8, 1), c=(1, 3))
+row("one hidden channel", lambda m, x: m.c(relu(m.b(relu(m.a(x))))), [4], 5, 0, IMAGE,
+    a=nn.Conv2d(2, 4, 3), b=nn.Conv2d(4, 1, 3), c=nn.Conv2d(1, 3, 1))  # fmt: skip
+for option in ("add_zero_attn", "add_bias_kv", "bias"):
+    row(
+        f"attention with {option}", lambda m, x: m.a(x, x, x)[0], [(2,), (2, 4), (2, 4)], 16, 0, ((2, 3, 8),),
+        a=lambda option=option: nn.MultiheadAttention(8, 2, batch_first=True, **{option: True}),
+    )  # fmt: skip
 
 # -- detection ------------------------------------------------------------------------------------------------------
 
@@ -606,6 +772,43 @@ def test_the_refusal_of_a_branch_in_compiled_code_names_a_line_of_the_model() ->
         tus.discover_symmetries(Chosen(), x)
     graph = tus.discover_symmetries(Chosen(), x, branches="record")
     assert "test_operators.py" in (graph.branch or "")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda out, x: out[0].copy_(x[0]),
+        lambda out, x: out[0, :, 1:].copy_(x[0, :, 1:]),
+        lambda out, x: out.view(6, 8, 8).narrow(0, 0, 3).copy_(x[0]),
+        lambda out, x: out.reshape(6, 64).chunk(2)[0].copy_(x[0].flatten(1)),
+        lambda out, x: out.contiguous().to(out.dtype).unbind(0)[0].copy_(x[0]),
+    ],
+)
+def test_a_recorded_network_that_writes_its_input_through_a_view_reads_it_in_order(
+    write: Callable[[Tensor, Tensor], Any],
+) -> None:
+    """As detection models do, which lay images of different sizes into one tensor of zeros."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out = x.new_zeros(2, 3, 8, 8)
+        write(out, 2 * x if x.sum() > 0 else x)
+        return m.c(relu(m.a(out)))
+
+    model, x = Net({"a": nn.Conv2d(3, 4, 3), "c": nn.Conv2d(4, 2, 1)}, forward), torch.randn(2, 3, 8, 8)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert [g.shape for g in graph.permutations] == [(4,)]
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+
+
+def test_a_recorded_write_to_a_copy_leaves_the_original() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x) if x.sum() > 0 else m.a(-x)
+        h.t().reshape(-1).zero_()  # a transposed matrix is copied by a reshape
+        return m.c(relu(h))
+
+    model, x = Net(layers, forward), torch.randn(3, 5)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert [g.shape for g in graph.permutations] == [(8,)]
 
 
 @pytest.mark.slow

@@ -235,8 +235,11 @@ def pad_left(value: Value, ndim: int) -> Value:
 def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
     """Lay values one after the other along an axis.
 
-    The units of the other axes must agree, or, with ``nested``, may be different ones in each of the values.
+    The units of the other axes must agree, or, with ``nested``, may be different ones in each of the values. What holds
+    one number only has the units that the others have, and zeros have their scale.
     """
+    lead = next((v for v in values if v.fill is None), values[0])
+    values = [v if v is lead or v.fill is None else _filled(v, lead, axis) for v in values]
     first, *rest = values
     labels = list(first.labels)
     for k in range(first.ndim):
@@ -277,6 +280,17 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
     reasons = list(first.reasons)
     reasons[axis] = reasons[axis] or next((v.reasons[axis] for v in values if v.reasons[axis]), "")
     return Value(tuple(shape), tuple(labels), tuple(reasons), scale)
+
+
+def _filled(value: Value, beside: Value, axis: int) -> Value:
+    """A tensor of one number, with the labels and the scale that it may have beside another one along an axis."""
+    lengthwise = [any(c.shape[axis] > 1 for c in label) for label in beside.labels]
+    labels = tuple(
+        own if k == axis else tuple(own[0] for _ in label) if lengthwise[k] else label
+        for k, (own, label) in enumerate(zip(value.labels, beside.labels, strict=True))
+    )
+    edge = tuple((c, v.take([0], axis)) for c, v in beside.scale)
+    return replace(value, labels=labels, scale=edge if value.fill in (0.0, math.inf, -math.inf) else ())
 
 
 def _origins(values: Sequence[Value]) -> list[int]:

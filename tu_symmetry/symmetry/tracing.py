@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -483,6 +484,8 @@ class _Interpreter:
             self.distinct.piece(node, source)
             if source in self.statistic:
                 self.statistic.add(node)
+            if source in self.sole and source.target is torch.ops.aten.unbind.int:  # each piece has scales of its own
+                self.sole.add(node)
             if source in self.reading.origins:
                 self.reading.origins[node] = self.reading.origins[source]
             if source in self.root:  # a piece of what was cut
@@ -693,8 +696,8 @@ class _Interpreter:
             for k, (n, v) in enumerate(zip(nodes, bound.get(name) or [None] * len(nodes), strict=True))
             if isinstance(n, torch.fx.Node) and isinstance(v, Value) and _is_continuous(n.meta["val"])
         }
-        outputs: list[Any] = held if isinstance(held, list) else [held]
-        if self.orders:
+        outputs = [v for v in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(v, Value)]
+        if self.orders and outputs:
             self.distinct.follow(node, traits, operands | listed, node.all_input_nodes, outputs)
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
@@ -827,11 +830,30 @@ def _orders(node: torch.fx.Node) -> bool:
 
 
 def _same_memory(view: torch.fx.Node, source: torch.fx.Node) -> bool:
-    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell."""
+    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell.
+
+    In a recorded pass each node has one of its own, so that the operator is run once more, without numbers.
+    """
     held = [_flatten(n.meta.get("val"))[0] for n in (view, source)]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in held):
         return True
-    return held[0].untyped_storage()._cdata == held[1].untyped_storage()._cdata
+    (first, second), target = held, view.target
+    if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
+        return True
+    modes = [t.fake_mode for t in (first, second) if isinstance(t, FakeTensor)]
+    if not isinstance(target, torch._ops.OpOverload) or len(modes) < 2 or modes[0] is modes[1]:
+        return False
+    if _writes(target._schema.arguments[0]):
+        return True
+    with FakeTensorMode():
+        fresh = {
+            n: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+            for n in view.all_input_nodes
+            if isinstance(t := n.meta["val"], Tensor)
+        }
+        args, kwargs = torch.fx.node.map_arg((view.args, view.kwargs), fresh.__getitem__)
+        again: Tensor = _flatten(target(*args, **kwargs))[0]
+    return again.untyped_storage()._cdata == fresh[source].untyped_storage()._cdata
 
 
 def interchangeable(square: NDArray[Any]) -> Array:

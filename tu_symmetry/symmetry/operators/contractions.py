@@ -15,9 +15,7 @@ from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, repl
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
-def contract(
-    call: Call, operands: Sequence[Value], letters: Sequence[str], output: str, *, absorbs: bool = False
-) -> Value:
+def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], output: str) -> Value:
     """A sum of products: the general form of linear maps, matrix products and einsum.
 
     Axes that share a letter are indexed by the same units. What is summed over must not scale. A parameter that comes
@@ -78,9 +76,13 @@ def contract(
     varying = [any(v.shape[k] > 1 for k in summed) for _, v in scale]
     inside = tuple(t for t, within in zip(scale, varying, strict=True) if within)
     rest = tuple(t for t, within in zip(scale, varying, strict=True) if not within)
-    absorbs = absorbs or any(is_fresh(ledger, v) for v in fresh) or any(id(v) in call.sole for v in operands)
+    absorbs = any(
+        (is_fresh(ledger, value) or id(given) in call.sole)
+        and any(all(v.shape[k] == 1 for k, x in enumerate(own) if x not in output) for _, v in value.scale)
+        for given, value, own in zip(operands, fresh, letters, strict=True)
+    )
     if inside and not absorbs:
-        # what is summed over may scale alike: the common factor passes on (a fresh parameter would absorb it)
+        # what is summed over may scale alike: the factor passes on (or is one of a fresh parameter's outputs)
         common = [
             max(n) if k not in summed else 1 for k, n in enumerate(zip(*(v.shape for _, v in inside), strict=True))
         ]
@@ -321,17 +323,23 @@ def _kronecker(call: Call) -> Value:
     return moving.reshape(call.ledger, product, call.shape)
 
 
-@register_rule("_grouped_mm")
+@register_rule("_grouped_mm", "transformers.grouped_mm_fallback")
 def _grouped(call: Call) -> Value:
     """Rows of one matrix by one matrix of several, which one is decided by offsets: experts share their units."""
-    a, b, ledger = call["self"], call["mat2"], call.ledger
+    (a, b), ledger = call.tensors[:2], call.ledger
+    fresh = is_fresh(ledger, b) or id(b) in call.sole
     pin_tensor(call, call.get("offs"), "offsets of experts")
     if a.ndim == 2 and b.ndim == 3:
         a = moving.mix(ledger, a, 0, "rows are dealt out to experts")
         b = moving.mix(ledger, b, 0, "experts are told apart by offsets")
         one = moving.take(ledger, replace(b, parameter=None), 0, np.zeros(1, dtype=np.int64))
         flat = moving.reshape(ledger, replace(one, parameter=None), one.shape[1:])
-        result = contract(call, [a, flat], ["xy", "yz"], "xz")
+        sole = call.sole
+        if fresh:  # a factor on all experts is what their outputs offer already
+            ledger.pin_scale(tuple(t for t in flat.scale if t[1].size == 1))
+            flat = replace(flat, scale=tuple(t for t in flat.scale if t[1].size > 1))
+            sole = sole | {id(flat)}
+        result = contract(replace(call, sole=sole), [a, flat], ["xy", "yz"], "xz")
     elif a.ndim == 3 and b.ndim == 3:
         result = contract(call, [a, b], ["exy", "eyz"], "exz")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ def _conv(call: Call) -> Value:
     space = weight.ndim - 2
     batched = value.ndim == space + 2
     axis = 1 if batched else 0
+    whole = [j for j in range(space) if groups == 1 and not transposed and _reads_whole(call, value, weight, axis, j)]
+    if whole:
+        return _folded(call, value, weight, axis, whole[0])
     if groups == 1 and _reads_single_positions(call, value, weight, axis):
         return _pointwise(call, value, weight, axis, transposed=transposed)
     for k in range(axis + 1, value.ndim):
@@ -51,7 +55,7 @@ def _conv(call: Call) -> Value:
         weight.parameter if groups > 1 else None,
     )
 
-    absorbs = is_fresh(ledger, weight)
+    fresh = is_fresh(ledger, weight) or id(weight) in call.sole
     label, terms = moving.channel(ledger, value, axis)
     channels = value.shape[axis]
     inputs = Value((channels,), (label,), (value.reasons[axis],), terms)
@@ -66,7 +70,8 @@ def _conv(call: Call) -> Value:
     shape = tuple(
         n for n in ((groups,) if groups > 1 else ()) + (kernel.shape[-1] if transposed else kernel.shape[-2],)
     )
-    out = contract(replace(call, outputs=[shape]), [inputs, kernel], [spec[0], spec[1]], spec[2], absorbs=absorbs)
+    sole = call.sole | {id(kernel)} if fresh else call.sole
+    out = contract(replace(call, outputs=[shape], sole=sole), [inputs, kernel], [spec[0], spec[1]], spec[2])
     if groups > 1:
         out = moving.reshape(ledger, out, (math.prod(out.shape),))
     bias = call.get("bias")
@@ -97,9 +102,53 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
         return given == number if isinstance(given, (int, str)) else all(n == number for n in given)
 
     plain = all_are("stride", 1) and (all_are("padding", 0) or call.get("padding") in ("valid", "same"))
-    told = value.labels[axis:]  # of channels and positions, neither nested in the other (by a pixel shuffle, say)
-    apart = all(n == 1 for k, label in enumerate(told, axis) for c in label for j, n in enumerate(c.shape) if j != k)
+    told = value.labels[axis:]  # of channels and positions; these may be nested in the channels, which are summed over
+    apart = all(
+        n == 1 for k, label in enumerate(told, axis) for c in label for j, n in enumerate(c.shape) if j not in (k, axis)
+    )
     return plain and all_are("output_padding", 0) and any(told[1:]) and apart
+
+
+def _reads_whole(call: Call, value: Value, weight: Value, axis: int, j: int) -> bool:
+    """Whether the kernel is as long as the input along its j-th axis, which holds units: these are summed over."""
+
+    def at(name: str, default: int) -> int:
+        given = call.get(name, default)
+        if isinstance(given, str):
+            return 0 if given == "valid" else -1
+        return int(given) if isinstance(given, int) else int(given[j if len(given) > 1 else 0])
+
+    k = axis + 1 + j
+    same = weight.shape[2 + j] == value.shape[k] > 1 and at("padding", 0) == 0 and at("dilation", 1) == 1
+    return same and any((c >= 0).any() for c in value.labels[k])
+
+
+def _folded(call: Call, value: Value, weight: Value, axis: int, j: int) -> Value:
+    """The convolution with an axis that is read whole among the channels (in TextCNN, the units of an embedding)."""
+
+    def fold(tensor: Value, channels: int) -> Value:
+        at = channels + 1 + j
+        order = [*range(channels + 1), at, *(k for k in range(channels + 1, tensor.ndim) if k != at)]
+        moved = moving.permute(tensor, order)
+        shape = (
+            *moved.shape[:channels],
+            moved.shape[channels] * moved.shape[channels + 1],
+            *moved.shape[channels + 2 :],
+        )
+        return moving.reshape(call.ledger, moved, shape)
+
+    def rest(given: Any) -> Any:
+        return (
+            [n for k, n in enumerate(given) if k != j] if isinstance(given, (list, tuple)) and len(given) > 1 else given
+        )
+
+    kernel = fold(weight, 1)
+    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) or id(weight) in call.sole else call.sole
+    lists = {n: rest(call.arguments[n]) for n in ("stride", "padding", "dilation") if n in call.arguments}
+    shape = tuple(n for k, n in enumerate(call.shape) if k != axis + 1 + j)
+    arguments = call.arguments | lists | {"input": fold(value, axis), "weight": kernel}
+    found = _conv(replace(call, arguments=arguments, outputs=[shape], sole=sole))
+    return moving.reshape(call.ledger, found, call.shape)
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
@@ -109,7 +158,7 @@ def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed
     """
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
     kernel = moving.reshape(call.ledger, weight, weight.shape[:2])
-    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) else call.sole
+    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) or id(weight) in call.sole else call.sole
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
     product = contract(replace(call, sole=sole), [value, kernel], spec, f"{lead}z{space}")
     return add_bias(call, product, call.get("bias"), axis)

@@ -208,8 +208,14 @@ def _view_as_real(call: Call) -> Value:
 
 @register_rule("unbind", positions="keep", traits=("moves",))
 def _unbind(call: Call) -> list[Value]:
+    """Pieces, of which each may have units of its own if all are read (the weights of experts, in a loop)."""
     value = call["self"]
     axis = call.axis(default=0)
+    if len(call.used) == value.shape[axis] > 1 and value.parameter not in (None, *call.ledger.used):
+        for k in range(value.ndim):
+            if k != axis and value.shape[k] > 1:
+                value = call.ledger.nest(value, k, [axis])
+        value = call.ledger.relabel(value, axis, (), "selected by its position")
     return [
         moving.take(call.ledger, value, axis, k) if k in call.used else pinned_value(shape, "not read")
         for k, shape in enumerate(call.outputs)
@@ -264,6 +270,18 @@ def _roll(call: Call) -> Value:
     for dim, shift in zip([dims] if isinstance(dims, int) else dims, shifts, strict=True):
         axis = dim % value.ndim
         value = reorder(call, value, axis, np.roll(np.arange(value.shape[axis]), shift))
+    return replace(value, parameter=None)
+
+
+@register_rule("fft_fftshift", "fft_ifftshift", traits=("moves",))
+def _shift(call: Call) -> Value:
+    """Rolled by half, which is the smaller half on the way there."""
+    value: Value = call["self"]
+    dims = call.get("dim", list(range(value.ndim)))
+    for dim in [dims] if isinstance(dims, int) else dims:
+        size = value.shape[dim]
+        half = size // 2 if call.operator == "aten.fft_fftshift" else -(size // 2)
+        value = reorder(call, value, dim % value.ndim, np.roll(np.arange(size), half))
     return replace(value, parameter=None)
 
 
@@ -338,19 +356,9 @@ def _pad(call: Call) -> Value:
                 if n > 0:
                     shape = (*result.shape[:axis], n, *result.shape[axis + 1 :])
                     blank = moving.uniform(shape, 0.0 if filler is None else float(filler))
-                    lengthwise = [any(c.shape[axis] > 1 for c in label) for label in result.labels]
-                    blank = replace(
-                        blank,
-                        labels=tuple(
-                            own if j == axis else tuple(own[0] for _ in label) if lengthwise[j] else label
-                            for j, (own, label) in enumerate(zip(blank.labels, result.labels, strict=True))
-                        ),
-                        reasons=("padding",) * len(shape),
-                    )
+                    blank = replace(blank, reasons=("padding",) * len(shape))
                     pieces.insert(0 if side == 0 else len(pieces), blank)
             if len(pieces) > 1:
-                edge = tuple((c, v.take([0], axis)) for c, v in result.scale)  # zeros have any scale
-                pieces = [p if p is result else replace(p, scale=edge) for p in pieces]
                 result = moving.concatenate(call.ledger, pieces, axis)
         else:
             result = moving.mix(call.ledger, result, axis, "padded")

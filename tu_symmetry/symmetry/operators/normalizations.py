@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tu_symmetry.symmetry import moving
-from tu_symmetry.symmetry.algebra import Value, along
+from tu_symmetry.symmetry.algebra import Value, along, pinned_value
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -96,7 +96,7 @@ def _layer_norm(call: Call) -> Value | list[Value]:
 
 
 @register_rule("group_norm", "native_group_norm", traits=("distinct",))
-def _group_norm(call: Call) -> Value:
+def _group_norm(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
     ledger = call.ledger
     groups = int(call.get("num_groups", call.get("group", 1)))
@@ -109,15 +109,22 @@ def _group_norm(call: Call) -> Value:
     for _, v in blocks.scale:
         ledger.constant_along(v, 2)
     inner = _absorb(call, value, call.get("eps"))
-    return _affine(call, inner, call.get("weight"), call.get("bias"), [1])
+    result = _affine(call, inner, call.get("weight"), call.get("bias"), [1])
+    if len(call.outputs) == 1:
+        return result
+    if call.used - {0}:
+        call.ledger.pin(value, "statistics of groups are read")
+    return [result, *(pinned_value(shape, "statistics of groups") for shape in call.outputs[1:])]
 
 
 @register_rule("_weight_norm", "_weight_norm_interface")
 def _weight_norm(call: Call) -> Value | list[Value]:
     value, gain = call["v"], call["g"]
-    axis = int(call.get("dim", 0)) % value.ndim
-    for term in value.scale:
-        if term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
+    axis = int(call.get("dim", 0))
+    for k in range(value.ndim) if axis == -1 else ():  # one norm for all entries
+        value = replace(value, scale=tuple((c, call.ledger.constant_along(v, k)) for c, v in value.scale))
+    for term in value.scale[axis == -1 :]:
+        if axis == -1 or term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
             call.ledger.pin_scale((term,))
     (_, gain), joined = join_labels(call, [value, gain], value.shape)
     return [replace(joined, scale=gain.scale)] * len(call.outputs)

@@ -88,7 +88,7 @@ def elementwise(call: Call, *, homogeneous: bool = False, additive: bool = False
 @register_rule("leaky_relu", traits=("injective",))
 @register_rule("neg", traits=("injective", "of_statistics"))
 @register_rule("abs", traits=("of_statistics",))
-@register_rule("maximum", "minimum", traits=("combines",))
+@register_rule("maximum", "minimum", "fmax", "fmin", traits=("combines",))
 @register_rule("dropout", "feature_dropout", "alpha_dropout", "positive", traits=("moves", "same"))
 @register_rule("float", "half", "double", traits=("moves", "same"))
 def _homogeneous(call: Call) -> Value | list[Value]:
@@ -202,9 +202,19 @@ def _metadata(call: Call) -> list[Value]:
     "bitwise_left_shift",
     "bitwise_right_shift",
     "float_power",
+    "fake_quantize_per_tensor_affine",
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
+
+
+@register_rule("fake_quantize_per_channel_affine", traits=("combines",))
+def _quantize(call: Call) -> Value:
+    value: Value = call["self"]
+    axis = call.axis("axis")
+    frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
+    laid = [moving.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point")]
+    return elementwise(replace_arguments(call, [value, *laid]))
 
 
 @register_rule("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bitwise_not", traits=("combines",))

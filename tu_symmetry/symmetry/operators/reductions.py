@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tu_symmetry.symmetry import moving
-from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.operators.ordering import where
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
+MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
+
 
 def _dims(call: Call, value: Value) -> list[int]:
     dims = call.arguments.get("dim", call.arguments.get("axis"))
+    if dims is None and call.operator == "aten.linalg_matrix_norm":
+        dims = [-2, -1]
     if dims is None or dims == []:
         return list(range(value.ndim))
     return sorted({d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)})
@@ -21,19 +26,22 @@ def _dims(call: Call, value: Value) -> list[int]:
 @register_rule("mean", "sum", "amax", "amin", traits=("pools", "statistic"))
 @register_rule("logsumexp", traits=("pools",))
 @register_rule("max", "min", "std", "var", "linalg_vector_norm", "norm", "frobenius_norm", traits=("statistic",))
+@register_rule("linalg_norm", "linalg_matrix_norm", traits=("statistic",))
 @register_rule("var_mean", "std_mean", "aminmax", "median", traits=("statistic",))
 @register_rule("nansum", "nanmean", "nanmedian", "nuclear_norm", "count_nonzero", "prod")
 @register_rule("any", "all", "_is_all_true", "_is_any_true")
 def _reduce(call: Call) -> Value | list[Value]:
-    value: Value = call["self"]
+    value: Value = call.get("self", call.get("A"))
     name = call.operator.removeprefix("aten.")
     if name in ("max", "min") and isinstance(call.get("other"), Value):
         return elementwise(call, homogeneous=True)
     dims = _dims(call, value)
+    if name in MATRIX_NORMS and len(dims) == 2:  # rows are the same for all columns, and columns for all rows
+        value = moving.unnest(call.ledger, moving.unnest(call.ledger, value, dims[0]), dims[1])
     if name in ("logsumexp", "prod"):
         call.ledger.pin_scale(value.scale)
         value = replace(value, scale=())
-    counts = name in ("linalg_vector_norm", "norm") and call.get("ord", call.get("p", 2)) == 0
+    counts = name in ("linalg_vector_norm", "linalg_norm", "norm") and call.get("ord", call.get("p", 2)) == 0
     if counts or name in ("any", "all", "_is_all_true", "_is_any_true", "count_nonzero"):
         value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
     keep = len(call.outputs[0]) == value.ndim
@@ -47,6 +55,40 @@ def _reduce(call: Call) -> Value | list[Value]:
     if name in ("max", "min", "median", "nanmedian"):  # the second output holds positions: they move with the units
         return [first, where(call, call["self"], value, dims[0])]
     return [first, value]
+
+
+@register_rule("renorm")
+def _renorm(call: Call) -> Value:
+    """Each slice is divided by its norm, over all other axes, if that is large."""
+    value: Value = call["self"]
+    call.ledger.pin_scale(value.scale)
+    axis = call.axis()
+    value = moving.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != axis))
+    return replace(value, scale=(), parameter=None)
+
+
+@register_rule("histc")
+def _histogram(call: Call) -> Value:
+    """How many of all entries lie in each interval."""
+    value: Value = call["self"]
+    call.ledger.pin_scale(value.scale)
+    for axis in reversed(range(value.ndim)):
+        value = moving.drop(call.ledger, value, axis)
+    return pinned_value(call.shape, "intervals")
+
+
+@register_rule("segment_reduce")
+def _segments(call: Call) -> Value:
+    """Sums, means, extrema of rows that follow one another."""
+    value: Value = call["data"]
+    for name in ("lengths", "indices", "offsets"):
+        pin_tensor(call, call.get(name), "lengths of segments")
+    if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
+        call.ledger.pin_scale(value.scale)
+        value = replace(value, scale=())
+    for axis in range(len(call.shape) - value.ndim + call.get("axis", 0) + 1):
+        value = moving.mix(call.ledger, value, axis, "segments")
+    return replace(value, shape=call.shape, parameter=None)
 
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", traits=("distinct",))
