@@ -27,6 +27,8 @@ from tu_symmetry.symmetry.algebra import (
 )
 from tu_symmetry.symmetry.ledger import Ledger, Mark
 
+SELECTED = "selected by its position"
+
 
 def uniform(shape: Sequence[int], fill: float | None = None) -> Value:
     """A tensor whose entries are all alike: every position has the same code, so any order is as good.
@@ -177,7 +179,7 @@ def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Val
                 for k, other in enumerate(value.labels):
                     ledger.regret(component, k, other if k != axis else ())
                 alone = component.take(index, axis)
-                ledger.marks.append(Mark(alone, np.zeros((), np.int64), "selected by its position"))
+                ledger.marks.append(Mark(alone, np.zeros((), np.int64), SELECTED))
 
     def pick(array: Array) -> Array:
         array = array.take(index, axis) if array.shape[axis] > 1 else array

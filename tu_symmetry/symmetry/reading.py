@@ -36,17 +36,21 @@ class Reading:
     Attributes:
         origins: of the nodes that are moved, the tensor that their entries come from.
         values: of an origin that is no parameter, its value.
+        alone: of the nodes that hold a unit selected by its position, that unit, which no label names.
         whole: tensors that are read as they are.
         parts: of each origin, the units of all that is moved out of it and read.
     """
 
     origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)
     values: dict[Origin, Value] = field(default_factory=dict)
+    alone: dict[torch.fx.Node, tuple[Array, ...]] = field(default_factory=dict)
     whole: set[Origin] = field(default_factory=set)
     parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))
 
     def move(self, node: torch.fx.Node, source: torch.fx.Node, held: str | Value) -> None:
         """Entries of ``source`` (a parameter, by its name, or a value) come to stand at other places."""
+        if source in self.alone:
+            self.alone[node] = self.alone[source]
         if source in self.origins:
             self.origins[node] = self.origins[source]
             return
@@ -55,12 +59,17 @@ class Reading:
         if isinstance(held, Value):
             self.values[origin] = held
 
+    def select(self, node: torch.fx.Node, units: Sequence[Array]) -> None:
+        """Units that an operator selects by their positions, one at a time."""
+        if node in self.origins and len(units):
+            self.alone[node] = (*self.alone.get(node, ()), *(u[u >= 0] for u in units))
+
     def read(self, node: torch.fx.Node, held: str | Value) -> None:
         """An operator, or the end of the network, reads a tensor (a parameter, by its name, or a value)."""
         if node not in self.origins:
             self.whole.add(held if isinstance(held, str) else node)
         elif isinstance(held, Value):
-            self.parts[self.origins[node]].append(_units(held))
+            self.parts[self.origins[node]].append(_joined([_units(held), *self.alone.get(node, ())]))
 
     def cuts(self, ledger: Ledger) -> Iterator[tuple[Origin, Value, Array]]:
         """Each origin that is read in pieces only, and the units of the pieces together."""

@@ -487,7 +487,7 @@ class _Interpreter:
             if source in self.sole and source.target is torch.ops.aten.unbind.int:  # each piece has scales of its own
                 self.sole.add(node)
             if source in self.reading.origins:
-                self.reading.origins[node] = self.reading.origins[source]
+                self.reading.move(node, source, "")
             if source in self.root:  # a piece of what was cut
                 self.root[node] = self.root[source]
             return
@@ -526,7 +526,9 @@ class _Interpreter:
         # a parameter that comes twice is no longer free to be nested as one of its places asks
         places = [a for a in nodes if isinstance(self.env[a], Parameter)]
         self.ledger.used |= {self.env[a].name for a in places if nodes.count(a) > 1}
+        marked = len(self.ledger.marks)
         values = _apply(RULES.get(rule_name, unknown), call)
+        self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == moving.SELECTED])
         if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
             values = [v if v.fill is None else replace(v, fill=None) for v in values]
         for k, tensor in enumerate(output if isinstance(output, (tuple, list)) else [output]):
