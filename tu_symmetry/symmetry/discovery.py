@@ -74,7 +74,7 @@ def discover_symmetries(
     if reason := uncopyable(model):
         raise SymmetryError(f"discovery works on a copy of {type(model).__name__}, and {reason}")
     examples = examples_of(example_inputs, example_kwargs)
-    hollow = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(0))
+    probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(0))
     passes = _Passes.of(model, examples, record=branches == "record")
     aliases = tied_names(model)
     state = model.state_dict()
@@ -108,7 +108,7 @@ def discover_symmetries(
         kinds={name: kind_of(state[name].dtype) for name in aliases},
         unreached=tuple(unreached),
         training=passes.training,
-        probe=hollow.trained(passes.trained_on, generator=torch.Generator().manual_seed(0)),
+        probe=probe.trained(passes.trained_on, generator=torch.Generator().manual_seed(0)),
     )
     unknown: dict[PermutationGroup | ScaleGroup, str] = {
         group: "rescales what the example inputs do not read"

@@ -112,10 +112,15 @@ def trace(
             return _exported(model, program)
         except GuardOnDataDependentSymNode as error:
             place = _place(error)
-            recorded = _recorded(model, args, kwargs, place)
-            if not _reads_values(recorded.module.graph):  # a mask that forward makes: it branches the same way always
+            try:
+                recorded = _recorded(model, args, kwargs, place)
+            except Exception:  # whatever stops the network on these inputs; asked to record it, the user is told
+                if record:
+                    raise
+                recorded = None
+            if recorded and not _reads_values(recorded.module.graph):  # a mask that forward makes: always the same way
                 return replace(recorded, branch=None)
-            if record:
+            if recorded and record:
                 return recorded
             raise SymmetryError(
                 f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
