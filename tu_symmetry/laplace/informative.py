@@ -160,7 +160,7 @@ class Informative:
                 yield number, part
 
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
-        """The Cholesky factor of ``1 + K / v``; at so small a precision that the one is lost, of what rounding leaves."""
+        """The Cholesky factor of ``1 + K / v``, or of what rounding leaves of it where the one is lost in it."""
         whole = torch.tensordot((-rho).exp() / variance, self.grams, dims=1)
         rounding = 10 * torch.finfo(self.rows.dtype).eps * whole.diagonal().max()
         whole.diagonal().add_(rounding.clamp(min=1))
