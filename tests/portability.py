@@ -7,7 +7,7 @@
   compute with the same memory layout; all else needs a tolerance.
 - ``--displace-files``: what the safetensors library reads lies 8 bytes off 64, as most of a file does.
 - ``--shuffle=SEED``: modules, and tests within them, in random order.
-- ``--warnings-are-errors``: but for those of other libraries that pyproject.toml names.
+- ``--warnings-are-errors``: but for the library's own, and for those of other libraries that pyproject.toml names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--perturb-products", action="store_true", help="round as other processors do")
     group.addoption("--displace-files", action="store_true", help="read tensors to odd addresses")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in random order")
-    group.addoption("--warnings-are-errors", action="store_true", help="but for those that pyproject.toml names")
+    group.addoption("--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,8 +46,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.displace_files:
         displace_files()
     if config.option.warnings_are_errors:
-        sys.warnoptions.append("error")  # else pytest shows deprecations, whatever the filters say
+        sys.warnoptions.append("default")  # where there is none, pytest shows deprecations, whatever the filters say
         warnings.simplefilter("error")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """What the library itself says of data and results is no defect: tests that are about it ask for it."""
+    if session.config.option.warnings_are_errors:
+        kinds = [Warning]
+        while kinds:
+            kind = kinds.pop()
+            kinds += kind.__subclasses__()
+            if kind.__module__.startswith("tu_symmetry."):
+                warnings.simplefilter("default", kind)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
