@@ -37,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--perturb-products", action="store_true", help="round as other processors do")
     group.addoption("--displace-files", action="store_true", help="read tensors to odd addresses")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in random order")
-    group.addoption("--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names")
+    group.addoption(
+        "--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

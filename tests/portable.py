@@ -1,7 +1,8 @@
 """Run the fast tests as another machine would: ``python tests/portable.py COMBINATION [arguments of pytest]``.
 
-A combination is named (``shuffled:5EED`` with a seed), or is that of a commit (``commit:HASH``), so that a series of
-commits goes through most of them; those that need another installation, or hang on its releases, are only named. ``make test-portable`` calls this.
+A combination is named (``shuffled:5EED`` with a seed), or is that of a commit (``commit:HASH``): a series of commits
+goes through all but those that take another installation, or whose outcome hangs on releases of other libraries.
+``make test-portable`` calls this.
 """
 
 from __future__ import annotations
