@@ -20,11 +20,12 @@ MATRIX ?= python3.10,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-slow coverage matrix lint format types contract package docs bench clean
+.PHONY: help demo test test-portable test-slow coverage matrix lint format types contract package docs bench clean
 
 help:
 	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
+	@echo "make test-portable  the fast tests as on another machine (COMBINATION=threads-4, ...: see tests/portable.py)"
 	@echo "make coverage  the fast tests, and which lines they run (build/coverage/index.html)"
 	@echo "make matrix    the fast tests on every Python and torch that is supported (hours, several GB each)"
 	@echo "make lint      ruff                    make format     let ruff rewrite"
@@ -38,6 +39,11 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+# As on another processor, with other libraries, in another place; COMBINATION names one, else the commit picks it.
+COMBINATION ?= commit:$(shell git rev-parse HEAD)
+test-portable: $(VENV)/installed-dev
+	$(BIN)/python tests/portable.py $(COMBINATION) -n $(WORKERS)
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m slow

@@ -1,4 +1,4 @@
-"""What every test relies on: one thread for each process, no windows, and where the real data lie."""
+"""What every test relies on: the number of threads of each process, no windows, and where the real data lie."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DATA_VARIABLE = "TU_SYMMETRY_DATA"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 DISTRIBUTION = "tu-symmetry"
@@ -43,13 +42,11 @@ def program(*arguments: str, code: int = 0) -> str:
 
 def main() -> None:
     """Raises an AssertionError for the first thing that does not hold."""
-    start = time.perf_counter()
     import tu_symmetry
 
-    seconds = time.perf_counter() - start
     folder = Path(tu_symmetry.__file__ or "").parent
-    print(f"{folder}: version {tu_symmetry.__version__}, imported in {seconds:.3f} s")
-    assert seconds < 0.2 and not [name for name in HEAVY if name in sys.modules]
+    print(f"{folder}: version {tu_symmetry.__version__}")
+    assert not [name for name in HEAVY if name in sys.modules]
     assert "site-packages" in folder.parts, "the checkout was imported, not what was installed"
     assert tu_symmetry.__version__ == importlib.metadata.version(DISTRIBUTION)
     assert (folder / "py.typed").is_file()

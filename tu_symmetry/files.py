@@ -331,7 +331,9 @@ def check_file(path: str | os.PathLike[str], *, finite: bool = False, warn: bool
 def read_safetensors(
     path: str | os.PathLike[str], *, device: str | torch.device = "cpu", warn: bool = True
 ) -> tuple[dict[str, Tensor], Header]:
-    """Read the tensors of a safetensors file, and check its seal.
+    """Read the tensors of a safetensors file, each into aligned memory of its own, and check its seal.
+
+    Within the file tensors lie as they come, and products of factors that lie differently round differently.
 
     Args:
         path: of the file.
@@ -342,9 +344,8 @@ def read_safetensors(
         FileError: a file that is truncated, foreign, or was changed after it was written.
         OSError: no such file, or no right to read it.
     """
-    header = check_file(path, warn=warn)
-    with open_safetensors(path, device=device) as file:
-        return {name: file.get_tensor(name) for name in header.layout}, header
+    file = TensorFile(path, device=device, warn=warn)
+    return dict(file), file.header
 
 
 def read_tensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> dict[str, Tensor]:

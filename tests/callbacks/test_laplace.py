@@ -792,7 +792,8 @@ def test_a_test_with_a_loader_of_its_own_knows_the_data_of_the_training(tmp_path
     again = callback.laplace
     assert again is not None and again.fingerprint != first.fingerprint
     assert again.summary.samples == first.summary.samples == SAMPLES
-    torch.testing.assert_close(again.log_precision, by_hand(model.model, evaluate_at="map").log_precision)
+    expected = by_hand(model.model, evaluate_at="map")  # in batches of another size, and without a temperature
+    torch.testing.assert_close(again.log_precision, expected.log_precision, rtol=1e-3, atol=2e-3)
     assert callback.calibration.held_out and callback.calibration.samples == 42
     other = Routine()  # which has not been trained with this callback
     with pytest.raises(ValueError, match="not trained with this callback"):

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -793,11 +792,13 @@ def test_results_can_be_read_by_whom_new_files_can_be_read(graph: SymmetryGraph,
     assert {p.stat().st_mode for p in (tmp_path / "out").iterdir()} == {(tmp_path / "plain").stat().st_mode}
 
 
-def test_errors_of_the_command_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_command_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "net.pt").write_bytes(b"nothing")
     words = ["--model", f"{__name__}.Net", "--input", "1,4", "--out", str(tmp_path / "out")]
     assert cli.main(["align", str(tmp_path / "net.pt"), *words]) == 2
     assert "net.pt" in capsys.readouterr().err
-    started = time.perf_counter()
+    monkeypatch.delattr(f"{__name__}.Net")  # a name that stands for no file is found out before any network is made
     assert cli.main(["align", str(tmp_path / "none*.pt"), *words]) == 2
-    assert "none*.pt is no file" in capsys.readouterr().err and time.perf_counter() - started < 5
+    assert "none*.pt is no file" in capsys.readouterr().err

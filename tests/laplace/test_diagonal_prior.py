@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, posterior_covariance, randomize
 from scipy.optimize import minimize
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.laplace.blocks import CoupledBlock, DiagonalBlock, LowRankBlock
@@ -296,23 +297,36 @@ def test_files(tmp_path: Path, curvature: Any) -> None:
     assert again.optimize_evidence() == la.optimize_evidence()
 
 
-def test_forty_thousand_weights_take_seconds(tmp_path: Path) -> None:
-    """The fit, the evidence, the report and a file; nothing of all pairs of weights or groups is made."""
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that is made."""
+
+    entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                self.entries = max(self.entries, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+def test_nothing_of_all_pairs_of_forty_thousand_weights_is_made(tmp_path: Path) -> None:
+    """In the evidence, the report and a file, and where rows couple the weights."""
     model = randomize(nn.Sequential(nn.Linear(100, 380), nn.Tanh(), nn.Linear(380, 5)), scale=0.1)
     x, y = data(100, outputs=5, samples=20)
     la = LinearizedLaplace(model, curvature="diag", prior="diagonal", evaluate_at="map").fit([(x, y)])
     assert la.tangent.size == 40_285
-    started = time.process_time()
-    la.optimize_evidence()
-    la.report()
-    la.save(tmp_path / "la.safetensors")
-    assert time.process_time() - started < 15
+    with Largest() as largest:
+        la.optimize_evidence()
+        la.report()
+        la.save(tmp_path / "la.safetensors")
+    assert la.tangent.size <= largest.entries <= 20 * la.tangent.size
     assert (tmp_path / "la.safetensors").stat().st_size < 5 * 8 * la.tangent.size
     low = LowRankWeights(LowRankBlock("all", 0, torch.arange(40_000), torch.randn(10, 40_000, dtype=torch.float64)))
     center = torch.zeros(40_000, dtype=torch.float64)
-    started = time.process_time()
-    rho, _ = low.step(torch.ones_like(center), center, 0.0, center, Hyperprior(), None)
-    assert time.process_time() - started < 15
+    with Largest() as largest:
+        rho, _ = low.step(torch.ones_like(center), center, 0.0, center, Hyperprior(), None)
+    assert 40_000 <= largest.entries <= 20 * 40_000
     slope = rho.exp() - low.gamma(rho, 0.0) + 2 * rho / Hyperprior().std ** 2
     assert float(slope.abs().max()) < 1e-6
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +84,10 @@ def message(share: slice) -> str:
     return "no error"
 
 
-def worker(rank: int, port: int, folder: Path) -> None:
+def worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    store = dist.FileStore(str(folder / "store"), 2)  # no port, which another process could take meanwhile
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found = {"values": values(SHARES[rank]), "joint": joint(SHARES[rank]), "message": message(SHARES[rank])}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -97,10 +97,7 @@ def worker(rank: int, port: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both processes found."""
     folder = tmp_path_factory.mktemp("processes")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(worker, args=(port, folder), nprocs=2)
+    mp.spawn(worker, args=(folder,), nprocs=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

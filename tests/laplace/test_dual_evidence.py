@@ -1,6 +1,7 @@
 """The dual evidence and posterior against dense formulas in weight space, float64."""
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
@@ -226,12 +227,15 @@ def test_singular_priors_and_measurements_are_named():
     twice = KernelPrior(("w",), offsets=((0.0,), (0.0,), (1.0,)), jitter=0.0, name="twice").resolve({"w": (2, 3)})
     with pytest.raises(SingularPriorError, match="twice"):
         twice.root(twice.initial())
-    own = case(7)
-    own.matrix[6] = own.matrix[5]
-    own.observation = LinearObservation(own.matrix)
-    evidence = own.evidence()
-    with pytest.raises(SingularCovarianceError, match="noise variance"):
-        evidence.value(torch.tensor([9.0, 0.0, 9.0, -60.0], dtype=torch.float64))
+    for kept, repeated in combinations(range(7), 2):  # each is singular, however its products are rounded
+        own = case(7)
+        own.matrix[repeated] = own.matrix[kept]
+        own.observation = LinearObservation(own.matrix)
+        evidence = own.evidence()
+        for phi in ([9.0, 0.0, 9.0, -60.0], [0.0, 0.0, 0.0, -60.0], [3.0, 1.0, -2.0, -50.0]):
+            with pytest.raises(SingularCovarianceError, match="noise variance"):
+                evidence.value(torch.tensor(phi, dtype=torch.float64))
+        assert math.isfinite(evidence.value(torch.tensor([0.0, 0.0, 0.0, -20.0], dtype=torch.float64)))
     with pytest.raises(ValueError, match="finite numbers"):
         evidence.value(torch.full((4,), math.nan, dtype=torch.float64))
 

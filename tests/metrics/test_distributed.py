@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 
 import pytest
@@ -82,19 +81,17 @@ def values(share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryG
     return found | {"p-value": test.p_value, "low": test.interval[0], "high": test.interval[1], "test": test.value}
 
 
-def worker(rank: int, port: int, folder: Path, graph: tus.SymmetryGraph) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def worker(rank: int, folder: Path, graph: tus.SymmetryGraph) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)  # no port, which another process could take meanwhile
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     (folder / f"{rank}.json").write_text(json.dumps(values(SHARES[rank], ELEMENTS[rank : rank + 1], graph)))
     dist.destroy_process_group()
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     graph = tus.discover_symmetries(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3))
     graph.require_verified()
-    mp.spawn(worker, args=(port, tmp_path, graph), nprocs=2)
+    mp.spawn(worker, args=(tmp_path, graph), nprocs=2)
     expected = values(WHOLE, ELEMENTS, graph)
     assert all(values(share, ELEMENTS[:1], graph)["variation"] != expected["variation"] for share in SHARES)
     for rank in range(2):

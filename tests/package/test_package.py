@@ -28,14 +28,9 @@ def run_python(code: str) -> str:
     return done.stdout
 
 
-def test_import_is_quick_and_loads_nothing_heavy() -> None:
-    code = (
-        "import sys, time; start = time.perf_counter(); import tu_symmetry; print(time.perf_counter() - start);"
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
-    )
-    runs = [run_python(code).splitlines() for _ in range(3)]
-    assert min(float(seconds) for seconds, _ in runs) < 0.2
-    assert runs[0][1] == "[]"
+def test_import_loads_nothing_heavy() -> None:
+    code = f"import sys, tu_symmetry; print([m for m in {HEAVY!r} if m in sys.modules])"
+    assert run_python(code).strip() == "[]"
 
 
 @pytest.mark.parametrize("name", PUBLIC)

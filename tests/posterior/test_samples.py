@@ -119,7 +119,7 @@ def test_kill_9_leaves_a_store_that_goes_on(tmp_path: Path) -> None:
         process.wait(random.Random(0).random() / 50)
     except subprocess.TimeoutExpired:
         os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     store = SampleStore.open(folder)
     assert len(store) >= 5 and store.steps == list(range(len(store)))
     for i, found in enumerate(store):

@@ -40,13 +40,13 @@ def test_certificates_hold_for_right_moves_and_for_no_wrong_one(case: Case, dtyp
     generator = torch.Generator().manual_seed(2)
     moved = tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator), state)
     permuted = tus.certify(graph, state, moved)
-    assert permuted.holds and permuted.change <= permuted.allowed < 1e-9, str(permuted)
+    computed = 4 * 128 * torch.finfo(torch.float64).eps  # whichever entry comes closest to what it may change by
+    assert permuted.holds and permuted.change <= permuted.allowed <= computed, str(permuted)
     assert permuted.dtype == torch.float64  # nothing was rounded
     scaled = tus.apply_scale(graph, tus.random_scale(graph, generator=generator, std=0.5), state)
     certificate = tus.certify(graph, state, scaled)
     assert certificate.holds, str(certificate)
-    if dtype != torch.bfloat16:  # three digits, and outputs that cancel: hardly anything is certain
-        assert certificate.allowed < max(400 * torch.finfo(dtype).eps, 1e-12)
+    assert certificate.allowed <= max(4 * torch.finfo(dtype).eps, computed)
     assert certificate.dtype == (dtype if graph.scales else torch.float64)
     for group in graph.permutations:
         wrong = tus.certify(graph, state, damaged(moved, group))

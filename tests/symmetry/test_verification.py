@@ -579,7 +579,7 @@ def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has(
             return self.c(torch._grouped_mm(h, self.down, offs=offsets))
 
     model, x = Experts(), torch.randn(8, 8)
-    if refused_by_torch(model, (x,)):
+    if refused_by_torch(model, (x,), since=(2, 15)):  # before, grouped products of float32 run but cannot be traced
         with pytest.raises(tus.SymmetryError, match="cannot trace"):
             tus.discover_symmetries(model, x)
         return

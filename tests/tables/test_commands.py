@@ -362,10 +362,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_yaml_that_means_harm_or_nothing(content: str, message: str, recipe: Path) -> None:
     (recipe / "table.yaml").write_text(content)
-    started = time.perf_counter()
     with pytest.raises(ConfigError, match=message):
         run(recipe)
-    assert time.perf_counter() - started < 30
     assert not (recipe.parent / "out").exists()  # nothing was written
 
 

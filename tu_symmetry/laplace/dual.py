@@ -31,6 +31,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
+from tu_symmetry.laplace.definite import cholesky
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation, require_measurements
 from tu_symmetry.laplace.structured import StructuredPrior
@@ -312,8 +313,8 @@ class DualEvidence:
         """Cholesky factor of ``R F R^T + v I``, ``[rows, rows]``."""
         kernel = (coefficients.to(self._kernels) @ self._kernels.flatten(1)).view(self._size, self._size)
         kernel.diagonal().add_(noise)
-        root, failed = torch.linalg.cholesky_ex(kernel)
-        if int(failed) or not bool(torch.isfinite(root).all()):
+        root = cholesky(kernel)
+        if root is None:
             diagonal = kernel.diagonal()
             raise SingularCovarianceError(
                 f"the covariance of the {self._size} observed values is singular to rounding: noise variance "

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.laplace.checks import require_module, require_weights
 from tu_symmetry.laplace.data import batches
+from tu_symmetry.laplace.definite import cholesky
 from tu_symmetry.laplace.dual import (
     NOISE,
     DualEvidence,
@@ -91,8 +92,8 @@ def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: floa
         ValueError: a covariance that is singular to rounding.
     """
     full = covariance.double() + extra_variance * torch.eye(len(covariance)).to(covariance.double())
-    root, failed = torch.linalg.cholesky_ex(full)
-    if int(failed) or not bool(torch.isfinite(root).all()):
+    root = cholesky(full)
+    if root is None:
         raise ValueError(
             f"the predictive covariance is singular to rounding (smallest marginal variance "
             f"{float(full.diagonal().min()):.3g}): outputs that no weight moves have variance 0. Add the noise that "

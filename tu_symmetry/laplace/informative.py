@@ -160,14 +160,11 @@ class Informative:
                 yield number, part
 
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
-        """The Cholesky factor of ``1 + K / v``."""
+        """The Cholesky factor of ``1 + K / v``, or of what rounding leaves of it where the one is lost in it."""
         whole = torch.tensordot((-rho).exp() / variance, self.grams, dims=1)
-        whole.diagonal().add_(1)
-        factor, failed = torch.linalg.cholesky_ex(whole)
-        if int(failed):  # so small a precision that the one is lost in rounding
-            whole.diagonal().add_(10 * torch.finfo(self.rows.dtype).eps * float(whole.diagonal().max()))
-            factor = torch.linalg.cholesky(whole)
-        return factor
+        rounding = 10 * torch.finfo(self.rows.dtype).eps * whole.diagonal().max()
+        whole.diagonal().add_(rounding.clamp(min=1))
+        return torch.linalg.cholesky(whole)
 
     def covariance_product(self, rho: Tensor, variance: float, vector: Tensor) -> Tensor:
         """``(Lambda + B^T B / v)^-1 vector``: the covariance, had the other observations no curvature.

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tu_symmetry.laplace.definite import cholesky
+
 Kernel = Callable[[Tensor], Tensor]
 
 KERNELS: dict[str, Kernel] = {
@@ -97,8 +99,8 @@ class StructuredPrior(ABC):
             SingularPriorError: a ``K`` that has none.
         """
         covariance = self.covariance(phi)
-        root, failed = torch.linalg.cholesky_ex(covariance)
-        if int(failed) or not torch.isfinite(root).all():
+        root = cholesky(covariance)
+        if root is None:
             values = ", ".join(f"{n}={v:.3g}" for n, v in zip(self.hyperparameters, phi.exp().tolist(), strict=True))
             raise SingularPriorError(
                 f"the prior covariance of block {self.name!r} is not positive definite at {values}: offsets that "

@@ -289,7 +289,7 @@ class SampleStore(Sequence[State]):
             raise KeyError(f"{self.folder} holds no {name!r}; its tensors are {sorted(self.layout or ())[:8]}")
         with self._open(record.shard) as file:
             rows: Tensor = file.get_slice(name)[record.position : record.position + 1]
-            return rows[0]
+            return rows[0].clone()  # aligned
 
     def load(self, *, device: str | torch.device = "cpu") -> State:
         """All samples as a stack."""

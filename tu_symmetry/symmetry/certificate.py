@@ -187,16 +187,18 @@ def _one(
     def amount(name: str) -> float:
         return max(rounding.get(name, 0.0), COMPUTATION * probe.epsilon)
 
+    noise = max(COMPUTATION * probe.epsilon, *rounding.values(), 0.0)
+
     def measure(times: int) -> Difference:
         for _ in range(times):
             if narrow:
-                reference.change(outputs, probe.run(before, noise=amount, generator=generator), 1.0)
+                reference.change(outputs, probe.run(before, noise=amount, generator=generator), noise)
                 continue
             copies = {id(t): t.clone() for t in wide.values()}
             noisy = {n: copies[id(t)] for n, t in wide.items()}
             perturb_(noisy, amount, generator)
-            reference.change(outputs, probe.run(noisy), 1.0)
-        return reference.difference(moved, FACTOR, epsilon=probe.epsilon, explained=explained)
+            reference.change(outputs, probe.run(noisy), noise)
+        return reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
 
     found = measure(4)
     if not found.holds and found.change != float("inf"):

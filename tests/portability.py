@@ -1,0 +1,166 @@
+"""A plugin of pytest that makes one machine round, read, order and warn as others do.
+
+``python -m pytest -p tests.portability`` takes any of these options:
+
+- ``--perturb-products``: every matrix product and convolution with a factor that does not lie on 64 bytes is off by two
+  units in the last place, as vector instructions of another width would make it. What is promised bit for bit has to
+  compute with the same memory layout; all else needs a tolerance.
+- ``--displace-files``: what the safetensors library reads lies 8 bytes off 64, as most of a file does.
+- ``--shuffle=SEED``: modules, and tests within them, in random order.
+- ``--warnings-are-errors``: but for the library's own, and for those of other libraries that pyproject.toml names.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from torch import Tensor
+
+ALIGNED = 64
+# operators of products, and where their factors stand
+PRODUCTS = {
+    "mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "dot": (0, 1), "addmv": (1, 2),
+    "convolution": (0, 1), "convolution_backward": (0, 1, 2),
+}  # fmt: skip
+IN_PLACE = ("addmm", "baddbmm", "addmv")
+_KEPT: list[Any] = []  # a library that is collected takes its kernels away
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("portability")
+    group.addoption("--perturb-products", action="store_true", help="round as other processors do")
+    group.addoption("--displace-files", action="store_true", help="read tensors to odd addresses")
+    group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in random order")
+    group.addoption(
+        "--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.perturb_products:
+        perturb_products()
+    if config.option.displace_files:
+        displace_files()
+    if config.option.warnings_are_errors:
+        sys.warnoptions.append("default")  # where there is none, pytest shows deprecations, whatever the filters say
+        warnings.simplefilter("error")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """What the library itself says of data and results is no defect: tests that are about it ask for it."""
+    if session.config.option.warnings_are_errors:
+        kinds = [Warning]
+        while kinds:
+            kind = kinds.pop()
+            kinds += kind.__subclasses__()
+            if kind.__module__.startswith("tu_symmetry."):
+                warnings.simplefilter("default", kind)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.shuffle is None:
+        return
+    modules: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    generator, groups = random.Random(config.option.shuffle), list(modules.values())
+    generator.shuffle(groups)
+    for group in groups:
+        generator.shuffle(group)
+    items[:] = [item for group in groups for item in group]
+
+
+def displaced(tensor: Tensor) -> Tensor:
+    """A copy that lies 8 bytes (or one number, of wide ones) off 64."""
+    skipped = max(1, 8 // tensor.element_size())
+    moved = torch.empty(tensor.numel() + skipped, dtype=tensor.dtype)[skipped:]
+    return moved.view(tensor.shape).copy_(tensor)
+
+
+def odd(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNED != 0
+
+
+def perturb(result: Any) -> None:
+    if isinstance(result, tuple):
+        for part in result:
+            perturb(part)
+    elif isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
+        generator = torch.Generator().manual_seed(result.numel())
+        units = torch.randint(0, 2, result.shape, generator=generator, dtype=torch.float64).mul_(4).sub_(2)
+        result.mul_((units * torch.finfo(result.dtype).eps + 1).to(result.dtype))
+
+
+def perturb_products() -> None:
+    """Put kernels before torch's own, on the CPU: below automatic differentiation, ``torch.func`` and tracing."""
+    library = torch.library.Library("aten", "IMPL")
+    _KEPT.append(library)
+    names = [f"{n}{s}" for n in PRODUCTS for s in ("", ".out") if not n.startswith("conv") or not s]
+    for name in [*names, *(f"{n}_" for n in IN_PLACE)]:
+        places = PRODUCTS[name.partition(".")[0].rstrip("_")]
+        original = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+        inner = not name.startswith("convolution")
+
+        def product(
+            keys: Any, *args: Any, _original: Any = original, _places: Any = places, _inner: bool = inner, **kwargs: Any
+        ) -> Any:
+            result = _original.call_boxed(keys, *args, **kwargs)
+            single = _inner and args[_places[0]].shape[-1] == 1  # nothing is added up: rounded alike everywhere
+            if not single and any(odd(args[place]) for place in _places):
+                perturb(result)
+            return result
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is replaced
+            library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+
+
+class Slice:
+    def __init__(self, opened: Any) -> None:
+        self.opened = opened
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return displaced(self.opened[index])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened, name)
+
+
+class Opened:
+    """``safetensors.safe_open`` with tensors that lie elsewhere."""
+
+    open = safetensors.safe_open
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.file = type(self).open(*args, **kwargs)
+
+    def __enter__(self) -> Opened:
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return displaced(self.file.get_tensor(name))
+
+    def get_slice(self, name: str) -> Slice:
+        return Slice(self.file.get_slice(name))
+
+
+def displace_files() -> None:
+    """Before anything has imported the function by its name."""
+    early = [name for name, module in sys.modules.items() if getattr(module, "safe_open", None) is Opened.open]
+    for name in early:
+        setattr(sys.modules[name], "safe_open", Opened)  # noqa: B010
