@@ -6,7 +6,6 @@ import gc
 import warnings
 
 import pytest
-import torch
 from laplace_oracles import data, randomize
 from torch import Tensor, nn
 
