@@ -199,7 +199,7 @@ def mmd_bandwidths(between: Tensor, count: int = 10, *, unit: float = 1.0) -> Te
     d = between.flatten().double()
     median = torch.stack([d.sort().values[(len(d) - 1) // 2], d.sort().values[len(d) // 2]]).mean()
     d = torch.where(d == 0, median, d).sort().values
-    smallest = d[0] if d[0] >= 0.1 * unit else d[int(0.05 * len(d))].clamp_min(0.1 * unit)
+    smallest = torch.where(d[0] >= 0.1 * unit, d[0], d[int(0.05 * len(d))].clamp_min(0.1 * unit))
     largest = d[-1].clamp_min(0.3 * unit)
     exponents = torch.arange(count, dtype=torch.float64, device=d.device) / (count - 1)
     return smallest / 2 * (4 * largest / smallest) ** exponents
