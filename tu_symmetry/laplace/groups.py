@@ -70,13 +70,11 @@ class PriorGroups:
 
     def total(self, vector: Tensor) -> Tensor:
         """Sum of the entries of a flat vector over each group, float64 ``[groups]`` on the CPU."""
-        sums = torch.zeros(len(self), dtype=torch.float64)
+        numbers, parts = [torch.zeros(0, dtype=torch.int64)], [vector.new_zeros(0, dtype=torch.float64)]
         for name, slot in self.slots.items():
-            number = self.of[name]
-            rows = max(1, number.numel())
-            own = vector[slot.start : slot.stop].reshape(rows, -1).sum(1, dtype=torch.float64).cpu()
-            sums.index_add_(0, number.reshape(-1), own)
-        return sums
+            numbers.append(self.of[name].reshape(-1))
+            parts.append(vector[slot.start : slot.stop].reshape(len(numbers[-1]), -1).sum(1, dtype=torch.float64))
+        return torch.zeros(len(self), dtype=torch.float64).index_add_(0, torch.cat(numbers), torch.cat(parts).cpu())
 
     def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
         """Inner products of vectors ``[rows, size]`` with another, group by group: float64 ``[groups, rows]``, CPU."""
