@@ -204,7 +204,7 @@ class _RelaxedPair:
         for group, (_, first, _) in self.similarities.items():
             change = ends[group][1] - first
             parts.append(change[rows[group], there[group]].sum(dtype=torch.float64))
-            parts.append(torch.dot(change.reshape(-1), self.matrices[group].reshape(-1)))
+            parts.append(torch.dot(change.reshape(-1), self.matrices[group].reshape(-1)).double())
         terms = numbers(parts)
         curvature = 0.0
         for picked, mean in zip(terms[::2], terms[1::2], strict=True):
