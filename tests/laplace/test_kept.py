@@ -1,4 +1,4 @@
-"""The data of the joint fit are let go of with it: no tensor outlives the call that made it."""
+"""What is kept of the data: it is let go of with the fit that made it, and is never taken for other data."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import gc
 import warnings
 
 import pytest
+import torch
 from laplace_oracles import data, randomize
 from torch import Tensor, nn
 
+from tu_symmetry.laplace.likelihood import Categorical
+from tu_symmetry.laplace.mode import _Objective
 from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.tangent import TangentModel
 
 
 def live_tensors() -> int:
@@ -29,7 +33,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_joint_fit_leaves_no_tensor_behind(name: str) -> None:
-    x, y = data(4, outputs=3)
+    x, y = data(4, outputs=3, samples=20)
     la = LinearizedLaplace(randomize(NETWORKS[name]()), prior="single", evaluate_at="tangent_mode")
     loader = [(x[:10], y[:10]), (x[10:], y[10:])]
     la.fit(loader)
@@ -40,3 +44,31 @@ def test_a_joint_fit_leaves_no_tensor_behind(name: str) -> None:
             la.optimize_evidence()
         counts.append(live_tensors())
     assert counts[2:] == counts[1:3]
+
+
+@pytest.mark.parametrize("other", ["labels", "inputs", "sizes", "more"])
+def test_batches_that_come_in_another_order_are_not_those_of_the_gradient(other: str) -> None:
+    x, y = data(4, outputs=3, samples=20)
+    first = [(x[:8], y[:8]), (x[8:16], y[8:16])]
+    second = {
+        "labels": [(x[:8], (y[:8] + 1) % 3), first[1]],  # with the same outputs
+        "inputs": first[::-1],
+        "sizes": [(x[:5], y[:5]), (x[5:16], y[5:16])],
+        "more": [*first, (x[16:20], y[16:20])],
+    }[other]
+    model = randomize(nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 3)))
+    tangent = TangentModel(model, [name for name, _ in model.named_parameters()])
+    point = tangent.point()
+    direction = torch.randn(point.shape, generator=torch.Generator().manual_seed(0), dtype=point.dtype)
+    loader = list(first)
+    objective, fresh = (
+        _Objective(tangent, Categorical(), loader, torch.ones_like(point), 1.0, 16) for loader in (loader, second)
+    )
+    objective.gradient(point + 0.1)
+    loader[:] = second
+    fresh.theta, fresh._kept = point + 0.1, None
+    for found, expected in (
+        (objective.line(direction), fresh.line(direction)),
+        (objective.product(direction), fresh.product(direction)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.tangent import Slot
 from tu_symmetry.symmetry.groups import NormalizationGroup
+from tu_symmetry.transfer import moved
 
 Prior = Literal["per_group", "per_layer", "single", "per_filter", "diagonal"]
 REST = "rest"
@@ -59,10 +60,12 @@ class PriorGroups:
         return all(number.ndim == 0 for number in self.of.values())
 
     def spread(self, values: Tensor) -> Tensor:
-        """One value for each group to one for each parameter entry, ``[size]``."""
+        """One value for each group to one for each parameter entry, ``[size]``, on the values' device."""
+        rowwise = [name for name in self.slots if self.of[name].ndim]
+        numbers = self.of | dict(zip(rowwise, moved([self.of[n] for n in rowwise], values.device), strict=True))
         parts = []
         for name, slot in self.slots.items():
-            number = self.of[name].to(values.device)
+            number = numbers[name]
             own = values[number]
             rows = max(1, number.numel())
             parts.append(own.reshape(-1, 1).expand(rows, (slot.stop - slot.start) // rows).reshape(-1))

@@ -139,7 +139,6 @@ class _Objective:
     def product(self, vector: Tensor) -> Tensor:
         """``(J^T H J / v + Lambda) vector`` at the last point of :meth:`gradient`."""
 
-
         def add(total: Tensor, inputs: Any, linear: Tensor, targets: Tensor, change: Tensor) -> None:
             total += self.tangent.vjp(inputs, self.likelihood.hessian_product(linear, targets, change))
 
@@ -149,7 +148,6 @@ class _Objective:
 
     def line(self, direction: Tensor) -> Tensor:
         """Losses (unit noise) at the steps ``1, 1/2, 1/4, ...`` along a direction."""
-
 
         def add(total: Tensor, inputs: Any, linear: Tensor, targets: Tensor, change: Tensor) -> None:
             for i, step in enumerate(_STEPS.tolist()):

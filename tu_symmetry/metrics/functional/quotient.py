@@ -80,7 +80,8 @@ def _sliced_wasserstein(
         raise ValueError(f"projections must be at least 1, got {projections}")
     source = own_generator(generator)
     directions = torch.randn(x.shape[1], projections, generator=source, dtype=torch.float64, device=source.device)
-    directions, start, sums = directions / directions.norm(dim=0), 0, []
+    directions, start = directions / directions.norm(dim=0), 0
+    sums: list[Tensor] = []
     for block in _blocks(x, y, device):
         stop = start + block[0].shape[1]
         here = directions[start:stop].to(block[0].device)
