@@ -16,7 +16,8 @@ from tu_symmetry.alignment.relaxation import _RelaxedPair
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, flip_and_shift
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.mode import _Objective
+from tu_symmetry.laplace.mode import EvaluateAt, _Objective
+from tu_symmetry.laplace.structured import IsotropicPrior
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain
@@ -132,3 +133,15 @@ def test_laplace_products(waits: Waits) -> None:
         objective.gradient(tangent.point() + 0.1)
         counts.append(waits(lambda objective=objective: objective.product(vector)) - len(loader))  # type: ignore[misc]
     assert counts[0] == counts[1] == 1
+
+
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt) -> None:
+    """Coefficients go there, whether the factor is good and the numbers of all blocks come back."""
+    x, y = data()
+    for hidden in (1, 4):
+        model = network(hidden).double().to(CUDA)
+        blocks = [IsotropicPrior((name,), name=name) for name, _ in model.named_parameters()]
+        la = tus.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
+        la.fit([(x.double().to(CUDA), torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
+        assert waits(lambda la=la: la.evidence.value_and_gradient(la.phi)) <= 4  # type: ignore[misc]
