@@ -27,6 +27,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def chosen_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` is a GPU where there is one, else the CPU."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
 def on_device(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], torch.device]:
     """A state with all its tensors where its first one is, and that device."""
     device = next(iter(state.values())).device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import matplotlib
 import numpy as np
@@ -22,6 +23,8 @@ from tu_symmetry.metrics.functional import (
     quotient_distances,
     sliced_wasserstein,
 )
+from tu_symmetry.metrics.functional import quotient as quotient_module
+from tu_symmetry.metrics.functional.quotient import vector_distances
 
 matplotlib.use("Agg")
 
@@ -223,3 +226,15 @@ def test_every_metric_of_the_package_has_a_plot() -> None:
         again, own = metric.plot(metric.compute(), ax) if name != "RepresentationCost" else metric.plot(ax=ax)
         assert (again is given or again is None) and own is ax, name
         plt.close("all")
+
+
+@pytest.mark.parametrize("entries", [1, 20, 37, 10**6])
+def test_distances_do_not_depend_on_how_many_columns_are_looked_at(
+    entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = normal(6, 11), normal(4, 11, seed=1)
+    expected = asdict(vector_distances(x, y, generator=generator()))
+    monkeypatch.setattr(quotient_module, "_ENTRIES", entries)
+    found = asdict(vector_distances(x, y, generator=generator(), device=torch.device("cpu")))
+    for name, value in expected.items():
+        assert found[name] == (pytest.approx(value, rel=1e-12, abs=1e-12) if name != "removed" else value)

@@ -20,6 +20,7 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import largest_entry, permute_axis, permute_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
+from tu_symmetry.transfer import numbers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -207,7 +208,11 @@ def size_exponent(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> int:
     compared in double precision (:func:`resized`).
     """
     tensors = [s[n] for s in states for n in graph.shapes if n not in graph.buffers and s[n].is_floating_point()]
-    sizes = [size for size in map(largest_entry, tensors) if size > 0]
+    tensors = [t.detach() for t in tensors if t.numel()]
+    ends = numbers([end for t in tensors for end in torch.aminmax(t)])
+    pairs = zip(tensors, ends[::2], ends[1::2], strict=True)
+    largest = (max(-low, high) if math.isfinite(low - high) else largest_entry(t) for t, low, high in pairs)
+    sizes = [size for size in largest if size > 0]
     if all(1 / _ORDINARY < size < _ORDINARY for size in sizes):
         return 0
     return math.frexp(max(sizes))[1] or 1
@@ -273,7 +278,7 @@ class WeightSimilarities:
     def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
         """Inner product of the family's tensors with all permutations applied."""
         moved = self.moved(family.tensors, permutation, frozenset())
-        return sum(float((self.reference[n] * moved[n]).sum(dtype=torch.float64)) for n in family.tensors)
+        return sum(numbers([(self.reference[n] * moved[n]).sum(dtype=torch.float64) for n in family.tensors]))
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What speaks for pairing units of each group of a family, all other families' permutations applied.

@@ -32,6 +32,7 @@ from tu_symmetry.symmetry.elements import (
     transposition_count,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.transfer import numbers
 
 Progress = Callable[[dict[str, Any]], None]
 Solver = Literal["frank_wolfe", "descent"]
@@ -96,9 +97,8 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
     graph.require_verified()
     for name, one in (("reference_state", reference_state), ("state", state)):
         require_state(one, name)
-        finite = all(  # a finite sum has finite terms only
-            bool(torch.isfinite(t.detach().sum())) for t in one.values() if not t.is_meta
-        )
+        sums = [torch.isfinite(t.detach().sum()) for t in one.values() if not t.is_meta]
+        finite = all(numbers(sums))  # a finite sum has finite terms only
         if graph.check_state(one, name=name, finite=not finite):
             raise SymmetryError(
                 f"{name} is a stack of states with leading sample axes, and matching compares two networks; "
@@ -112,7 +112,7 @@ def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[st
     if exponent:
         a, b = (resized(graph, one, exponent) for one in (a, b))
     differences = ((p - q).reshape(-1) for p, q in _parameter_pairs(graph, a, b))
-    return enlarged(sum(float(torch.dot(d, d)) for d in differences) ** 0.5, exponent)
+    return enlarged(sum(numbers([torch.dot(d, d) for d in differences])) ** 0.5, exponent)
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -124,7 +124,7 @@ def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str,
 
 
 def _inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    return sum(float(torch.dot(p.reshape(-1), q.reshape(-1))) for p, q in _parameter_pairs(graph, a, b))
+    return sum(numbers([torch.dot(p.reshape(-1), q.reshape(-1)) for p, q in _parameter_pairs(graph, a, b)]))
 
 
 def _parameter_pairs(

@@ -18,6 +18,7 @@ from torch import Tensor
 from tu_symmetry.alignment.assignment import flat_source
 from tu_symmetry.alignment.gram import Family, WeightSimilarities, families, is_below, own_member, trainable_members
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.transfer import moved
 
 Axes = tuple[int, ...]
 _MOSTLY_NEW = 0.8  # above this share of changed positions a product is computed anew
@@ -137,6 +138,8 @@ class PairProducts:
 
         A sum is brought up to date by the positions whose order has changed since, or computed anew if most have.
         """
+        rows: list[Tensor] = []  # of operands: in the order of all positions, or those that have changed, new and old
+        made: list[tuple[Part, Tensor, int]] = []
         for kind in (1, 2):
             parts = self._of_kind(group, kind)
             changed = [self._changed(part, orders[part.tensor, part.other]) for part in parts]  # type: ignore[index]
@@ -144,18 +147,24 @@ class PairProducts:
             if (group, kind) not in self._sums or new > _MOSTLY_NEW * all_:
                 self._sums[group, kind] = self._zeros(group)
                 changed = []
-            total = self._sums[group, kind]
             for k, part in enumerate(parts):
-                left, right = self._operands(part)
                 order = orders[part.tensor, part.other]  # type: ignore[index]
-                if not changed:
-                    _add_product(total, left, right.index_select(0, order.to(right.device)))
-                elif len(changed[k]):
+                own = [order]
+                if changed:
                     assert part.order is not None
-                    new_rows, old_rows = (o[changed[k]].to(right.device) for o in (order, part.order))
-                    difference = right.index_select(0, new_rows).sub_(right.index_select(0, old_rows))
-                    _add_product(total, left.index_select(0, changed[k].to(left.device)), difference)
+                    own = [changed[k], order[changed[k]], part.order[changed[k]]] if len(changed[k]) else []
+                made.append((part, self._sums[group, kind], len(own)))
+                rows += own
                 part.order = order
+        there = iter(moved(rows, next(iter(self.reference.values())).device))
+        for part, total, count in made:
+            left, right = self._operands(part)
+            if count == 1:
+                _add_product(total, left, right.index_select(0, next(there)))
+            elif count:
+                at, now, before = (next(there) for _ in range(count))
+                difference = right.index_select(0, now).sub_(right.index_select(0, before))
+                _add_product(total, left.index_select(0, at), difference)
         return self._constant(group), self._sums[group, 1], self._sums[group, 2]
 
     def barycenter(self, group: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,5 +263,5 @@ class KeptSimilarities(WeightSimilarities):
         found = {}
         for group in family.groups:
             constant, first, second = self.products.sums(group.name, orders)
-            found[group.name] = (constant + first).add_(second).cpu()
-        return found
+            found[group.name] = (constant + first).add_(second)
+        return dict(zip(found, moved(list(found.values()), torch.device("cpu")), strict=True))

@@ -27,6 +27,7 @@ from tu_symmetry.alignment.gram import Family
 from tu_symmetry.alignment.products import Axes, MovePlan, PairProducts, plan_moves
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.transfer import moved, numbers
 
 _ITERATIONS = 50
 _TOLERANCE = 1e-4
@@ -172,11 +173,12 @@ class _RelaxedPair:
     def vertex(self) -> tuple[Permutation, dict[str, Tensor], float, float]:
         """The best vertex for the gradient: as a permutation, as sources of units, the gain, and its scale."""
         gradients = {g: (s[0] + s[1]).add_(s[2]) for g, s in self.similarities.items()}
-        inside = sum(float(torch.dot(g.reshape(-1), self.matrices[n].reshape(-1))) for n, g in gradients.items())
-        on_host = {n: g.cpu() for n, g in gradients.items()}
+        inside = [torch.dot(g.reshape(-1), self.matrices[n].reshape(-1)) for n, g in gradients.items()]
+        *here, matrices = moved([*gradients.values(), torch.stack(inside)], torch.device("cpu"))
+        on_host = dict(zip(gradients, here, strict=True))
         permutation: Permutation = {}
         sources: dict[str, Tensor] = {}
-        gap, scale = -inside, 0.0
+        gap, scale = -sum(matrices.tolist()), 0.0
         for family in self.plan.families:
             permutation.update(assign_family(family, on_host))
             for group in family.groups:
@@ -195,16 +197,22 @@ class _RelaxedPair:
         """
         orders = self.products.orders(sources)
         ends = {g: self.products.sums(g, orders) for g in self.plan.sizes}
-        curvature = 0.0
+        device = next(iter(self.matrices.values())).device
+        there = dict(zip(sources, moved(list(sources.values()), device), strict=True))
+        rows = {group: torch.arange(len(source), device=device) for group, source in there.items()}
+        parts = []
         for group, (_, first, _) in self.similarities.items():
             change = ends[group][1] - first
-            source = sources[group].to(change.device)
-            picked = change[torch.arange(len(source), device=change.device), source].sum(dtype=torch.float64)
-            curvature += float(picked) - float(torch.dot(change.reshape(-1), self.matrices[group].reshape(-1)))
+            parts.append(change[rows[group], there[group]].sum(dtype=torch.float64))
+            parts.append(torch.dot(change.reshape(-1), self.matrices[group].reshape(-1)).double())
+        terms = numbers(parts)
+        curvature = 0.0
+        for picked, mean in zip(terms[::2], terms[1::2], strict=True):
+            curvature += picked - mean
         ratio = 1.0 if curvature >= -gap / 2 else -gap / (2 * curvature)
-        for group, source in sources.items():
+        for group, source in there.items():
             matrix = self.matrices[group].mul_(1 - ratio)
-            matrix[torch.arange(len(source)), source] += ratio
+            matrix[rows[group], source] += ratio
             for mixed, end in zip(self.similarities[group][1:], ends[group][1:], strict=True):
                 mixed.lerp_(end, ratio)
         return ratio

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 Pair = tuple[Tensor, Tensor]
-Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+Augmentation = Callable[..., Tensor]  # of inputs, and of generators that have an equal share of them each
 
 
 class TensorPairs(Dataset[Pair]):
@@ -76,8 +75,8 @@ class ResumableLoader(DataLoader[Any]):
         batch_size: of all batches but the last.
         sampler: the order, or the first of several.
         orders: all of several orders; empty for one.
-        augment: what is done to the inputs ``[batch, ...]`` of every batch (of every order by itself), with the order's
-            generator of that batch; the data set itself stays as it is.
+        augment: what is done to the inputs of every batch, with the order's generator of that batch; of several orders
+            to ``[orders * batch, ...]``, with a generator of each. The data set itself stays as it is.
     """
 
     def __init__(
@@ -122,31 +121,37 @@ class ResumableLoader(DataLoader[Any]):
             table = torch.stack([one.order() for one in self.orders]).to(dataset.x.device)
             for chosen in table.split(self.batch_size, dim=1)[self._done :]:
                 self._done += 1
-                rows = [self._augmented(dataset.x[row], order) for row, order in zip(chosen, self.orders, strict=True)]
-                yield torch.stack(rows), dataset.y[chosen]
+                x = dataset.x[chosen]
+                yield self._augmented(x.flatten(0, 1), *self.orders).view_as(x), dataset.y[chosen]
             return
         order: SeededOrder = self.sampler  # type: ignore[assignment]
-        for indices in islice(BatchSampler(order, self.batch_size, drop_last=False), self._done, None):
+        indices, every = order.order(), torch.arange(len(dataset))
+        whole = len(every) <= self.batch_size and torch.equal(indices, every)  # which is not copied
+        for chosen in indices.to(dataset.x.device).split(self.batch_size)[self._done :]:
             self._done += 1
-            x, y = dataset.__getitems__(indices)
+            x, y = (dataset.x, dataset.y) if whole else (dataset.x[chosen], dataset.y[chosen])
             yield self._augmented(x, order), y
 
-    def _augmented(self, x: Tensor, order: SeededOrder) -> Tensor:
-        return x if self.augment is None else self.augment(x, order.generator(self._done))
+    def _augmented(self, x: Tensor, *orders: SeededOrder) -> Tensor:
+        return x if self.augment is None else self.augment(x, *(order.generator(self._done) for order in orders))
 
 
-def flip_and_shift(x: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
+def flip_and_shift(x: Tensor, *generators: torch.Generator, shift: int = 4) -> Tensor:
     """Images ``[n, channels, height, width]``, each flipped left to right at random and shifted over a border of zeros.
 
     Args:
         x: the images.
-        generator: of the flips and shifts, on the CPU.
+        generators: of the flips and shifts, on the CPU; each of several has an equal share of the images.
         shift: largest shift in pixels, in each of the four directions.
     """
     count, channels, height, width = x.shape
-    flip = (torch.rand(count, generator=generator) < 0.5).to(x.device)
-    padded = F.pad(torch.where(flip[:, None, None, None], x.flip(-1), x), [shift] * 4)
-    top, left = torch.randint(2 * shift + 1, (2, count, 1), generator=generator).to(x.device)
+    drawn = []
+    for generator in generators:
+        own = count // len(generators)
+        flips = torch.rand(own, generator=generator) < 0.5
+        drawn.append(torch.cat([flips.unsqueeze(0), torch.randint(2 * shift + 1, (2, own), generator=generator)]))
+    flip, top, left = torch.cat(drawn, 1).unsqueeze(-1).to(x.device)
+    padded = F.pad(torch.where(flip[:, :, None, None] > 0, x.flip(-1), x), [shift] * 4)
     rows = (top + torch.arange(height, device=x.device))[:, None, :, None]
     columns = (left + torch.arange(width, device=x.device))[:, None, None, :]
     image = torch.arange(count, device=x.device)[:, None, None, None]

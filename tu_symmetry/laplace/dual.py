@@ -35,6 +35,7 @@ from tu_symmetry.laplace.definite import cholesky
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation, require_measurements
 from tu_symmetry.laplace.structured import StructuredPrior
+from tu_symmetry.transfer import moved
 
 DualOptimizer = Literal["l-bfgs-b", "adam"]
 NOISE = "log_noise_variance"
@@ -266,6 +267,8 @@ class DualEvidence:
         # what no output can explain, orthogonal to the range of A
         self._outside = 0.0 if basis is None else float((linear - basis @ kept).square().sum())
         self._order = tuple(prior.name for prior in priors)
+        seconds = moved([statistics.seconds[name] for name in self._order], torch.device("cpu"))
+        self._seconds = dict(zip(self._order, seconds, strict=True))
         own = [statistics.kernels[name] for name in self._order]
         if self._rows is not None:
             rows = self._rows
@@ -340,23 +343,28 @@ class DualEvidence:
             root = self._factor(joined.detach(), noise)
             inverse = torch.cholesky_inverse(root)
             free = self.values - self._size
-            value = 2 * float(root.diagonal().log().sum()) + free * math.log(noise) + self.values * _LOG_2PI
-            slope = inverse
-            noise_slope = float(inverse.diagonal().sum()) + free / noise
+            slope, sums = inverse, [root.diagonal().log().sum(), inverse.diagonal().sum()]
             if self.evaluate_at == "tangent_mode":
                 weights = inverse @ self._target
-                value += float(self._target @ weights) + self._outside / noise
                 slope = inverse - torch.outer(weights, weights)
-                noise_slope -= float(weights.square().sum()) + self._outside / noise**2
+                sums += [self._target @ weights, weights.square().sum()]
+            # one wait for the device
+            here, products = moved([torch.stack(sums), self._kernels.flatten(1) @ slope.reshape(-1)], joined.device)
+            log_det, trace, *fit = here.tolist()
+            value = 2 * log_det + free * math.log(noise) + self.values * _LOG_2PI
+            noise_slope = trace + free / noise
+            if self.evaluate_at == "tangent_mode":
+                value += fit[0] + self._outside / noise
+                noise_slope -= fit[1] + self._outside / noise**2
             else:
                 value += self.residual_squares / noise
                 noise_slope -= self.residual_squares / noise**2
-            by_coefficient = 0.5 * (self._kernels.flatten(1) @ slope.reshape(-1)).to(joined)
+            by_coefficient = 0.5 * products
             rest = leaf.new_zeros(())
             if self.evaluate_at == "map":
                 rest = 0.5 * sum(
                     (
-                        (torch.cholesky_inverse(self.priors[name].root(own)) * self._second(name)).sum()
+                        (torch.cholesky_inverse(self.priors[name].root(own)) * self._seconds[name]).sum()
                         for name, own in blocks.items()
                     ),
                     rest,
@@ -367,9 +375,6 @@ class DualEvidence:
             chained = (joined * by_coefficient).sum() + log_noise * (0.5 * noise * noise_slope) + rest
             (gradient,) = torch.autograd.grad(chained, leaf)
         return 0.5 * value + float(rest.detach()), gradient
-
-    def _second(self, name: str) -> Tensor:
-        return self.statistics.seconds[name].cpu()
 
     def value(self, phi: Tensor) -> float:
         """Negative log evidence, less the hyperprior's log density (nats)."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, CoupledBlock, LowRankBlock
 from tu_symmetry.laplace.groups import PriorGroups
+from tu_symmetry.transfer import moved
 
 _EXACT = 4096  # as many eigenvalues of a group are kept as they are
 _ENTRIES = 1 << 22  # bins of all groups together
@@ -318,6 +319,7 @@ class CoupledDeterminants(Determinants):
         self.matrix = block.matrix.double()
         self.groups = block.groups.to(self.matrix.device)
         self.count, self.entries = count, len(self.matrix)
+        self.sizes = self._sum(torch.ones_like(self.matrix.diagonal())).cpu()
 
     def _scaled(self, rho: Tensor, tau: float) -> Tensor:
         root = (-0.5 * (rho + tau)).exp().to(self.matrix)[self.groups]
@@ -330,7 +332,7 @@ class CoupledDeterminants(Determinants):
         return torch.cholesky_inverse(torch.linalg.cholesky(scaled))
 
     def _sum(self, entries: Tensor) -> Tensor:
-        return torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.groups.cpu(), entries.cpu())
+        return entries.new_zeros(self.count).index_add_(0, self.groups, entries)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``log det(1 + L^-1/2 H L^-1/2 / v)``."""
@@ -340,7 +342,7 @@ class CoupledDeterminants(Determinants):
 
     def gamma(self, rho: Tensor, tau: float) -> Tensor:
         """``sum_{i in g} (1 - lambda_g Sigma_ii)``."""
-        return self._sum(1 - self._shrinkage(rho, tau).diagonal())
+        return self._sum(1 - self._shrinkage(rho, tau).diagonal()).cpu()
 
     def step(
         self,
@@ -407,7 +409,6 @@ class CoupledDeterminants(Determinants):
             noise: None for a noise variance that stays: its row and column are zero.
         """
         inner = self._shrinkage(rho, tau)
-        sizes = self._sum(torch.ones_like(inner.diagonal()))
         free = self._sum(inner.diagonal())  # the group's size less gamma
         coupling = inner.square_()
         if self.count < self.entries:
@@ -415,9 +416,9 @@ class CoupledDeterminants(Determinants):
             rows.index_add_(0, self.groups, coupling)
             coupling = torch.zeros(self.count, self.count, dtype=torch.float64, device=inner.device)
             coupling.index_add_(1, self.groups, rows)
-        curvature = coupling.neg_().cpu()
+        free, curvature = moved([free, coupling.neg_()], torch.device("cpu"))
         curvature.diagonal().add_(free)
-        return _assembled(norms, rho, tau, noise, sizes - free, curvature)
+        return _assembled(norms, rho, tau, noise, self.sizes - free, curvature)
 
     def response(
         self, x: Tensor, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, weight: float, free: Tensor

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.tangent import Slot
 from tu_symmetry.symmetry.groups import NormalizationGroup
+from tu_symmetry.transfer import moved
 
 Prior = Literal["per_group", "per_layer", "single", "per_filter", "diagonal"]
 REST = "rest"
@@ -59,10 +60,12 @@ class PriorGroups:
         return all(number.ndim == 0 for number in self.of.values())
 
     def spread(self, values: Tensor) -> Tensor:
-        """One value for each group to one for each parameter entry, ``[size]``."""
+        """One value for each group to one for each parameter entry, ``[size]``, on the values' device."""
+        rowwise = [name for name in self.slots if self.of[name].ndim]
+        numbers = self.of | dict(zip(rowwise, moved([self.of[n] for n in rowwise], values.device), strict=True))
         parts = []
         for name, slot in self.slots.items():
-            number = self.of[name].to(values.device)
+            number = numbers[name]
             own = values[number]
             rows = max(1, number.numel())
             parts.append(own.reshape(-1, 1).expand(rows, (slot.stop - slot.start) // rows).reshape(-1))
@@ -70,13 +73,11 @@ class PriorGroups:
 
     def total(self, vector: Tensor) -> Tensor:
         """Sum of the entries of a flat vector over each group, float64 ``[groups]`` on the CPU."""
-        sums = torch.zeros(len(self), dtype=torch.float64)
+        numbers, parts = [torch.zeros(0, dtype=torch.int64)], [vector.new_zeros(0, dtype=torch.float64)]
         for name, slot in self.slots.items():
-            number = self.of[name]
-            rows = max(1, number.numel())
-            own = vector[slot.start : slot.stop].reshape(rows, -1).sum(1, dtype=torch.float64).cpu()
-            sums.index_add_(0, number.reshape(-1), own)
-        return sums
+            numbers.append(self.of[name].reshape(-1))
+            parts.append(vector[slot.start : slot.stop].reshape(len(numbers[-1]), -1).sum(1, dtype=torch.float64))
+        return torch.zeros(len(self), dtype=torch.float64).index_add_(0, torch.cat(numbers), torch.cat(parts).cpu())
 
     def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
         """Inner products of vectors ``[rows, size]`` with another, group by group: float64 ``[groups, rows]``, CPU."""

@@ -38,6 +38,7 @@ from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.tangent import normal
+from tu_symmetry.transfer import moved
 
 MOST_ROWS = 2048
 ENOUGH_ROWS = 256  # are made of every data set that has them
@@ -148,13 +149,13 @@ class Informative:
         count, device = len(self.rows), self.rows.device
         grams = torch.zeros(len(groups), count, count, dtype=torch.float64, device=device)
         for number, own in self._parts(self.rows):
-            grams.index_add_(0, number.to(device), (own @ own.mT).double())
+            grams.index_add_(0, number, (own @ own.mT).double())
         self.grams = grams.cpu()
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Numbers of groups, and the rows' entries in them: ``[groups, rows, weights]``, in small pieces."""
-        for name, slot in self.groups.slots.items():
-            number = self.groups.of[name].reshape(-1)
+        numbers = moved([self.groups.of[name].reshape(-1) for name in self.groups.slots], rows.device)
+        for number, slot in zip(numbers, self.groups.slots.values(), strict=True):
             own = rows[:, slot.start : slot.stop].view(len(rows), len(number), -1).transpose(0, 1)
             for part in own.split(max(1, min(_TERMS, _ENTRIES // max(1, len(rows) * len(number)))), dim=2):
                 yield number, part
@@ -174,7 +175,7 @@ class Informative:
             variance: of the noise.
             vector: flat, ``[weights]``.
         """
-        prior = self.groups.spread(rho.exp()).to(vector)
+        prior = self.groups.spread(rho.exp().to(vector))
         scaled = vector / prior
         inner = (self.rows @ scaled).double().cpu().unsqueeze(-1)
         inner = torch.cholesky_solve(inner, self._factor(rho, variance)).squeeze(-1) / variance
@@ -239,7 +240,7 @@ class Informative:
         )
         point = torch.as_tensor(found.x)
         t = solved(point)[0] * root
-        return (t.to(theta) @ self.rows - gradient) / self.groups.spread(point.exp()).to(theta), point
+        return (t.to(theta) @ self.rows - gradient) / self.groups.spread(point.exp().to(theta)), point
 
 
 def _gathered(data: KeptData, linear: Sequence[Tensor], chosen: Chosen) -> Tensor:

@@ -94,7 +94,7 @@ def at_mode(
             fitted.tangent,
             fitted.likelihood,
             loader,
-            fitted.groups.spread(fitted.log_precision.exp()).to(fitted.theta),
+            fitted.groups.spread(fitted.log_precision.exp().to(fitted.theta)),
             fitted.posterior,
             fitted.theta,
             samples=fitted.summary.samples,

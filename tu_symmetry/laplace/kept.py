@@ -139,7 +139,7 @@ def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own node holds is never freed
 
     own = {name: p.detach().requires_grad_() for name, p in tangent.parameters().items()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

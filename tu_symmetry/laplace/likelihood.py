@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tu_symmetry.laplace.links import GaussianPredictive, probit_probabilities, shrunk_logits
+from tu_symmetry.transfer import numbers
 
 LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
 FisherType = Literal["type-2", "mc", "empirical"]
@@ -305,9 +306,10 @@ class Categorical(Likelihood):
         seen = found if self.ignore_index is None else found[found != self.ignore_index]
         if self.class_weights is not None and len(self.class_weights) != classes:
             raise ValueError(f"there are {len(self.class_weights)} class weights for {classes} outputs")
-        if len(seen) and (int(seen.min()) < 0 or int(seen.max()) >= classes):
+        low, high = numbers(seen.aminmax()) if seen.numel() else (0, 0)
+        if low < 0 or high >= classes:
             raise ValueError(
-                f"targets lie in [{int(seen.min())}, {int(seen.max())}], but the network has {classes} outputs, "
+                f"targets lie in [{low:.0f}, {high:.0f}], but the network has {classes} outputs, "
                 f"classes 0 to {classes - 1}; leave labels out with Categorical(ignore_index=...), or use the network "
                 "that was trained on these labels"
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.data import all_reduce, batches
 from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import TangentModel, normal
+from tu_symmetry.transfer import numbers
 
 _KEPT = 1 << 26  # entries of the outputs that are kept between passes
 _RETRIES = 4  # of a line search, with shorter steps each
@@ -81,6 +82,15 @@ def certificate(likelihood: Likelihood, gradient: Tensor, precision: Tensor) -> 
     return duality_gap(gradient, precision) if likelihood.convex else math.nan
 
 
+class _Batch(NamedTuple):
+    """Outputs and targets of a batch, ``h_theta``, and the targets as the likelihood takes them."""
+
+    outputs: Tensor
+    given: Tensor
+    linear: Tensor
+    targets: Tensor
+
+
 class _Objective:
     """Passes over the data: value and gradient, curvature products, values along a line."""
 
@@ -97,23 +107,23 @@ class _Objective:
         self.precision, self.noise, self.samples = precision, noise, samples
         self.point = tangent.point()
         self.theta = self.point
-        self._kept: list[tuple[Tensor, Tensor]] | None = []
+        self._kept: list[_Batch] | None = []
 
     def gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """Loss for unit noise, and the gradient of the objective, at ``theta``."""
         self.theta = theta
-        kept: list[tuple[Tensor, Tensor]] | None = None if self._kept is None else []
+        kept: list[_Batch] | None = None if self._kept is None else []
         total = torch.zeros(2, dtype=torch.float64, device=theta.device)  # loss, number of samples
         gradient, held = torch.zeros_like(theta), 0
         for inputs, targets in batches(self.loader, theta.device):
             outputs, change = self.tangent.jvp(inputs, theta - self.point)
             linear = outputs + change
-            targets = self.likelihood.targets(linear, targets)
+            given, targets = targets, self.likelihood.targets(linear, targets)
             total[0] += self.likelihood.loss(linear, targets).double().sum()
             total[1] += len(outputs)
             gradient += self.tangent.vjp(inputs, normal(self.likelihood.residual(linear, targets)))
             if kept is not None:
-                kept.append((outputs, linear))
+                kept.append(_Batch(outputs, given, linear, targets))
                 held += 2 * linear.numel()
                 kept = kept if held <= _KEPT else None
         self._kept = kept
@@ -128,36 +138,50 @@ class _Objective:
 
     def product(self, vector: Tensor) -> Tensor:
         """``(J^T H J / v + Lambda) vector`` at the last point of :meth:`gradient`."""
-        found = torch.zeros_like(vector)
-        for number, (inputs, targets) in enumerate(batches(self.loader, vector.device)):
-            outputs, change = self.tangent.jvp(inputs, vector)
-            linear = self._linear(number, inputs, outputs)
-            found += self.tangent.vjp(
-                inputs, self.likelihood.hessian_product(linear, self.likelihood.targets(linear, targets), change)
-            )
+
+        def add(total: Tensor, inputs: Any, linear: Tensor, targets: Tensor, change: Tensor) -> None:
+            total += self.tangent.vjp(inputs, self.likelihood.hessian_product(linear, targets, change))
+
+        found = self._summed(torch.zeros_like(vector), vector, add)
         all_reduce(found)
         return found / self.noise + self.precision * vector
 
     def line(self, direction: Tensor) -> Tensor:
         """Losses (unit noise) at the steps ``1, 1/2, 1/4, ...`` along a direction."""
-        total = torch.zeros(len(_STEPS), dtype=torch.float64, device=direction.device)
-        for number, (inputs, targets) in enumerate(batches(self.loader, direction.device)):
-            outputs, change = self.tangent.jvp(inputs, direction)
-            linear = self._linear(number, inputs, outputs)
-            targets = self.likelihood.targets(linear, targets)
+
+        def add(total: Tensor, inputs: Any, linear: Tensor, targets: Tensor, change: Tensor) -> None:
             for i, step in enumerate(_STEPS.tolist()):
                 total[i] += self.likelihood.loss(linear + step * change, targets).double().sum()
-        all_reduce(total)
-        return total.cpu()
 
-    def _linear(self, number: int, inputs: Any, outputs: Tensor) -> Tensor:
-        """``h_theta`` on a batch: kept from the gradient's pass where the loader repeats its order, else anew."""
-        if self._kept is not None and number < len(self._kept):
-            before, linear = self._kept[number]
-            if before.shape == outputs.shape and torch.allclose(before, outputs, rtol=1e-3, atol=1e-6):
-                return linear
+        found = self._summed(torch.zeros(len(_STEPS), dtype=torch.float64, device=direction.device), direction, add)
+        all_reduce(found)
+        return found.cpu()
+
+    def _summed(self, start: Tensor, vector: Tensor, add: Callable[..., None]) -> Tensor:
+        """A pass: ``add(total, inputs, h_theta, targets, J vector)`` for every batch.
+
+        ``h_theta`` and targets are those of the gradient's pass. Where it turns out that the loader has given other
+        batches than then, the pass is made again without them, and so are all that follow.
+        """
+        total, same = start.clone(), []
+        for number, (inputs, targets) in enumerate(batches(self.loader, vector.device)):
+            outputs, change = self.tangent.jvp(inputs, vector)
+            if self._kept is None:
+                linear = outputs + self.tangent.jvp(inputs, self.theta - self.point)[1]
+                targets = self.likelihood.targets(linear, targets)
+            else:
+                before = self._kept[number] if number < len(self._kept) else None
+                if before is None or (before.outputs.shape, before.given.shape) != (outputs.shape, targets.shape):
+                    same.append(torch.zeros((), dtype=torch.bool))
+                    break
+                same.append(torch.isclose(before.outputs, outputs, rtol=1e-3, atol=1e-6).all())
+                same.append((before.given == targets).all())
+                linear, targets = before.linear, before.targets
+            add(total, inputs, linear, targets, change)
+        if all(numbers(same)):
+            return total
         self._kept = None
-        return outputs + self.tangent.jvp(inputs, self.theta - self.point)[1]
+        return self._summed(start, vector, add)
 
 
 def _dot(a: Tensor, b: Tensor) -> float:

@@ -234,7 +234,7 @@ class _Search:
 
     def precision(self, point: _Point) -> Tensor:
         """Of every weight."""
-        return self.fitted.groups.spread(point.rho.exp()).to(point.theta)
+        return self.fitted.groups.spread(point.rho.exp().to(point.theta))
 
     def preconditioned(self, point: _Point, gradient: Tensor) -> Tensor:
         """The gradient times the covariance of the Laplace approximation."""
@@ -322,7 +322,7 @@ class _Search:
 
     def add_stretched(self, theta: Tensor, by: Tensor) -> None:
         """The weights times one factor for each group as a direction, unless that is zero."""
-        direction = self.fitted.groups.spread(by).to(theta) * theta
+        direction = self.fitted.groups.spread(by.to(theta)) * theta
         if bool(direction.any()):
             self.span.add(direction, self.data.push(direction))
 
@@ -436,7 +436,7 @@ class _Search:
             return point
         self.held |= lost
         self.span.clear()
-        gone = self.fitted.groups.spread(lost).to(point.theta.device)
+        gone = self.fitted.groups.spread(lost.to(point.theta.device))
         move = torch.where(gone, -point.theta, 0)
         linear = [own + change for own, change in zip(point.linear, self.data.push(move), strict=True)]
         return self.at(point.theta + move, linear, point.rho, point.tau)

@@ -259,12 +259,15 @@ class SampleStore(Sequence[State]):
                     yield {n: file.get_slice(n)[position : position + 1][0].clone() for n in file.keys()}  # noqa: SIM118
 
     def stack(self, indices: Sequence[int] | Tensor, *, device: str | torch.device = "cpu") -> State:
-        """Chosen samples as a stack ``[len(indices), ...]``, in the order of the indices."""
+        """Chosen samples as a stack ``[len(indices), ...]``, in the order of the indices.
+
+        It is made in main memory, and goes to another device tensor by tensor.
+        """
         wanted = [int(i) for i in indices]
         if self.layout is None or not wanted:
             raise ValueError(f"nothing to stack: the store {self.folder} has {len(self)} samples, asked for {wanted}")
         wanted = [range(len(self))[i] for i in wanted]
-        result = {n: torch.empty((len(wanted), *e.shape), dtype=e.dtype, device=device) for n, e in self.layout.items()}
+        result = {n: torch.empty((len(wanted), *e.shape), dtype=e.dtype) for n, e in self.layout.items()}
         places: dict[int, list[int]] = defaultdict(list)
         for place, i in enumerate(wanted):
             places[i].append(place)
@@ -274,8 +277,8 @@ class SampleStore(Sequence[State]):
                     rows = file.get_slice(name)
                     for i in indices_:
                         position = self.records[i].position
-                        target[places[i]] = rows[position : position + 1].to(device)
-        return result
+                        target[places[i]] = rows[position : position + 1]
+        return {name: result.pop(name).to(device) for name in self.layout}
 
     def tensor(self, index: int, name: str) -> Tensor:
         """One tensor of one sample; of the file only its bytes are read (and the whole once, to compare its digest).

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches
+from tu_symmetry.evaluation import Batches, chosen_device
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -53,8 +53,7 @@ class Study:
     """
 
     def __init__(self, model: nn.Module, data: ImageDataModule, seed: int, device: str) -> None:
-        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self.device, self.seed = torch.device(chosen), seed
+        self.device, self.seed = chosen_device(device), seed
         data.prepare_data()
         self.model = model.to(self.device).eval()
         self.train = Batches(data.train.x.to(self.device), data.train.y.to(self.device))

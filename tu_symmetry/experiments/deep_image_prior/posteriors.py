@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.dual import DualOptimizer
@@ -89,6 +90,7 @@ class _Rows:
         """Score one image: log-likelihood a pixel, PSNR, SSIM, and the normalized errors for the calibration."""
         problem = found.problem
         truth = problem.truth[index : index + 1].double()
+        mean, covariance = mean.cpu(), covariance.cpu()
         error = (truth - mean.view(truth.shape)).reshape(-1)
         density = gaussian_log_density(error, covariance, extra) / error.numel()
         psnr, ssim = image_quality(mean.view(truth.shape), truth)
@@ -127,6 +129,7 @@ def linearized_posterior(
     lr: float = 0.01,
     num_samples: int = 3,
     joint: bool = False,
+    device: str = "auto",
 ) -> Outcome:
     """Linearized Laplace of every reconstruction, and the rows that need its noise variance.
 
@@ -143,10 +146,11 @@ def linearized_posterior(
         num_samples: posterior and prior samples that are kept for the figures.
         joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
             rows take it at the trained weights), the column U-Net of that paper's Table 1.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one; all is computed in float64.
     """
     if not isinstance(model, UNet):
         raise TypeError(f"model is a {type(model).__name__}; the prior's blocks are those of a UNet")
-    found = Reconstructions.load(reconstructions)
+    found, on = Reconstructions.load(reconstructions), chosen_device(device)
     rows = _Rows([], {})
     histories: dict[str, dict[str, list[float]]] = {}
     hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
@@ -155,8 +159,9 @@ def linearized_posterior(
         network, x, operator, y = one_problem(found, index, model)
         assert isinstance(network, UNet)
         size = operator.shape[1]
-        observation = LinearObservation(operator)
-        noise_gain = observation.pseudo_inverse_variance(size, RANK)
+        noise_gain = LinearObservation(operator).pseudo_inverse_variance(size, RANK)
+        network, x, y = network.to(on), x.to(on), y.to(on)
+        observation = LinearObservation(operator.to(on))
         started = time.perf_counter()
         la = DualLaplace(
             network, structured=unet_priors(network), prior=None, observation=observation, evaluate_at="map"
@@ -194,8 +199,8 @@ def linearized_posterior(
             histories.setdefault(row, {})[str(index)] = result.history
             hyperparameters.setdefault(row, {})[str(index)] = la.hyperparameters
             key = f"{index}.{ROWS.index(row)}"
-            rows.arrays[f"{key}.samples"] = la.function_samples(None, num_samples)[:, 0].float()
-            rows.arrays[f"{key}.prior"] = la.function_samples(None, num_samples, prior=True)[:, 0].float()
+            rows.arrays[f"{key}.samples"] = la.function_samples(None, num_samples)[:, 0].float().cpu()
+            rows.arrays[f"{key}.prior"] = la.function_samples(None, num_samples, prior=True)[:, 0].float().cpu()
         timings.append({"jacobian": fitted - started, "evidence": time.perf_counter() - fitted})
     rows.save(out)
     spent = sum(t["jacobian"] + t["evidence"] for t in timings)
@@ -226,6 +231,7 @@ def dropout_posterior(
     num_samples: int = 16384,
     batch_size: int = 256,
     seed: int = 0,
+    device: str = "auto",
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
@@ -235,25 +241,26 @@ def dropout_posterior(
         model: that architecture.
         num_samples: random masks; more than the image has pixels, for a covariance of full rank.
         batch_size: masks at a time.
-        seed: seed of the masks.
+        seed: seed of the masks, which are others on another kind of device.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Raises:
         ValueError: fewer masks than pixels, a network without dropout.
     """
-    found = Reconstructions.load(reconstructions)
+    found, on = Reconstructions.load(reconstructions), chosen_device(device)
     size = found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
     rows = _Rows([], {})
     for index in range(len(found)):
         network, x, operator, _ = one_problem(found, index, model)
-        network = network.float().train()
+        network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
         drawn = []
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(seed + index)
             for start in range(0, num_samples, batch_size):
                 count = min(batch_size, num_samples - start)
-                drawn.append(network(x.float().expand(count, -1, -1, -1)).flatten(1).double())
+                drawn.append(network(x.expand(count, -1, -1, -1)).flatten(1).double())
         samples = torch.cat(drawn)
         if float(samples.std(0).max()) == 0:
             raise ValueError("all masks give the same image: the model has no dropout (model.dropout > 0)")
@@ -263,6 +270,6 @@ def dropout_posterior(
         gain = LinearObservation(operator).pseudo_inverse_variance(size, RANK)
         rows.add(DROPOUT, found, index, mean, covariance, gain + JITTER, mean_deviation=math.sqrt(gain))
         shown = samples[:3].view(-1, *found.images.shape[1:])
-        rows.arrays[f"{index}.{ROWS.index(DROPOUT)}.samples"] = shown.float()
+        rows.arrays[f"{index}.{ROWS.index(DROPOUT)}.samples"] = shown.float().cpu()
     rows.save(out)
     return Outcome({"rows": rows.entries}, f"{len(found)} posteriors of {num_samples} masks")

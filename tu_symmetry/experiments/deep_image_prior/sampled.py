@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.experiments.deep_image_prior.posteriors import (
     ARRAYS,
     EVIDENCE,
@@ -52,6 +53,7 @@ def sampled_posterior(
     tv_weight: float | dict[int, float] | None = None,
     predcp_scale: float = 1.0,
     hyperprior_probes: int = 20,
+    device: str = "auto",
 ) -> Outcome:
     """Hyperparameters by stochastic gradients of the evidence, and a Gaussian of patches from posterior samples.
 
@@ -76,6 +78,7 @@ def sampled_posterior(
             readings, with the rate ``predcp_scale * measurements * tv_weight``; None for the evidence alone.
         predcp_scale: see ``tv_weight``.
         hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Raises:
         ValueError: too few samples for the covariance of a patch.
@@ -87,7 +90,7 @@ def sampled_posterior(
             f"{num_samples} samples give a singular covariance of patches of {max(patches)} x {max(patches)}"
         )
     found = Reconstructions.load(reconstructions)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on = chosen_device(device)
     dtype = torch.float64 if double else torch.float32
     entries: list[dict[str, Any]] = []
     arrays: dict[str, Tensor] = {}
@@ -96,12 +99,12 @@ def sampled_posterior(
     for index in range(len(found)):
         network, x, operator, y = one_problem(found, index, model)
         assert isinstance(network, UNet)
-        network = network.to(device, dtype)
+        network = network.to(on, dtype)
         shapes = {name: tuple(p.shape) for name, p in network.named_parameters()}
         priors = [prior.resolve(shapes) for prior in unet_priors(network)]
         taken = {name for prior in priors for name in prior.parameters}
         tangent = FlatTangentModel(network, [name for name in shapes if name in taken])
-        observed = ObservedTangent(tangent, [x.to(device, dtype)], LinearObservation(operator.to(device, dtype)))
+        observed = ObservedTangent(tangent, [x.to(on, dtype)], LinearObservation(operator.to(on, dtype)))
         evidence = SampledEvidence(
             observed,
             priors,

@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy, interpolate
 
 from tu_symmetry.datamodules import IDXDataModule, ImageDataModule
 from tu_symmetry.datamodules.readers import LabeledImages
+from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.tables.parts import digest_tensors
 
 
@@ -51,8 +52,7 @@ class Images:
     """
 
     def __init__(self, data: ImageDataModule, device: str = "auto") -> None:
-        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self.device = torch.device(chosen)
+        self.device = chosen_device(device)
         data.prepare_data()
         self.train_x, self.train_y = data.train.x.to(self.device), data.train.y.to(self.device)
         self.test_x, self.test_y = data.test.x.to(self.device), data.test.y.to(self.device)

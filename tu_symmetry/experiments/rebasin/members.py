@@ -6,11 +6,10 @@ import itertools
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches
+from tu_symmetry.evaluation import Batches, chosen_device
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -39,8 +38,7 @@ class Members:
     """
 
     def __init__(self, model: nn.Module, data: ImageDataModule, samples: Path, device: str) -> None:
-        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self.device = torch.device(chosen)
+        self.device = chosen_device(device)
         data.prepare_data()
         self.model = model.to(self.device).eval()
         store = SampleStore.open(samples, like=self.model.state_dict())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.experiments.symmetry_aware.scores import member_probabilities, require_finite_networks, scores
 from tu_symmetry.metrics import FunctionalDiversity, MarginalHomogeneity
 from tu_symmetry.metrics.functional import (
@@ -28,13 +29,14 @@ from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
-from tu_symmetry.states import layout_of, require_same
+from tu_symmetry.states import layout_of, require_same, sample_count
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 
 SAMPLES = "samples"
 ONE, MULTI = "one mode", "several modes"
+_NETWORKS = 50  # on the device at a time
 
 
 def evaluate(
@@ -52,10 +54,12 @@ def evaluate(
     diversity_networks: int = 200,
     resamples: int = 100,
     seed: int = 0,
+    device: str = "auto",
 ) -> Outcome:
     """Every column of the table with its interval, for every row.
 
-    All folders are opened and compared with the architecture before anything is computed.
+    All folders are opened and compared with the architecture before anything is computed. The networks are kept in main
+    memory. On the device are the vectors of one posterior and one tensor of the reference networks, or 50 networks.
 
     Args:
         out: folder of the results.
@@ -73,6 +77,7 @@ def evaluate(
         diversity_networks: networks of the reference whose pairs are measured.
         resamples: bootstrap replicates of every interval.
         seed: seed of all random choices.
+        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Raises:
         ValueError: no OOD set, a posterior of one network, members that have diverged, fewer networks than asked for.
@@ -97,24 +102,26 @@ def evaluate(
     test = _test_set(data)
     others = {name: _ood_set(module, name) for name, module in ood.items()}
     trusted = None if predictive is None else _trusted(predictive, len(test[0]))
+    on = chosen_device(device)
     model = model.eval()
     graph = discover_symmetries(model, test[0][:2])
     graph.require_verified()
+    model = model.to(on)
     forms = {
         "mmd": None,
         "ns": removal("paper"),
-        "ns_aligned": removal("min_mass", align_to={n: t[0] for n, t in references.items()}),
+        "ns_aligned": removal("min_mass", align_to={n: t[0].to(on) for n, t in references.items()}),
     }
-    compared = {name: _vectors(graph, references, form) for name, form in forms.items()}
+    compared = {name: _vectors(graph, references, form, on) for name, form in forms.items()}
     found: dict[str, Any] = {}
     with Display().track("evaluating", sum(map(len, rows.values()))) as tracker:
         done = 0
         for row, stacks in rows.items():
             found[row] = []
             for states in stacks:
-                entry = quality(graph, states, forms, compared, runs.get(row), resamples, _seed(seed, row))
-                probs = member_probabilities(model, states, test[0])
-                outside = {name: member_probabilities(model, states, x) for name, x in others.items()}
+                entry = quality(graph, states, forms, compared, runs.get(row), resamples, _seed(seed, row), on)
+                probs = _probabilities(model, states, test[0], on).cpu()
+                outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
                 entry |= {
                     k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()
                 }
@@ -127,14 +134,14 @@ def evaluate(
                 tracker.update(done, row=row)
     marginals = {name: homogeneity(graph, states, seed) for name, states in extra.items()}
     marginals["reference"] = homogeneity(graph, references, seed)
-    diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed)
+    diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed, on)
     result = {
         "rows": found,
         "networks": {"reference": len(next(iter(references.values()))), "row": num_samples},
         "homogeneity": marginals,
         "diversity": diversity,
         "pairs": pairs,
-        "marginals": _marginals(graph, references, {row: stacks[0] for row, stacks in rows.items()}),
+        "marginals": _marginals(graph, references, {row: stacks[0] for row, stacks in rows.items()}, on),
         "groups": {g.name: g.size for g in graph.permutations},
     }
     least = min(found, key=lambda row: found[row][0]["ns"]["value"])
@@ -149,14 +156,16 @@ def quality(
     runs: Tensor | None,
     resamples: int,
     seed: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Discrepancies of one posterior from the reference, plain and without symmetries, each also at equal sizes."""
     found: dict[str, Any] = {}
     for name, form in forms.items():
-        own = _vectors(graph, states, form)
+        own = _vectors(graph, states, form, device)
+        there = {n: t.to(device) for n, t in own.items()}
         for suffix, sizes in (("", "given"), ("_equal", "equal")):
             test = vectors_test(
-                own,
+                there,
                 references[name],
                 removed="nothing" if form is None else form.name,
                 sizes=sizes,  # type: ignore[arg-type]
@@ -168,7 +177,8 @@ def quality(
         if name == "ns_aligned":
             pair = [torch.cat(list(v.values()), dim=1) for v in (own, references[name])]
             generator = torch.Generator().manual_seed(seed)
-            found["quotient"] = asdict(vector_distances(*pair, removed=form.name if form else "", generator=generator))
+            what = form.name if form else ""
+            found["quotient"] = asdict(vector_distances(*pair, removed=what, generator=generator, device=device))
     return found
 
 
@@ -215,10 +225,26 @@ def _networks(
     return whole, torch.tensor(numbers)
 
 
-def _vectors(graph: SymmetryGraph, states: Mapping[str, Tensor], form: Removal | None) -> dict[str, Tensor]:
-    if form is not None:
-        return weight_vectors(states, graph=graph, removed=form)
-    return weight_vectors({n: states[n] for n in graph.shapes if n not in graph.buffers})
+def _parts(states: Mapping[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, sample_count(states), _NETWORKS):
+        yield {n: t[start : start + _NETWORKS].to(device) for n, t in states.items()}
+
+
+def _vectors(
+    graph: SymmetryGraph, states: Mapping[str, Tensor], form: Removal | None, device: torch.device
+) -> dict[str, Tensor]:
+    """Vectors in main memory, of forms that are computed on the device."""
+    if form is None:
+        return weight_vectors({n: states[n] for n in graph.shapes if n not in graph.buffers})
+    parts = [
+        {name: t.cpu() for name, t in weight_vectors(part, graph=graph, removed=form).items()}
+        for part in _parts(states, device)
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, device: torch.device) -> Tensor:
+    return torch.cat([member_probabilities(model, part, x) for part in _parts(states, device)])
 
 
 def _test_set(data: LightningDataModule) -> tuple[Tensor, Tensor]:
@@ -272,19 +298,20 @@ def _diversity(
     networks: int,
     resamples: int,
     seed: int,
+    device: torch.device,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Pairwise mutual information of reference networks, in and (each set by itself) out of distribution."""
     chosen = {n: t[:networks] for n, t in references.items()}
     members = len(next(iter(chosen.values())))
-    inside = member_probabilities(model, chosen, test)
+    inside = _probabilities(model, chosen, test, device)
     found, pairs = {}, {}
     upper = torch.triu_indices(members, members, 1)
     for name, x in others.items():
-        metric = FunctionalDiversity(members)
+        metric = FunctionalDiversity(members).to(device)
         metric.update(inside, ood=False)
-        metric.update(member_probabilities(model, chosen, x), ood=True)
+        metric.update(_probabilities(model, chosen, x, device), ood=True)
         generator = torch.Generator().manual_seed(seed)
-        a, b = metric.matrices()
+        a, b = (matrix.cpu() for matrix in metric.matrices())
         found[name] = asdict(diversity_summary(a, b, bootstraps=resamples, generator=generator))
         step = max(1, upper.shape[1] // 2000)  # enough for a figure
         shown = upper[:, ::step]
@@ -293,14 +320,18 @@ def _diversity(
 
 
 def _marginals(
-    graph: SymmetryGraph, references: Mapping[str, Tensor], rows: Mapping[str, Mapping[str, Tensor]]
+    graph: SymmetryGraph,
+    references: Mapping[str, Tensor],
+    rows: Mapping[str, Mapping[str, Tensor]],
+    device: torch.device,
 ) -> dict[str, Any]:
     """Quantiles of the marginals of one layer's weights, before and after removal, pooled and of its first unit."""
     layer = next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
     levels = torch.linspace(0.005, 0.995, 100)
     made: dict[str, Any] = {"layer": layer, "levels": levels.tolist(), "sets": {}}
     for name, states in {"reference": references, **rows}.items():
-        forms = {"before": states[layer], "after": removal("paper").apply(graph, states)[layer]}
+        parts = [removal("paper").apply(graph, part)[layer].cpu() for part in _parts(states, device)]
+        forms = {"before": states[layer], "after": torch.cat(parts)}
         made["sets"][name] = {
             when: {
                 "all": torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), levels).tolist(),

@@ -33,15 +33,16 @@ class Interval(NamedTuple):
 
 @torch.no_grad()
 def member_probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, batch_size: int = 1000) -> Tensor:
-    """Class probabilities ``(S, B, C)`` of every network of a stack."""
+    """Class probabilities ``(S, B, C)`` of every network of a stack, on its device, where the model has to be."""
     model.eval()
+    device = next(iter(states.values())).device
     names = [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]
     known = {n: t for n, t in states.items() if n in names}
 
     def one(state: dict[str, Tensor], inputs: Tensor) -> Tensor:
         return functional_call(model, state, (inputs,), tie_weights=False).softmax(-1)
 
-    parts = [vmap(one, (0, None), chunk_size=25)(known, inputs) for inputs in x.split(batch_size)]
+    parts = [vmap(one, (0, None), chunk_size=25)(known, inputs.to(device)) for inputs in x.split(batch_size)]
     return torch.cat(parts, dim=1)
 
 

@@ -19,7 +19,7 @@ Level = Literal["tensor", "layer", "network"]
 Reduction = Literal["mean", "max", "sum"]
 Pairs = Literal["all", "triangle"]
 KERNELS: dict[str, int] = {"laplace": 1, "gaussian": 2}
-_CACHED = 1024  # columns of a piece of the distances between long rows
+_PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
 BANDWIDTH_SAMPLES = 500
 
 
@@ -199,7 +199,7 @@ def mmd_bandwidths(between: Tensor, count: int = 10, *, unit: float = 1.0) -> Te
     d = between.flatten().double()
     median = torch.stack([d.sort().values[(len(d) - 1) // 2], d.sort().values[len(d) // 2]]).mean()
     d = torch.where(d == 0, median, d).sort().values
-    smallest = d[0] if d[0] >= 0.1 * unit else d[int(0.05 * len(d))].clamp_min(0.1 * unit)
+    smallest = torch.where(d[0] >= 0.1 * unit, d[0], d[int(0.05 * len(d))].clamp_min(0.1 * unit))
     largest = d[-1].clamp_min(0.3 * unit)
     exponents = torch.arange(count, dtype=torch.float64, device=d.device) / (count - 1)
     return smallest / 2 * (4 * largest / smallest) ** exponents
@@ -215,11 +215,11 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
     if x.device.type not in ("cpu", "cuda"):  # pdist is missing on other devices
         # The matmul form of the L2 distance cancels for samples that are close to each other, such as aligned networks.
         return torch.cdist(x, x, p=float(power), compute_mode="donot_use_mm_for_euclid_dist").double()
-    if x.device.type == "cuda" or x.requires_grad or x.shape[1] <= _CACHED:  # a root of a sum has no gradient at 0
+    if x.requires_grad or x.shape[1] <= _PIECE[x.device.type]:  # a root of a sum has no gradient at 0
         pairs = torch.pdist(x, p=float(power)).double()
     else:  # pieces of rows stay in the cache; long rows would be read from memory again for every pair
-        sums = torch.zeros(count * (count - 1) // 2, dtype=torch.float64)
-        for columns in x.split(_CACHED, dim=1):
+        sums = torch.zeros(count * (count - 1) // 2, dtype=torch.float64, device=x.device)
+        for columns in x.split(_PIECE[x.device.type], dim=1):
             sums += torch.pdist(columns.contiguous(), p=float(power)).double().pow_(power)
         pairs = sums.pow_(1 / power)
     above = torch.ones(count, count, dtype=torch.bool, device=x.device).triu_(1)  # row by row, as pdist's pairs are

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.states import check_tensor, sample_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
+
+_ENTRIES = 2**28  # of the vectors that are on the device at a time
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,25 @@ def sliced_wasserstein(
     Raises:
         ValueError: fewer than two vectors, other lengths, or no projections.
     """
-    x, y = _checked(x, y)
+    return _sliced_wasserstein(*_checked(x, y), projections, generator)
+
+
+def _sliced_wasserstein(
+    x: Tensor, y: Tensor, projections: int, generator: torch.Generator | None, device: torch.device | None = None
+) -> Tensor:
     if projections < 1:
         raise ValueError(f"projections must be at least 1, got {projections}")
     source = own_generator(generator)
     directions = torch.randn(x.shape[1], projections, generator=source, dtype=torch.float64, device=source.device)
-    directions = (directions / directions.norm(dim=0)).to(x.device)
-    a, b = ((s.double() @ directions).sort(0).values for s in (x, y))
+    directions, start = directions / directions.norm(dim=0), 0
+    sums: list[Tensor] = []
+    for block in _blocks(x, y, device):
+        stop = start + block[0].shape[1]
+        here = directions[start:stop].to(block[0].device)
+        parts = [s.double() @ here for s in block]
+        sums = [total + part for total, part in zip(sums, parts, strict=True)] if sums else parts
+        start = stop
+    a, b = (s.sort(0).values for s in sums)
     # both quantile functions are constant between the merged steps i / S and j / T
     steps = [torch.arange(1, n + 1, dtype=torch.float64) / n for n in (len(a), len(b))]
     edges = torch.cat(steps).sort().values
@@ -129,24 +144,37 @@ def vector_distances(
     removed: str = "nothing",
     projections: int = 128,
     generator: torch.Generator | None = None,
+    device: torch.device | None = None,
 ) -> QuotientDistances:
-    """:func:`quotient_distances` of the aligned networks' vectors ``(S, D)`` and ``(T, D)``."""
+    """:func:`quotient_distances` of the aligned networks' vectors ``(S, D)`` and ``(T, D)``.
+
+    ``device`` is where it is computed; without one that is where ``x`` is. The vectors stay where they are: columns of
+    2**28 entries together go there at a time.
+    """
     a, b = _checked(x, y)
-    within_x, within_y, between = (float(mean) for mean in _mean_distances(a, b))
+    within_x, within_y, between = (float(mean) for mean in _mean_distances(a, b, device))
     return QuotientDistances(
         aligned_l2=between,
         within=(within_x, within_y),
         energy=2 * between - within_x - within_y,
-        sliced_wasserstein=float(sliced_wasserstein(a, b, projections=projections, generator=generator)),
+        sliced_wasserstein=float(_sliced_wasserstein(a, b, projections, generator, device)),
         removed=removed,
     )
 
 
-def _mean_distances(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _mean_distances(x: Tensor, y: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean L2 distances of two different vectors of the first set, of the second, and of one of each."""
     s, t = len(x), len(y)
-    pooled = pairwise_distances(torch.cat([x, y]), 2)
+    parts = (pairwise_distances(torch.cat(block), 2) for block in _blocks(x, y, device))
+    pooled = functools.reduce(torch.hypot, parts)
     return pooled[:s, :s].sum() / (s * (s - 1)), pooled[s:, s:].sum() / (t * (t - 1)), pooled[:s, s:].mean()
+
+
+def _blocks(x: Tensor, y: Tensor, device: torch.device | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Columns of both sets on the device."""
+    device, width = device or x.device, max(1, _ENTRIES // (len(x) + len(y)))
+    for a, b in zip(x.split(width, 1), y.split(width, 1), strict=True):
+        yield a.to(device), b.to(device)
 
 
 def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

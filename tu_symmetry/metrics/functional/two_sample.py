@@ -31,6 +31,7 @@ from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.transfer import numbers
 
 Sizes = Literal["given", "equal"]
 
@@ -164,14 +165,17 @@ def vectors_test(
     keep_x, keep_y = _kept(count_x, count_y, sizes, source)
 
     def parts() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        finite: dict[str, Tensor] = {}
         for name, own in x.items():
             if own.shape[1:] != y[name].shape[1:]:
                 raise ValueError(f"{name!r} has {own.shape[1]} features in one set and {y[name].shape[1]} in the other")
             dtype = torch.promote_types(torch.promote_types(own.dtype, y[name].dtype), torch.float32)
             pooled = torch.cat([own.to(dtype)[keep_x], y[name].to(own.device, dtype)[keep_y]])
-            if not torch.isfinite(pooled).all():
-                raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
+            finite[name] = torch.isfinite(pooled).all()
             yield name, (pairwise_distances(pooled, 1), pairwise_distances(pooled, 2))
+        for name, flag in zip(finite, numbers(list(finite.values())), strict=True):
+            if not flag:
+                raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
 
     return _test(
         parts(), len(keep_x), len(keep_y), removed, level, reduction, permutations, bootstraps, confidence,
@@ -258,7 +262,7 @@ def stream_discrepancy(
         width = max(1, memory // (4 * len(members)))
         for start in range(0, entries, width):
             stop = min(start + width, entries)
-            block = torch.empty(len(members), stop - start, dtype=torch.float32, device=device)
+            block = torch.empty(len(members), stop - start, dtype=torch.float32)
             for row, (held, i) in enumerate(members):
                 t = held.tensor(i, name)
                 if t.shape != shape:
@@ -272,6 +276,7 @@ def stream_discrepancy(
                 if not torch.isfinite(t).all():
                     raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
                 block[row] = t.reshape(-1)[start:stop]
+            block = block.to(device)
             yield block
             del block  # before the next one is made; whoever takes them lets go of them likewise
 
@@ -325,33 +330,35 @@ def _test(
         [torch.randperm(len(observed), generator=generator, device=generator.device).cpu() for _ in range(permutations)]
     )
     drawn = _bootstrap_weights(groups, bootstraps, generator)
-    by_part, by_kernel, kernels, held = {}, [], 0, []
+    names, rows, kernels, held = [], [], 0, []
     total: Tensor | None = None
     for name, matrices in parts:
-        mean = torch.zeros_like(matrices[0])
-        rows = []
+        mean, labels = torch.zeros_like(matrices[0]), observed.to(matrices[0].device)
         for matrix, power in zip(matrices, KERNELS.values(), strict=True):
             between = matrix[:count_x, count_x:][:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
             bandwidths = mmd_bandwidths(between)
             for b in bandwidths:
                 kernel = (-((matrix / b) ** power)).exp_().fill_diagonal_(0)
-                rows.append(float(_u_statistics(kernel, observed)[0]))
+                rows.append(_u_statistics(kernel, labels))
                 mean += kernel
             kernels = len(bandwidths)
         mean /= kernels * len(KERNELS)
-        by_part[name] = float(_u_statistics(mean, observed)[0])
-        by_kernel.append(rows)
+        names.append(name)
+        rows.append(_u_statistics(mean, labels))
         if reduction == "max":
             held.append(mean)
         else:
             total = mean if total is None else total.add_(mean)
     if total is not None:
-        held = [total / (len(by_part) if reduction == "mean" else 1)]
+        held = [total / (len(names) if reduction == "mean" else 1)]
     if not held:
         raise ValueError("there is nothing to compare: no tensors")
+    values = torch.cat(rows).cpu().view(len(names), -1)  # of each part: all kernels, and their mean
+    by_part = dict(zip(names, values[:, -1].tolist(), strict=True))
 
     def largest(weights: Tensor, runs: Tensor | None = None) -> Tensor:
-        return torch.stack([_u_statistics(k, weights, runs) for k in held]).amax(0)
+        weights = weights.to(held[0].device)
+        return torch.stack([_u_statistics(k, weights, runs) for k in held]).amax(0).cpu()
 
     value = float(largest(observed)[0])
     null = largest(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
@@ -367,7 +374,7 @@ def _test(
             torch.quantile(replicates, torch.tensor([tail, 1 - tail], dtype=torch.float64)) if len(replicates) else None
         )
         interval = interval if ends is None else (float(ends[0]), float(ends[1]))
-    table = torch.tensor(by_kernel, dtype=torch.float64).view(len(by_part), len(KERNELS), -1)
+    table = values[:, :-1].reshape(len(names), len(KERNELS), -1)
     over_parts = {"mean": table.mean(0), "max": table.amax(0), "sum": table.sum(0)}[reduction]
     words = {"tensor": "tensors", "layer": "layers", "network": "network"}[level]
     return DiscrepancyTest(
@@ -379,7 +386,7 @@ def _test(
         by_part=by_part,
         by_kernel=dict(zip(KERNELS, over_parts.tolist(), strict=True)),
         aggregation=(
-            f"{reduction} over {len(by_part)} {words} of the mean over {len(KERNELS) * kernels} kernels "
+            f"{reduction} over {len(names)} {words} of the mean over {len(KERNELS) * kernels} kernels "
             f"({', '.join(KERNELS)}, {kernels} bandwidths each)"
         ),
         removed=removed,
@@ -395,11 +402,10 @@ def _u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -
     to itself than it is. Drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not
     ``m n (m n - 1)``.
     """
-    w = weights.to(kernel).view(len(kernel), -1, 2)
+    w = weights.view(len(kernel), -1, 2)
     a, b = w[..., 0], w[..., 1]
     ka, kb = kernel @ a, kernel @ b
-    if runs is None:
-        runs = torch.arange(len(kernel))
+    runs = torch.arange(len(kernel), device=kernel.device) if runs is None else runs.to(kernel.device)
     same = (runs.unsqueeze(1) == runs).to(kernel)
     alike, sizes = (kernel * same).sum(1, keepdim=True), same.sum(1, keepdim=True)  # sums over the own run, (N, 1)
 
@@ -408,7 +414,7 @@ def _u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -
         return ((x * kx).sum(0) - ((x.square() - x) * alike).sum(0)) / pairs
 
     # no network is in both sets
-    return (within(a, ka) + within(b, kb) - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))).cpu()
+    return within(a, ka) + within(b, kb) - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))
 
 
 def _bootstrap_weights(groups: Sequence[Tensor], draws: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,147 @@
+"""Where the host waits for the device: never in an inner loop, and not more often the more there is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tu_symmetry as tus
+from tu_symmetry.alignment.matching import weight_distance
+from tu_symmetry.alignment.products import KeptSimilarities
+from tu_symmetry.alignment.relaxation import _RelaxedPair
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, flip_and_shift
+from tu_symmetry.laplace.kept import KeptData
+from tu_symmetry.laplace.likelihood import Categorical
+from tu_symmetry.laplace.mode import EvaluateAt, _Objective
+from tu_symmetry.laplace.structured import IsotropicPrior
+from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.metrics.functional.two_sample import vectors_test
+from tu_symmetry.posterior.hamiltonian import HamiltonianChain
+from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
+from tu_symmetry.posterior.samples import SampleStore
+
+Waits = Callable[[Callable[[], object]], int]
+CUDA = torch.device("cuda", 0)
+
+
+def network(hidden: int = 1, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(4, width), nn.Tanh()]
+    for _ in range(hidden - 1):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 3)).eval()
+
+
+def data(count: int = 20) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(0)), torch.arange(count) % 3
+
+
+def state(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(t.shape, generator=generator).to(CUDA) for n, t in model.state_dict().items()}
+
+
+def test_leapfrog_steps(waits: Waits) -> None:
+    def chain(steps: int) -> HamiltonianChain:
+        x, y = data()
+        made = HamiltonianChain(
+            BayesianNetwork(network(), x, y, 1.0, categorical_nll, CUDA), step_size=1e-3, leapfrog_steps=steps
+        )
+        made.step()
+        return made
+
+    assert waits(chain(3).step) == waits(chain(30).step)
+
+
+def test_iterations_of_a_relaxation(waits: Waits) -> None:
+    """One copy to the host for the gradients of all groups, one for the step; of indices one more for each group."""
+    counts = []
+    for hidden in (2, 5):
+        model = network(hidden)
+        graph = tus.discover_symmetries(model, torch.randn(2, 4))
+        graph.require_verified()
+        pair = _RelaxedPair(KeptSimilarities.of(graph, state(model, 0), state(model, 1)).products)
+        assert waits(pair.vertex) == 1
+        _, sources, gap, _ = pair.vertex()
+        counts.append(waits(lambda pair=pair, sources=sources, gap=gap: pair.advance(sources, gap)))  # type: ignore[misc]
+        assert counts[-1] <= 2 + hidden
+
+
+def test_checks_and_distances_of_a_matching(waits: Waits) -> None:
+    """A descent that has nothing to do: the number of tensors does not count."""
+    counts = []
+    for hidden in (2, 5):
+        model = network(hidden)
+        graph = tus.discover_symmetries(model, torch.randn(2, 4))
+        graph.require_verified()
+        one = state(model, 0)
+        counts.append(waits(lambda graph=graph, one=one: weight_distance(graph, one, one)))  # type: ignore[misc]
+    assert counts[0] == counts[1] <= 2
+
+
+def test_kernels_and_networks_of_a_discrepancy(waits: Waits) -> None:
+    """Two for each part: its labels, and what is left; not for kernels, bandwidths, replicates and networks."""
+    counts = {}
+    for parts in (2, 6):
+        for networks in (5, 20):
+            x, y = ({str(k): torch.randn(networks, 7, device=CUDA) for k in range(parts)} for _ in range(2))
+            counts[parts, networks] = waits(lambda x=x, y=y: vectors_test(x, y, permutations=9, bootstraps=9))  # type: ignore[misc]
+    assert counts[2, 5] == counts[2, 20] and counts[6, 5] == counts[6, 20]
+    assert counts[6, 5] - counts[2, 5] <= 2 * 4
+
+
+def test_samples_of_a_stack(waits: Waits, tmp_path: Path) -> None:
+    model = network()
+    for count in (3, 30):
+        store = SampleStore.create(tmp_path / str(count), architecture="a", method="test")
+        for k in range(count):
+            store.append({n: t.cpu() for n, t in state(model, k).items()}, step=k)
+        assert waits(lambda store=store: store.load(device=CUDA)) == len(model.state_dict())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_members_of_a_training_step(waits: Waits, augmented: bool) -> None:
+    images = TensorPairs(torch.rand(40, 1, 8, 8, device=CUDA), torch.arange(40, device=CUDA))
+
+    def epoch(members: int, batch_size: int) -> int:
+        orders = [SeededOrder(images, num_replicas=1, rank=0, seed=seed) for seed in range(max(members, 1))]
+        own = orders if members else []
+        loader = ResumableLoader(images, batch_size, orders[0], own, flip_and_shift if augmented else None)
+        return waits(lambda: list(loader))
+
+    assert epoch(2, 10) == epoch(8, 10)
+    for members in (0, 2):
+        assert epoch(members, 10) == 1 + 4 * augmented and epoch(members, 5) == 1 + 8 * augmented
+
+
+def test_laplace_products(waits: Waits) -> None:
+    """None of those with kept data; of those that read a loader one for each batch, whether the outputs are finite."""
+    x, y = (t.to(CUDA) for t in data(40))
+    model = network().to(CUDA)
+    tangent = TangentModel(model, [name for name, _ in model.named_parameters()])
+    vector = torch.randn_like(tangent.point())
+    kept = KeptData(tangent, Categorical(), [(x, y)])
+    assert waits(lambda: kept.pull(kept.push(vector))) == 0
+    counts = []
+    for size in (20, 5):
+        loader = list(zip(x.split(size), y.split(size), strict=True))
+        objective = _Objective(tangent, Categorical(), loader, torch.ones_like(vector), 1.0, len(x))
+        objective.gradient(tangent.point() + 0.1)
+        counts.append(waits(lambda objective=objective: objective.product(vector)) - len(loader))  # type: ignore[misc]
+    assert counts[0] == counts[1] == 1
+
+
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt) -> None:
+    """Coefficients go there, whether the factor is good and the numbers of all blocks come back."""
+    x = data()[0]
+    for hidden in (1, 4):
+        model = network(hidden).double().to(CUDA)
+        blocks = [IsotropicPrior((name,), name=name) for name, _ in model.named_parameters()]
+        la = tus.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
+        la.fit([(x.double().to(CUDA), torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
+        assert waits(lambda la=la: la.evidence.value_and_gradient(la.phi)) <= 4  # type: ignore[misc]
