@@ -20,12 +20,13 @@ MATRIX ?= python3.10,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-portable test-slow coverage matrix lint format types contract package docs bench clean
+.PHONY: help demo test test-portable test-slow test-device coverage matrix lint format types contract package docs bench clean
 
 help:
 	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
 	@echo "make test-portable  the fast tests as on another machine (COMBINATION=threads-4, ...: see tests/portable.py)"
+	@echo "make test-device  fast tests on a CUDA device, the machine's own or else a fake one"
 	@echo "make coverage  the fast tests, and which lines they run (build/coverage/index.html)"
 	@echo "make matrix    the fast tests on every Python and torch that is supported (hours, several GB each)"
 	@echo "make lint      ruff                    make format     let ruff rewrite"
@@ -47,6 +48,12 @@ test-portable: $(VENV)/installed-dev
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m slow
+
+# Trainers of these suites take the device, and tests that ask for it by the fixture `cuda` run.
+DEVICE_SUITES ?= tests/test_device.py tests/callbacks tests/routines tests/metrics tests/checkpoints
+
+test-device: $(VENV)/installed-dev
+	PYTHONPATH=tests:. $(BIN)/python -m pytest -q -n $(WORKERS) -p fake_cuda.plugin $(DEVICE_SUITES)
 
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage

@@ -32,3 +32,11 @@ def data_root() -> Path:
 def generator() -> torch.Generator:
     """A seeded generator: tests share no random state."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """A CUDA device, real or fake (`make test-device`); tests that ask for it skip where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device; `make test-device` runs this on a fake one")
+    return torch.device("cuda", 0)
