@@ -54,7 +54,7 @@ class Permute(Callback):
     """Makes all members permuted copies of the first one, as they are at the end."""
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        graph = tus.discover_symmetries(pl_module.member(0), torch.rand(2, 1, 8, 8))
+        graph = tus.discover_symmetries(pl_module.member(0), torch.rand(2, 1, 8, 8, device=pl_module.device))
         first = pl_module.member(0).state_dict()
         generator = torch.Generator().manual_seed(0)
         for m in range(1, pl_module.num_members):

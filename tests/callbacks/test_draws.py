@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch_uncertainty.methods import SWAG, deep_ensembles, mc_dropout
+from torch_uncertainty.methods import deep_ensembles, mc_dropout
 from torch_uncertainty.optim import SGHMC, SGLD
 from torch_uncertainty.routines import ClassificationRoutine
 
 from tu_symmetry.callbacks import FitLaplace, PosteriorDraws, TrueTemperature
 from tu_symmetry.posterior.samples import SampleFileError, SampleStore
-from tu_symmetry.routines import LaplacePostProcessing, VariationalRoutine
+from tu_symmetry.routines import SWAG, LaplacePostProcessing, VariationalRoutine
 
 
 def loader(batch_size: int = 20) -> DataLoader:

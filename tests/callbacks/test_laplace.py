@@ -189,7 +189,8 @@ def test_tests_reuse_what_belongs_to_the_weights_and_fit_anew_what_does_not(tmp_
     runner.test(routine, Data(), ckpt_path=tmp_path / "epoch=0.ckpt", verbose=False)
     assert callback.laplace is not last and routine.user.laplace is callback.laplace
     same(callback.laplace, by_hand(routine.model, evaluate_at="map"))
-    torch.testing.assert_close(torch.cat(routine.predictions[-3:]), callback.laplace.predictive(samples()[0]))
+    found, expected = torch.cat(routine.predictions[-3:]), callback.laplace.predictive(samples()[0])
+    torch.testing.assert_close(found, expected, check_device=False)
     assert (tmp_path / "laplace.safetensors").is_file() and (tmp_path / "epoch=0.laplace.safetensors").is_file()
 
 
@@ -212,13 +213,17 @@ def test_at_fit_end_can_be_left_out() -> None:
     assert callback.laplace is not None
 
 
-def test_weights_made_under_inference_mode() -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_weights_made_under_inference_mode(moved: bool) -> None:
     with torch.inference_mode():
         model = net()
         model[3].weight.mul_(1.0)
     model.add_module("tied", nn.Identity())
     model.tied.weight = model[3].weight
     assert model[3].weight.is_inference()
+    if moved:  # as on the way to a GPU: such a tensor no longer says that it was made there
+        model.double().float()
+        assert not model[3].weight.is_inference()
     routine, callback = Routine(model), Fit(evaluate_at="map", curvature="diag")
     trainer(callback).test(routine, Data(), verbose=False)
     assert not any(t.is_inference() for t in (*model.parameters(), *model.buffers()))
@@ -451,10 +456,10 @@ def test_saved_beside_the_checkpoint_without_the_weights(tmp_path: Path) -> None
         assert not any(t.shape == weight.shape and torch.equal(t, weight) for t in stored), name
     assert not list(tmp_path.glob("*.tmp*"))
     assert callback.laplace is not None
-    expected = torch.cat([callback.laplace.predictive(x) for x in samples()[0].split(20)])
-
     again, other = Routine(), Fit(load_from=callback.saved_to)
     trainer(other).test(again, Data(), ckpt_path=tmp_path / "net.ckpt", verbose=False)
+    routine.model.to(again.predictions[0].device)
+    expected = torch.cat([callback.laplace.predictive(x) for x in samples()[0].split(20)])
     assert torch.equal(torch.cat(again.predictions), expected)
     with pytest.raises(ValueError, match=r"laplace\.safetensors"):
         trainer(Fit(load_from=callback.saved_to)).test(Routine(), Data(), verbose=False)

@@ -142,18 +142,18 @@ class Watch(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         model, step = pl_module.model, trainer.global_step
-        self.states[step] = {k: v.detach().clone() for k, v in model.state_dict().items()}  # type: ignore
-        self.grads[step] = {k: p.grad.clone() for k, p in model.named_parameters()}  # type: ignore
+        self.states[step] = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}  # type: ignore
+        self.grads[step] = {k: p.grad.cpu().clone() for k, p in model.named_parameters()}  # type: ignore
         state = trainer.optimizers[0].state
         self.moments[step] = {
-            name: {k: v.clone() for k, v in state[p].items() if isinstance(v, Tensor)}
+            name: {k: v.cpu().clone() for k, v in state[p].items() if isinstance(v, Tensor)}
             for name, p in model.named_parameters()  # type: ignore
         }
         model.eval()  # type: ignore
         shape = (4, 1, 6, 6) if isinstance(model[0], nn.Conv2d) else (4, 5)  # type: ignore
         x = torch.linspace(-2, 2, math.prod(shape), dtype=torch.float64).reshape(shape)
         with torch.no_grad():
-            self.outputs[step] = model(x)  # type: ignore
+            self.outputs[step] = model(x.to(pl_module.device)).cpu()  # type: ignore
         model.train()  # type: ignore
 
 

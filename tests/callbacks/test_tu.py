@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.callbacks import Rebasin
+from tu_symmetry.routines import SWAG
 
 tu = pytest.importorskip("torch_uncertainty")
-from torch_uncertainty.methods import EMA, SWA, SWAG, deep_ensembles  # noqa: E402
+from torch_uncertainty.methods import EMA, SWA, deep_ensembles  # noqa: E402
 from torch_uncertainty.routines import ClassificationRoutine  # noqa: E402
 from torch_uncertainty.transforms import RepeatTarget  # noqa: E402
 

@@ -68,6 +68,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
+@pytest.mark.cpu
 def test_the_chain_is_that_of_the_core(tmp_path: Path) -> None:
     routine = run(tmp_path, 11)
     module = data()

@@ -62,6 +62,7 @@ class Curve(Callback):
         self.rows.append({n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("vi/")})
 
 
+@pytest.mark.cpu
 def test_the_bound_and_its_descent_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     curve, path = Curve(), tmp_path / "vi" / "q.safetensors"
     routine = VariationalRoutine(network(), prior_precision=2.0, num_samples=2, seed=4, posterior=path)
@@ -144,6 +145,7 @@ def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
     assert "test/members/NLL_mean" in found and "test/cls/Acc" not in found
 
 
+@pytest.mark.cpu
 def test_full_batches_follow_the_core(tmp_path: Path) -> None:
     """The core's loop, whose objective is not divided by N: Adam does not see that but for its eps."""
     module = data(batch_size="full", train_size=100)

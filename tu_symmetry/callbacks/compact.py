@@ -20,6 +20,7 @@ from tu_symmetry.callbacks.members import (
     detached_state,
     example_from,
     find_members,
+    on_training_device,
     require_whole_weights,
 )
 from tu_symmetry.callbacks.training_data import plain_training_loader
@@ -116,8 +117,11 @@ class FitCompactPosterior(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit and write."""
-        if not trainer.is_global_zero:
-            return
+        if trainer.is_global_zero:
+            with on_training_device(trainer, pl_module):
+                self._fit(trainer, pl_module)
+
+    def _fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         networks = trained_networks(pl_module, self.members)
         states = self._states(networks, pl_module.device)
         loader = plain_training_loader(trainer, pl_module, self.train_data, batch_size=self.batch_size)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tu_symmetry.callbacks.laplace import FitLaplace
+from tu_symmetry.callbacks.members import on_training_device
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
 from tu_symmetry.posterior.network import derived_seed, seeded
@@ -135,8 +136,9 @@ class PosteriorDraws(Callback):
         store = SampleStore.open(folder) if there else None
         if store is not None and self.chain in store.chains:
             return  # a resumed run whose fit had ended
-        drawn = self._draws(trainer, pl_module)
-        whole = self._with_statistics(trainer, pl_module, drawn)
+        with on_training_device(trainer, pl_module):
+            drawn = self._draws(trainer, pl_module)
+            whole = self._with_statistics(trainer, pl_module, drawn)
         states = {n: self._converted(n, t) for n, t in whole.items()}
         if store is None:
             architecture = type(getattr(pl_module, "model", pl_module)).__name__

@@ -15,13 +15,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tu_symmetry import plot
 from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.held_out import at_most, share_samples, spread, testing_loader, validation_loader
-from tu_symmetry.callbacks.members import ModuleSource, network_of, require_whole_weights, resolve_modules
+from tu_symmetry.callbacks.members import (
+    ModuleSource,
+    network_of,
+    on_training_device,
+    require_whole_weights,
+    resolve_modules,
+)
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.curvature import require_room
 from tu_symmetry.laplace.data import batches
@@ -308,7 +314,8 @@ class FitLaplace(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit to the weights that training ended with."""
         if self.at_fit_end:
-            self._fit(trainer, pl_module)
+            with on_training_device(trainer, pl_module):
+                self._fit(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, unless the approximation belongs to these weights.
@@ -713,17 +720,25 @@ def _without_names(options: dict[str, Any]) -> dict[str, Any]:
 
 def _leave_inference(network: nn.Module) -> None:
     """Exchange tensors that were made under inference mode, which autograd refuses, for ordinary ones."""
-    if not any(t.is_inference() for t in (*network.parameters(), *network.buffers())):
+    if not any(_untracked(t) for t in (*network.parameters(), *network.buffers())):
         return
     made: dict[int, Any] = {}
     for module in network.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_inference():
+            if parameter is not None and _untracked(parameter):
                 made.setdefault(id(parameter), nn.Parameter(parameter.clone(), parameter.requires_grad))
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_inference():
+            if buffer is not None and _untracked(buffer):
                 module._buffers[name] = made.setdefault(id(buffer), buffer.clone())
+
+
+def _untracked(tensor: Tensor) -> bool:
+    """Whether a tensor was made under inference mode; one that was moved to another device since denies it."""
+    try:
+        return tensor._version < 0
+    except RuntimeError:
+        return True
 
 
 @torch.no_grad()

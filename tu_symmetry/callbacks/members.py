@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -131,6 +132,21 @@ def require_whole_weights(trainer: Trainer) -> None:
         raise ValueError(
             f"{strategy} shards the weights over processes, and symmetries act on whole tensors: use DDP or one device"
         )
+
+
+@contextmanager
+def on_training_device(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    """The LightningModule on the device of the training, from which Lightning takes it before ``on_fit_end``.
+
+    What is fitted to the weights of a run has to wait for ``on_fit_end``: in ``on_train_end`` a weight average of a
+    callback that stands later in the list has not taken the network's place yet.
+    """
+    before = pl_module.device
+    pl_module.to(trainer.strategy.root_device)
+    try:
+        yield
+    finally:
+        pl_module.to(before)
 
 
 def check_same_architecture(members: list[nn.Module]) -> None:

@@ -59,6 +59,11 @@ class Block(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """What has to be stored."""
 
+    def on(self, device: torch.device) -> Block:
+        """The same block with its tensors on a device."""
+        kind: Callable[..., Block] = type(self)
+        return kind(self.name, self.start, self.groups, **{name: t.to(device) for name, t in self.tensors().items()})
+
     def precisions(self, log_precision: Tensor, noise: float) -> Tensor:
         """``s / noise + lambda`` in the shape of the eigenvalues."""
         values = self.eigenvalues()

@@ -12,6 +12,7 @@ and neither needs another pass over the data, nor touches what ``fitted`` holds.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,6 +80,12 @@ class Snapshot:
         ):
             return True
         return tangent.fingerprint() == self.fingerprint  # NaN in a buffer, or another device, only looks different
+
+    def on(self, device: torch.device) -> Snapshot:
+        """The same copy on a device."""
+        found = copy.copy(self)
+        found._state = {name: tensor.to(device) for name, tensor in self._state.items()}
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +246,17 @@ class FittedLaplace:
             )
 
     # ------------------------------------------------------------------ other objects
+
+    def on(self, device: torch.device) -> FittedLaplace:
+        """The same for the network on a device, to which it has been moved; itself where it lies there already."""
+        if self.theta.device == device:
+            return self
+        return replace(
+            self,
+            curvature=replace(self.curvature, blocks=tuple(block.on(device) for block in self.curvature.blocks)),
+            solution=replace(self.solution, theta=self.theta.to(device)),
+            snapshot=self.snapshot.on(device),
+        )
 
     def with_hyperparameters(self, log_precision: Tensor, noise_variance: float | None = None) -> FittedLaplace:
         """Other log precisions ``[groups]``, and noise variance where it is given.

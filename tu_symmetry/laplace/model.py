@@ -352,13 +352,14 @@ class LinearizedLaplace:
 
     @property
     def fitted(self) -> FittedLaplace:
-        """All that the fit and the evidence have found, as one frozen object.
+        """All that the fit and the evidence have found, as one frozen object on the device that the network is on.
 
         Raises:
             RuntimeError: before :meth:`fit`.
         """
         if self._fitted is None:
             raise RuntimeError("this Laplace approximation has not been fitted; call fit(train_loader) first")
+        self._fitted = self._fitted.on(next(self.model.parameters()).device)
         return self._fitted
 
     @property

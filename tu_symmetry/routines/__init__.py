@@ -14,11 +14,13 @@ _EXPORTS: dict[str, str] = {
     "LaplacePostProcessing": "laplace",
     "LaplaceRegressionRoutine": "laplace",
     "MembersRoutine": "members",
+    "SWAG": "swag",
     "VariationalRoutine": "variational",
     "posterior_ensemble": "ensembles",
 }
 
 __all__ = [
+    "SWAG",
     "DeepImagePriorRoutine",
     "HMCRoutine",
     "LaplaceEnsemble",
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from tu_symmetry.routines.hmc import HMCRoutine
     from tu_symmetry.routines.laplace import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
     from tu_symmetry.routines.members import MembersRoutine
+    from tu_symmetry.routines.swag import SWAG
     from tu_symmetry.routines.variational import VariationalRoutine
 else:
     __getattr__, __dir__ = attach(__name__, _EXPORTS)
