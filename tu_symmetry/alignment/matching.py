@@ -183,6 +183,7 @@ def weight_matching(
     check_pair(graph, reference_state, state)
     if init is not None:
         check_permutation(init)
+        init = {name: p.cpu() for name, p in init.items()}
     before = weight_distance(graph, reference_state, state)
     exponents = [size_exponent(graph, one) for one in (reference_state, state)]
     if any(exponents):  # the objective is bilinear: its maximum lies where it does for weights of ordinary size

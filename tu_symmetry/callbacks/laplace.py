@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tu_symmetry import plot
@@ -29,6 +29,7 @@ from tu_symmetry.callbacks.members import (
     resolve_modules,
 )
 from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.laplace.checks import made_in_inference_mode
 from tu_symmetry.laplace.curvature import require_room
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -720,25 +721,17 @@ def _without_names(options: dict[str, Any]) -> dict[str, Any]:
 
 def _leave_inference(network: nn.Module) -> None:
     """Exchange tensors that were made under inference mode, which autograd refuses, for ordinary ones."""
-    if not any(_untracked(t) for t in (*network.parameters(), *network.buffers())):
+    if not any(made_in_inference_mode(t) for t in (*network.parameters(), *network.buffers())):
         return
     made: dict[int, Any] = {}
     for module in network.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and _untracked(parameter):
+            if parameter is not None and made_in_inference_mode(parameter):
                 made.setdefault(id(parameter), nn.Parameter(parameter.clone(), parameter.requires_grad))
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and _untracked(buffer):
+            if buffer is not None and made_in_inference_mode(buffer):
                 module._buffers[name] = made.setdefault(id(buffer), buffer.clone())
-
-
-def _untracked(tensor: Tensor) -> bool:
-    """Whether a tensor was made under inference mode; one that was moved to another device since denies it."""
-    try:
-        return tensor._version < 0
-    except RuntimeError:
-        return True
 
 
 @torch.no_grad()

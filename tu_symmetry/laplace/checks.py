@@ -60,6 +60,14 @@ def require_module(model: Any) -> None:
         raise TypeError(f"linearized Laplace calls the network with other weights, and {reason}")
 
 
+def made_in_inference_mode(tensor: Tensor) -> bool:
+    """Whether autograd refuses a tensor as made under inference mode; one whose data moved since then denies it."""
+    try:
+        return tensor._version < 0
+    except RuntimeError:
+        return True
+
+
 def require_weights(model: nn.Module, names: Sequence[str]) -> None:
     """Refuse weights of which no curvature can be taken.
 
@@ -80,7 +88,7 @@ def require_weights(model: nn.Module, names: Sequence[str]) -> None:
             f"{' and '.join(f'{n} ({d})' for d, n in kinds.items())} differ in precision; call model.float()"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_inference():
+        if made_in_inference_mode(tensor):
             raise ValueError(
                 f"{name} was made within torch.inference_mode(), and has no gradients ever; build and load the network "
                 "outside of it (under torch.no_grad() if need be)"

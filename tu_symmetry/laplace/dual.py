@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -68,6 +68,11 @@ class DualStatistics:
     kernels: dict[str, Tensor]
     seconds: dict[str, Tensor]
     sizes: dict[str, int]
+
+    def on(self, device: torch.device) -> DualStatistics:
+        """The same on a device."""
+        moved = {kind: {n: t.to(device) for n, t in getattr(self, kind).items()} for kind in ("kernels", "seconds")}
+        return replace(self, outputs=self.outputs.to(device), linear=self.linear.to(device), **moved)
 
     def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Prior variances of ``f[second] - f[first]`` by a block, for unit coefficients, and the size of what cancels.

@@ -311,13 +311,19 @@ class DualLaplace:
 
     @property
     def evidence(self) -> DualEvidence:
-        """The evidence as a function of the hyperparameters.
+        """The evidence as a function of the hyperparameters, on the device that the network is on.
 
         Raises:
             RuntimeError: before :meth:`fit`.
         """
-        if self._evidence is None:
+        if self._evidence is None or self._data is None:
             raise RuntimeError("this Laplace approximation has not been fitted; call fit([(inputs, targets)]) first")
+        device = next(self.model.parameters()).device
+        if self.statistics.outputs.device != device:  # the network has been moved since
+            phi, (inputs, measurements) = self.phi, self._data
+            moved = [_moved(own, device) for own in inputs]
+            self._take(self.statistics.on(device), measurements.to(device), moved, self.fingerprint)
+            self.phi = phi
         return self._evidence
 
     @property

@@ -26,6 +26,7 @@ class LinearObservation:
         adjoint: ``[..., values] -> [..., outputs]``, the transposed map.
         outputs: number of outputs that the functions take.
         values: number of values that they give.
+        device: where the functions compute, if they hold tensors on a GPU.
 
     Attributes:
         outputs: number of outputs; None for the identity, which takes any.
@@ -35,6 +36,7 @@ class LinearObservation:
         TypeError: a matrix that is no tensor of real numbers.
         ValueError: a matrix of another shape or with NaN in it, functions without their sizes, or only one of them,
             and functions that are no adjoints of each other (checked with random vectors).
+        RuntimeError: functions that fail on random vectors on the device.
 
     Example:
         >>> A = LinearObservation(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]))
@@ -50,13 +52,14 @@ class LinearObservation:
         adjoint: Callable[[Tensor], Tensor] | None = None,
         outputs: int | None = None,
         values: int | None = None,
+        device: torch.device | str = "cpu",
     ) -> None:
         if matrix is not None and (forward is not None or adjoint is not None):
             raise ValueError("an observation is a matrix or a pair forward, adjoint, not both")
         if (forward is None) != (adjoint is None):
             raise ValueError("forward and adjoint belong together: the evidence needs A and its transpose")
         self._forward, self._adjoint, self._matrix = forward, adjoint, None
-        self.outputs, self.values = outputs, values
+        self.outputs, self.values, self._device = outputs, values, torch.device(device)
         if matrix is not None:
             if not isinstance(matrix, Tensor) or not matrix.is_floating_point():
                 raise TypeError("the observation's matrix has to be a tensor of real numbers [values, outputs]")
@@ -85,14 +88,20 @@ class LinearObservation:
         assert self._forward is not None and self._adjoint is not None
         generator = torch.Generator().manual_seed(0)
         dtype = torch.float64
-        x = torch.randn(2, self.outputs or 0, generator=generator, dtype=dtype)
-        y = torch.randn(2, self.values or 0, generator=generator, dtype=dtype)
+        x = torch.randn(2, self.outputs or 0, generator=generator, dtype=dtype).to(self._device)
+        y = torch.randn(2, self.values or 0, generator=generator, dtype=dtype).to(self._device)
         try:
             forward = self._forward(x)
         except RuntimeError:  # functions of single precision
             dtype = torch.float32
             x, y = x.float(), y.float()
-            forward = self._forward(x)
+            try:
+                forward = self._forward(x)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"forward fails on random values on {self._device}: {error}\nWhere it holds tensors on another "
+                    "device, say device=..."
+                ) from error
         back = self._adjoint(y)
         for found, expected, name in ((forward, y, "forward"), (back, x, "adjoint")):
             if found.shape != expected.shape:
@@ -147,9 +156,9 @@ class LinearObservation:
         """``A`` as a matrix ``[values, outputs]``, float64 on the CPU."""
         if self._matrix is not None:
             return self._matrix.double().cpu()
-        eye = torch.eye(outputs, dtype=torch.float64)
         if self._forward is None:
-            return eye
+            return torch.eye(outputs, dtype=torch.float64)
+        eye = torch.eye(outputs, dtype=torch.float64, device=self._device)
         try:
             return self._forward(eye).mT.double().cpu().contiguous()
         except RuntimeError:  # functions of single precision

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -108,13 +108,41 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """No autocast around the network: curvatures have more digits than half precision holds."""
+    """No autocast around the network, no TF32: curvatures have more digits than these hold."""
     kinds = {"cpu"} | {p.device.type for p in model.parameters()}
     with ExitStack() as stack:
+        stack.enter_context(_whole_float32())
         for kind in sorted(kinds):
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+@contextmanager
+def _whole_float32() -> Iterator[None]:
+    """Products and convolutions of float32 in all of its digits, on GPUs (where cuDNN's have 10 by default) and CPUs.
+
+    Both of torch's interfaces are set: its older one raises an error where the newer one says something else.
+    """
+    backends = torch.backends
+    operators: list[Any] = [backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul]
+    operators += [backends.mkldnn.conv, backends.mkldnn.rnn, backends.mkldnn.matmul]
+    before, older = [own.fp32_precision for own in operators], None
+    with suppress(RuntimeError):  # where the caller has set the newer one alone
+        older = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    try:
+        if older is not None:
+            backends.cudnn.allow_tf32 = False
+            torch.set_float32_matmul_precision("highest")
+        for own in operators:
+            own.fp32_precision = "ieee"
+        yield
+    finally:
+        if older is not None:
+            backends.cudnn.allow_tf32 = older[0]
+            torch.set_float32_matmul_precision(older[1])
+        for own, precision in zip(operators, before, strict=True):
+            own.fp32_precision = precision
 
 
 class Linearization(NamedTuple):

@@ -56,12 +56,14 @@ def require_function_of_parameters(model: nn.Module) -> None:
 def initialized(model: nn.Module, seed: int) -> nn.Module:
     """A copy of a network with freshly drawn parameters, by the ``reset_parameters`` of its layers.
 
+    They are drawn on the CPU, so that they are the same on every device.
+
     Raises:
         ValueError: if a layer owns parameters and has no ``reset_parameters``.
     """
-    fresh = copy.deepcopy(model)
-    device = next(fresh.parameters()).device
-    with seeded(seed, device):
+    device = next(model.parameters()).device
+    fresh = copy.deepcopy(model).cpu()
+    with seeded(seed, torch.device("cpu")):
         for name, layer in fresh.named_modules():
             reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
             if reset is not None:
@@ -71,7 +73,7 @@ def initialized(model: nn.Module, seed: int) -> nn.Module:
                     f"layer {name or '(the network itself)'} of type {type(layer).__name__} has parameters but no "
                     "reset_parameters(), so it cannot be initialized anew: give its class that method"
                 )
-    return fresh
+    return fresh.to(device)
 
 
 class BayesianNetwork:

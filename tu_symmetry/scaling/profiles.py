@@ -62,7 +62,7 @@ def mass_profile(
     if graph.check_state(state):
         raise ValueError("mass_profile takes one state; unstack a stack of samples and profile each")
     tables = MassTables(graph, state, parameters, normalizations=normalizations)
-    points = torch.as_tensor(log_factors, dtype=torch.float64)
+    points = torch.as_tensor(log_factors, dtype=torch.float64).cpu()
     masses, coefficients, minima, start = {}, {}, {}, 0
     for group in (*graph.scales, *graph.normalizations) if normalizations else graph.scales:
         direction = torch.zeros(tables.count, dtype=torch.float64)
