@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.precision import Precision
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -121,11 +122,13 @@ class Numbers(Logger):
         pass
 
 
-def trainer(*callbacks: Callback, logger: Any = False, epochs: int = 3, **options: Any) -> Trainer:
+def trainer(
+    *callbacks: Callback, logger: Any = False, epochs: int = 3, accelerator: str = "cpu", **options: Any
+) -> Trainer:
     return Trainer(
         callbacks=list(callbacks),
         max_epochs=epochs,
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=1,
         logger=logger,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
@@ -431,6 +434,7 @@ def test_batches_that_are_changed_on_their_way_are_refused() -> None:
 def test_every_process_has_its_share_and_no_sample_twice() -> None:
     class Rank:
         datamodule, fast_dev_run, world_size, train_dataloader = None, False, 4, None
+        precision_plugin = Precision()
 
     shares = []
     for rank in range(4):
@@ -815,3 +819,75 @@ def test_targets_that_are_none_of_the_likelihood_are_refused_before_training() -
     callback = Fit(likelihood="regression", evaluate_at="map")
     trainer(callback, epochs=1).fit(routine, DataLoader(TensorDataset(x, y.float()[:, None]), batch_size=8))
     assert callback.laplace is not None and callback.laplace.likelihood.name == "regression"
+
+
+# ---------------------------------------------------------------------- precision, random state, device
+
+
+def test_in_double_precision_data_are_as_the_network_sees_them() -> None:
+    """The training data, the held-out data and those of the test."""
+    routine, callback = Routine(), FitLaplace(evaluate_at="map", calibrate=True)
+    data = HeldOut()
+    routine.validation_step = lambda batch, batch_idx: None  # type: ignore[assignment, method-assign]
+    runner = trainer(callback, precision="64-true")
+    runner.fit(routine, data)
+    la = callback.laplace
+    assert la is not None and la.theta.dtype == torch.float64 and callback.calibration is not None
+    x, y = samples()
+    expected = by_hand(routine.model, (x.double(), y), evaluate_at="map")
+    torch.testing.assert_close(la.log_precision, expected.log_precision)
+    runner.test(routine, data, verbose=False)
+    assert callback.laplace is la and routine.predictions[0].dtype == torch.float64
+
+
+def test_half_precision_is_refused_before_training() -> None:
+    seen: list[int] = []
+
+    class Count(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.append(1)
+
+    with pytest.raises(TypeError, match="bfloat16"):
+        trainer(Fit(), Count(), precision="bf16-true").fit(Routine(), Data())
+    assert not seen
+
+
+@pytest.mark.parametrize("options", [{}, {"noise_variance": 2.0}, {"curvature": "last_layer"}])
+def test_the_callback_leaves_the_random_state_alone(options: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    FitLaplace(**options)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_training_is_the_same_with_the_callback_and_without() -> None:
+    trained = []
+    for chosen in ([], [FitLaplace]):
+        routine = Routine()
+        torch.manual_seed(5)  # of the order of the data
+        trainer(*(kind(evaluate_at="map", max_iterations=2) for kind in chosen)).fit(routine, Data())
+        trained.append((*routine.state_dict().values(), torch.get_rng_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+def test_a_fit_is_on_the_device_of_the_training_and_follows_the_network(evaluate_at: Any, cuda: torch.device) -> None:
+    class Device(Callback):
+        seen: torch.device | None = None
+
+        def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.seen = pl_module.device
+
+    routine, callback, device = Routine(), Fit(evaluate_at=evaluate_at), Device()
+    fitted: list[torch.device] = []
+    adopt = callback._adopt
+    callback._adopt = lambda module, found: (fitted.append(found[0].theta.device), adopt(module, found))  # type: ignore
+    runner = trainer(callback, device, accelerator="cuda")
+    runner.fit(routine, Data())
+    la = callback.laplace
+    assert fitted == [cuda] and device.seen == torch.device("cpu") and la is not None
+    on_cpu = la.predictive(samples()[0])
+    assert on_cpu.device.type == "cpu" and la.theta.device.type == "cpu"
+    runner.test(routine, Data(), verbose=False)
+    assert callback.laplace is la and la.theta.device == cuda
+    torch.testing.assert_close(torch.cat(routine.predictions).cpu(), on_cpu, rtol=1e-4, atol=1e-5)

@@ -50,10 +50,13 @@ class Routine(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], [2])]
 
 
-def fit(routine: Routine, callback: EvidenceWeightDecay, epochs: int, *others: Any, **options: Any) -> Trainer:
+def fit(
+    routine: Routine, callback: EvidenceWeightDecay, epochs: int, *others: Any, precision: Any = None, **options: Any
+) -> Trainer:
     trainer = Trainer(
         callbacks=[callback, *others], max_epochs=epochs, accelerator="cpu", devices=1, logger=False,
         enable_checkpointing=bool(others), enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        precision=precision,
     )  # fmt: skip
     trainer.fit(routine, DataLoader(TensorDataset(*samples(routine.kind)), batch_size=20, shuffle=True), **options)
     return trainer
@@ -297,3 +300,16 @@ def test_in_yaml() -> None:
     own = {"class_path": "tu_symmetry.EvidenceWeightDecay", "init_args": options}
     found = parser.instantiate(parser.parse_object({"callback": own})).callback
     assert (found.every_n_epochs, found.options["curvature"], found.hyperprior.std) == (3, "diag", 3.0)
+
+
+def test_precisions_of_training() -> None:
+    """Double precision takes the data so, too; half precision is refused before training."""
+    routine, callback = Routine(), EvidenceWeightDecay(every_n_epochs=1, prior="per_layer")
+    fit(routine, callback, 1, precision="64-true")
+    la = tus.LinearizedLaplace(routine.model, prior="per_layer", evaluate_at="map")
+    x, y = samples()
+    la.fit([(x.double(), y)]).optimize_evidence()
+    found = torch.tensor(list(callback.history[0]["precisions"].values()), dtype=torch.float64)
+    torch.testing.assert_close(found, la.log_precision.exp())
+    with pytest.raises(TypeError, match="bfloat16"):
+        fit(Routine(), EvidenceWeightDecay(), 1, precision="bf16-true")

@@ -153,10 +153,13 @@ def test_weights_in_two_precisions() -> None:
         fit(model)
 
 
+@pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("curvature", CURVATURES)
-def test_weights_that_were_made_in_inference_mode(curvature: str) -> None:
+def test_weights_that_were_made_in_inference_mode(curvature: str, moved: bool) -> None:
     with torch.inference_mode():
         model = mlp()
+    if moved:
+        model.float()  # whose weights no longer say so
     with pytest.raises(ValueError, match=r"0\.weight was made within torch\.inference_mode"):
         fit(model, curvature=curvature)
 
@@ -183,6 +186,45 @@ def test_contexts_around_a_fit_change_nothing(context: Callable[[], Any], curvat
         assert other.dtype == plain.dtype
         assert not other.is_inference()
         torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
+
+
+def float32_precisions() -> list[str]:
+    backends = torch.backends
+    operators: Any = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul)
+    return [own.fp32_precision for own in operators]
+
+
+@pytest.mark.parametrize("interface", ["default", "older", "newer"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_single_precision_has_all_its_digits(curvature: str, interface: str) -> None:
+    """The network runs without TF32, code in it may ask by torch's older interface, and the caller's choice stays."""
+    seen: list[list[str]] = []
+
+    class Says(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(float32_precisions())
+            if interface != "newer":  # with which torch refuses the older one in any case
+                assert not torch.backends.cudnn.allow_tf32 and torch.get_float32_matmul_precision() == "highest"
+            return x
+
+    default = float32_precisions()
+    model = nn.Sequential(Says(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).float()
+    try:
+        if interface == "older":
+            torch.set_float32_matmul_precision("high")
+        elif interface == "newer":
+            torch.backends.cudnn.rnn.fp32_precision = "ieee"
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        before = float32_precisions()
+        la = fit(model, X.float(), curvature=curvature)
+        la.predictive(X.float())
+        after = float32_precisions()
+    finally:
+        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert "tf32" in before and after == before and float32_precisions() == default
+    assert seen and all(precisions == ["ieee"] * 4 for precisions in seen)
 
 
 @pytest.mark.parametrize("change", ["data_in_place", "data", "permuted", "one_entry", "buffer", "no_grad", "replaced"])

@@ -55,13 +55,13 @@ def routine(count=4, **options):
     return DeepImagePriorRoutine(Small(), count, **options)
 
 
-def fit(module, own, steps, *, callbacks=(), logger=False, ckpt=None, root=None):
+def fit(module, own, steps, *, callbacks=(), logger=False, ckpt=None, root=None, precision=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
             accelerator="cpu", max_steps=steps, max_epochs=-1, logger=logger, callbacks=list(callbacks),
             enable_checkpointing=bool(callbacks), enable_progress_bar=False, enable_model_summary=False,
-            gradient_clip_val=0.5, log_every_n_steps=1, default_root_dir=root,
+            gradient_clip_val=0.5, log_every_n_steps=1, default_root_dir=root, precision=precision,
         )  # fmt: skip
         trainer.fit(module, Data(own), ckpt_path=ckpt)
     return trainer
@@ -220,3 +220,14 @@ def test_what_cannot_work_is_refused(tmp_path):
     write_safetensors(tmp_path / "x", {"a": torch.zeros(1)}, {})
     with pytest.raises(FileError, match="no reconstructions"):
         Reconstructions.load(tmp_path / "x")
+
+
+@pytest.mark.parametrize(("precision", "digits"), [("64-true", 1e-5), ("bf16-mixed", 0.05)])
+def test_other_precisions_of_training(precision, digits):
+    """Double precision, and a network in half precision whose measurements are not rounded."""
+    found = []
+    for own in (None, precision):
+        module = routine()
+        fit(module, problem(), 5, precision=own)
+        found.append(module.best_loss)
+    torch.testing.assert_close(found[1].float(), found[0], rtol=digits, atol=0)

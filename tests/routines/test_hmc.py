@@ -312,3 +312,9 @@ def test_from_yaml(tmp_path: Path, tu: bool) -> None:
     assert cli.model.chain.transitions == 10
     assert SampleStore.open(tmp_path / "samples").steps == [4, 6, 8, 10]
     assert cli.model.kernel_options["leapfrog_steps"] == 4
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_half_precision_is_refused(tmp_path: Path, precision: Any) -> None:
+    with pytest.raises(ValueError, match="acceptances mean nothing"):
+        trainer(tmp_path, 2, precision=precision).fit(HMCRoutine(network(), **OPTIONS), datamodule=data())

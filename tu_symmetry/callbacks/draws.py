@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from tu_symmetry.callbacks.laplace import FitLaplace
 from tu_symmetry.callbacks.members import on_training_device
+from tu_symmetry.callbacks.training_data import in_precision
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
 from tu_symmetry.posterior.network import derived_seed, seeded
@@ -302,4 +303,4 @@ def _require_snapshots(trainer: Trainer, swag: Any) -> None:
 def _training_loader(trainer: Trainer) -> DataLoader[Any]:
     """The training data; data modules' loaders for post-processing hold validation or test data."""
     found: Any = trainer.train_dataloader
-    return cast("DataLoader[Any]", found)
+    return in_precision(cast("DataLoader[Any]", found), trainer)

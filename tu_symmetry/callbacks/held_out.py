@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, SequentialSampler, Subset
 
+from tu_symmetry.callbacks.training_data import in_precision
 from tu_symmetry.laplace.inputs import inputs_and_targets
 
 _PROBES = 8  # samples that are compared where a data set keeps its own in no tensor, array or list
@@ -47,7 +48,7 @@ def validation_loader(trainer: Trainer) -> DataLoader[Any] | None:
         inputs_and_targets(batch)
     except TypeError:
         return None
-    return loader
+    return in_precision(loader, trainer)
 
 
 def testing_loader(trainer: Trainer) -> DataLoader[Any] | None:

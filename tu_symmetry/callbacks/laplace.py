@@ -29,7 +29,7 @@ from tu_symmetry.callbacks.members import (
     resolve_modules,
 )
 from tu_symmetry.callbacks.training_data import plain_training_loader
-from tu_symmetry.laplace.checks import made_in_inference_mode
+from tu_symmetry.laplace.checks import made_in_inference_mode, require_weights
 from tu_symmetry.laplace.curvature import require_room
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.evidence import Hyperprior
@@ -200,7 +200,8 @@ class FitLaplace(Callback):
     ) -> None:
         super().__init__()
         some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
-        LinearizedLaplace(nn.Linear(1, 2), some, **_without_names(options))  # refuses wrong options before training
+        with isolate_rng(include_cuda=False):  # the layer's weights are drawn
+            LinearizedLaplace(nn.Linear(1, 2), some, **_without_names(options))  # refuses wrong options before training
         self.likelihood = likelihood
         if calibrate not in (True, False, "auto"):
             raise ValueError(f"calibrate={calibrate!r} is not known; choose 'auto', True or False")
@@ -278,6 +279,7 @@ class FitLaplace(Callback):
         """Take back older approximations, for the weights are about to change, and check what would fail at the end.
 
         Raises:
+            TypeError: weights in half precision.
             ValueError: no network, an averaging wrapper where one network is meant, a single logit, an ensemble with a
                 part that predicts with one approximation, or a curvature that would not fit the memory.
             UnsupportedLayerError: layers without Kronecker factors, by name.
@@ -285,6 +287,7 @@ class FitLaplace(Callback):
         require_whole_weights(trainer)
         made = [self._approximation(network, pl_module) for network in self._find_networks(pl_module)]
         for laplace in made:
+            require_weights(laplace.model, laplace.tangent.names)
             if laplace.options.curvature in ("kfac", "ekfac"):
                 find_layers(laplace.model, laplace.tangent.names)
             require_room(laplace.tangent, laplace.options, groups=1 if laplace.prior == "single" else 2)

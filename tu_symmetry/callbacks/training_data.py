@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -80,7 +81,7 @@ def plain_training_loader(
     collate = None if loader is None else loader.collate_fn
     _require_repeatable(dataset, collate)
     rank, world = trainer.global_rank, trainer.world_size
-    return DataLoader(
+    plain: DataLoader[Any] = DataLoader(
         dataset if world == 1 else Subset(dataset, range(rank, len(dataset), world)),
         batch_size=batch_size or (128 if loader is None else loader.batch_size),
         shuffle=False,
@@ -88,6 +89,28 @@ def plain_training_loader(
         collate_fn=collate,
         pin_memory=loader is not None and loader.pin_memory,
     )
+    return in_precision(plain, trainer)
+
+
+def in_precision(loader: DataLoader[Any], trainer: Trainer) -> DataLoader[Any]:
+    """The loader with batches as the trainer gives them to the network: in double precision with ``64-true``."""
+    plugin = trainer.precision_plugin
+    if type(plugin).convert_input is Precision.convert_input:
+        return loader
+    made = copy.copy(loader)
+    made._iterator = None
+    made.collate_fn = _Converted(loader.collate_fn, plugin.convert_input)
+    return made
+
+
+class _Converted:
+    """A collate function and what is done to its batches; processes of a loader can be given it."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], convert: Callable[[Any], Any]) -> None:
+        self.collate, self.convert = collate, convert
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.convert(self.collate(samples))
 
 
 def _is_limited(limit: int | float) -> bool:

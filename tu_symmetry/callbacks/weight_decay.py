@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tu_symmetry.callbacks.laplace import training_likelihood
 from tu_symmetry.callbacks.members import network_of, require_whole_weights
 from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.laplace.checks import require_weights
 from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.likelihood import Categorical, Likelihood, LikelihoodName
@@ -116,11 +117,13 @@ class EvidenceWeightDecay(Callback):
         """Split the optimizer's groups, before a checkpoint's state is put into it.
 
         Raises:
+            TypeError: weights in half precision.
             ValueError: an optimizer without weight decay, or one that decays weights apart from the loss; several
                 networks; a loss whose scale is not known.
         """
         require_whole_weights(trainer)
         laplace = self._laplace(pl_module)
+        require_weights(laplace.model, laplace.tangent.names)
         likelihood = laplace.likelihood
         if self.scale is None and isinstance(likelihood, Categorical) and likelihood.class_weights is not None:
             raise ValueError(

@@ -23,7 +23,7 @@ Projector = Literal["strip", "deepinv"]
 _NARROW = 1e-3  # a projected pixel side below this is taken as this wide: an error of 1e-7
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, since Lightning's plugins for other precisions write into a copy
 class TomographyProblem:
     """Measurements to reconstruct images from, one entry for each pair of an image and a geometry.
 

@@ -190,7 +190,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         images = vmap(one, randomness="different", chunk_size=self.chunk_size)(
             {name: _rows(p, running) for name, p in self.members.named_parameters()},
             _rows(batch.back_projection, running),
-        )
+        ).to(batch.operator.dtype)  # from half precision under autocast
         if self._projection is None or not torch.equal(self._projection.running, running):
             self._projection = _Projection.of(batch.operator, running)
         residuals = self._projection(images) - _rows(batch.measurements, running)
@@ -270,7 +270,7 @@ class DeepImagePriorRoutine(StackedNetworks):
 
         found = vmap(one, chunk_size=self.chunk_size)(dict(self.best.named_parameters()), batch.back_projection)
         self.best.train(training)
-        return found
+        return found.to(batch.truth.dtype)
 
     def on_train_epoch_end(self) -> None:
         """Log how good the kept iterates are, and show them."""
@@ -359,7 +359,8 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, vector: Tensor, matrix: Tensor, transpose: Tensor) -> Tensor:
         ctx.transpose = transpose
-        return matrix @ vector
+        with torch.autocast(vector.device.type, enabled=False):  # sparse products know no half precision
+            return matrix @ vector
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

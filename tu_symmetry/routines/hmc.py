@@ -167,13 +167,18 @@ class HMCRoutine(PredictiveRoutine):
         """Check the run before the first transition.
 
         Raises:
-            ValueError: several processes.
+            ValueError: several processes, or half precision.
             FileExistsError: the folder of samples holds this chain of another run, or the file of moments is there.
         """
         if self.trainer.world_size > 1:
             raise ValueError(
                 "a chain runs on one device; give every process its own run with another seed: and chain:, into one "
                 "folder of samples"
+            )
+        if self.trainer.precision not in ("32-true", "64-true"):
+            raise ValueError(
+                f"precision={self.trainer.precision!r} rounds the potential, a sum over all training points, by more "
+                "than a transition may change it, so that acceptances mean nothing: take 32-true or 64-true"
             )
         if self.samples is not None and self.samples.is_dir() and any(self.samples.iterdir()):
             self._store = SampleStore.open(self.samples, like=self.model.state_dict())
