@@ -277,6 +277,7 @@ class LinearizedLaplace:
             ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module.
         """
         if self._traced:
+            require_weights(self.model, self.tangent.names)
             self._find_last_layer(train_loader)
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
