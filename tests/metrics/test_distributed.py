@@ -1,4 +1,4 @@
-"""Every metric on two processes equals the metric on one."""
+"""Every metric on two processes equals the metric on one, and that on a device the one on the CPU."""
 
 from __future__ import annotations
 
@@ -43,8 +43,14 @@ def perceptrons(share: slice, seed: int) -> dict[str, Tensor]:
     return {n: normal(12, *shape, seed=seed + k)[share] for k, (n, shape) in enumerate(shapes.items())}
 
 
-def values(share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryGraph) -> dict[str, float]:
+def values(
+    share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryGraph, device: torch.device | str = "cpu"
+) -> dict[str, float]:
+    def at(states: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: t.to(device) for name, t in states.items()}
+
     a, b = (2 * normal(3, 31, 4, seed=0)).softmax(-1)[:, share], (2 * normal(31, 4, seed=1)).softmax(-1)[share]
+    a, b = a.to(device), b.to(device)
     metrics: dict[str, Metric] = {
         "agreement": PredictiveAgreement(),
         "variation": PredictiveTotalVariation(),
@@ -56,25 +62,26 @@ def values(share: slice, elements: list[dict[str, Tensor]], graph: tus.SymmetryG
         "discrepancy without symmetries": MaximumMeanDiscrepancy(graph=graph, level="layer"),
         "homogeneity": MarginalHomogeneity(graph, num_resamples=39),
     }
-    metrics["discrepancy without symmetries"].update(perceptrons(share, 10), reference=True)
-    metrics["discrepancy without symmetries"].update(perceptrons(share, 20), reference=False)
-    metrics["homogeneity"].update(perceptrons(share, 10))
-    cost = RepresentationCost(graph)
-    cost.update(perceptrons(share, 10))
+    metrics = {name: metric.to(device) for name, metric in metrics.items()}
+    metrics["discrepancy without symmetries"].update(at(perceptrons(share, 10)), reference=True)
+    metrics["discrepancy without symmetries"].update(at(perceptrons(share, 20)), reference=False)
+    metrics["homogeneity"].update(at(perceptrons(share, 10)))
+    cost = RepresentationCost(graph).to(device)
+    cost.update(at(perceptrons(share, 10)))
     metrics["agreement"].update(a, b)
     metrics["variation"].update(a, b)
     metrics["information"].update(a)
     for element in elements:
-        metrics["transpositions"].update(element)
-    metrics["discrepancy"].update(networks(share, 2), reference=True)
-    metrics["discrepancy"].update(networks(share, 4), reference=False)
+        metrics["transpositions"].update(at(element))
+    metrics["discrepancy"].update(at(networks(share, 2)), reference=True)
+    metrics["discrepancy"].update(at(networks(share, 4)), reference=False)
     found = {name: float(metric.compute()) for name, metric in metrics.items()}
-    quotient = QuotientDistance(graph, {n: t[0] for n, t in perceptrons(WHOLE, 20).items()})
-    quotient.update(perceptrons(share, 20), reference=True)
-    quotient.update(perceptrons(share, 10), reference=False)
-    diversity = FunctionalDiversity(3)
+    quotient = QuotientDistance(graph, at({n: t[0] for n, t in perceptrons(WHOLE, 20).items()})).to(device)
+    quotient.update(at(perceptrons(share, 20)), reference=True)
+    quotient.update(at(perceptrons(share, 10)), reference=False)
+    diversity = FunctionalDiversity(3).to(device)
     diversity.update(a, ood=False)
-    diversity.update((3 * normal(3, 31, 4, seed=7)).softmax(-1)[:, share], ood=True)
+    diversity.update((3 * normal(3, 31, 4, seed=7)).softmax(-1)[:, share].to(device), ood=True)
     for metric in (cost, quotient, diversity):
         found |= {name: float(value) for name, value in metric.compute().items()}
     test = metrics["discrepancy without symmetries"].compute_test()  # type: ignore[operator]
@@ -88,9 +95,19 @@ def worker(rank: int, folder: Path, graph: tus.SymmetryGraph) -> None:
     dist.destroy_process_group()
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def discovered() -> tus.SymmetryGraph:
     graph = tus.discover_symmetries(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(2, 3))
     graph.require_verified()
+    return graph
+
+
+def test_on_a_device_they_are_those_of_the_cpu(cuda: torch.device) -> None:
+    graph = discovered()
+    assert values(WHOLE, ELEMENTS, graph, cuda) == pytest.approx(values(WHOLE, ELEMENTS, graph), rel=1e-8, abs=1e-10)
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    graph = discovered()
     mp.spawn(worker, args=(tmp_path, graph), nprocs=2)
     expected = values(WHOLE, ELEMENTS, graph)
     assert all(values(share, ELEMENTS[:1], graph)["variation"] != expected["variation"] for share in SHARES)

@@ -1,0 +1,198 @@
+"""The core on a CUDA device, real or fake: results lie there, are those of the CPU, and follow the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tu_symmetry as tus
+from tu_symmetry.laplace.mixture import LaplaceMixture
+from tu_symmetry.routines import SWAG
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CLOSE: dict[str, Any] = {"rtol": 1e-8, "atol": 1e-10}  # two devices add up in other orders, in float64
+CURVATURES = ["kfac", "ekfac", "full", "diag", "last_layer", "lowrank"]
+
+
+def network(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 3)).double().eval()
+
+
+def states(count: int = 3) -> list[dict[str, Tensor]]:
+    found = []
+    for seed in range(count):
+        generator = torch.Generator().manual_seed(seed)
+        found.append(
+            {
+                name: torch.rand(t.shape, generator=generator, dtype=t.dtype) + 0.1 if t.is_floating_point() else t
+                for name, t in network().state_dict().items()
+            }
+        )
+    return found
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 5, generator=generator, dtype=torch.float64)
+    return x, (x @ torch.randn(5, 3, generator=generator, dtype=torch.float64)).argmax(-1)
+
+
+def moved(value: Any, device: Any) -> Any:
+    return torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, value)
+
+
+def permuted(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
+    permutation = moved(tus.random_permutation(graph, generator=torch.Generator().manual_seed(1)), device)
+    assert tus.transposition_count(tus.compose(permutation, tus.invert(permutation))) == 0
+    return tus.apply_permutation(graph, permutation, everything[0])
+
+
+def matched(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
+    start = moved(tus.random_permutation(graph, generator=torch.Generator().manual_seed(1)), device)
+    one, two = everything[:2]
+    found = [
+        tus.weight_matching(graph, one, two),
+        tus.weight_matching(graph, one, two, solver="descent", init=start),
+        tus.activation_matching(graph, network().to(device), one, two, [x]),
+    ]
+    return [tus.apply_permutation(graph, m.permutation, two) for m in found]
+
+
+def merged(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
+    loader = [(x, data()[1].to(device))]
+    found = tus.merge(graph, everything, network().to(device), loader, correction="repair")
+    barrier = tus.loss_barrier(network().to(device), *everything[:2], loader, nn.functional.cross_entropy)
+    return found.state, torch.as_tensor(float(barrier.barrier), device=device)
+
+
+def compact(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
+    posterior = tus.CompactPosterior.from_states(everything, graph, align=True, rank=1)
+    drawn = posterior.sample(2, generator=torch.Generator().manual_seed(0))
+    return (
+        posterior.mean,
+        posterior.std,
+        drawn,
+        posterior.as_module(network().to(device), 2, generator=torch.Generator().manual_seed(0))(x).detach(),
+    )
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "permuted": permuted,
+    "scaled": lambda graph, every, x, device: tus.apply_scale(
+        graph, moved(tus.random_scale(graph, generator=torch.Generator().manual_seed(1)), device), every[0]
+    ),
+    "matched": matched,
+    **{
+        f"aligned_{reference}": lambda graph, every, x, device, reference=reference: (
+            tus.align(graph, every, reference=reference).states
+        )
+        for reference in ("first", "medoid", "mean", "universe")
+    },
+    "merged": merged,
+    **{
+        f"canonical_{method}": lambda graph, every, x, device, method=method: (
+            tus.canonicalize(graph, every[0], method=method).state
+        )
+        for method in ("min_mass", "unit_norm")
+    },
+    "compact": compact,
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_states_stay_on_their_device_and_are_those_of_the_cpu(name: str, cuda: torch.device) -> None:
+    x = data()[0]
+    graph = tus.discover_symmetries(network(), x)
+    expected = OPERATIONS[name](graph, states(), x, "cpu")
+    found = OPERATIONS[name](graph, moved(states(), cuda), x.to(cuda), cuda)
+    for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+        assert a.device == cuda
+        torch.testing.assert_close(a.cpu(), b, **CLOSE)
+
+
+def test_symmetries_are_found_and_verified_on_the_device(cuda: torch.device) -> None:
+    x = data()[0]
+    there, here = tus.discover_symmetries(network().to(cuda), x.to(cuda)), tus.discover_symmetries(network(), x)
+    assert str(there) == str(here)
+    tus.verify_symmetries(there, network().to(cuda), x.to(cuda), on_failure="raise")
+
+
+def test_profiles_take_factors_from_the_device(cuda: torch.device) -> None:
+    graph, factors = tus.discover_symmetries(network(), data()[0]), torch.linspace(-1, 1, 5)
+    found = tus.mass_profile(graph, moved(states()[0], cuda), factors.to(cuda))
+    for name, masses in tus.mass_profile(graph, states()[0], factors).masses.items():
+        torch.testing.assert_close(found.masses[name], masses, **CLOSE)
+
+
+@pytest.mark.parametrize("curvature", CURVATURES)
+def test_a_posterior_follows_its_network(curvature: Any, cuda: torch.device) -> None:
+    """Fitted on one device: predictions, evidence, calibration on the other, and back."""
+    x, y = data()
+    for first, second in ((torch.device("cpu"), cuda), (cuda, torch.device("cpu"))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(first)
+        la = tus.LinearizedLaplace(model, curvature=curvature, prior="single", rank=5).fit([(x, y)])
+        la.optimize_evidence(max_iterations=3)
+        expected = [la.predictive(x), la.function_samples(x, 3), la.function_covariance(x)[1], la.theta]
+        evidence, fitted = la.log_marginal_likelihood(), la.fitted
+        model.to(second)
+        found = [la.predictive(x), la.function_samples(x, 3), la.function_covariance(x)[1], la.theta]
+        for a, b in zip(found, expected, strict=True):
+            assert a.device == second and b.device == first
+            torch.testing.assert_close(a.to(first), b, **CLOSE)
+        assert la.log_marginal_likelihood() == pytest.approx(evidence, rel=1e-8)
+        assert fitted.theta.device == first, "a frozen state was moved"
+        la.calibrate([(x, y)])
+        la.optimize_evidence(max_iterations=2)
+        mixture = LaplaceMixture([la, la])
+        model.to(first)
+        assert mixture.predictive(x).device == first
+
+
+def test_a_dual_posterior_follows_its_network(cuda: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double()
+    x, y, matrix = (torch.randn(shape).double() for shape in ((1, 1, 5, 4), (1, 12), (12, 20)))
+    prior = tus.KernelPrior(["0.weight", "2.weight"], name="kernels")
+    dual = tus.DualLaplace(model, structured=[prior], prior=None, observation=tus.LinearObservation(matrix))
+    dual.fit([(x, y)])
+    expected = dual.function_samples(x, 3)
+    model.to(cuda)
+    found = dual.function_samples(x, 3)
+    assert found.device == cuda
+    torch.testing.assert_close(found.cpu(), expected, **CLOSE)
+    dual.optimize_evidence(hyperprior=tus.TotalVariation((5, 4), weight=0.1))
+    model.cpu()
+    assert dual.function_samples(x, 3).device.type == "cpu"
+
+
+def test_an_observation_by_functions_that_hold_tensors_on_the_device(cuda: torch.device) -> None:
+    matrix = torch.randn(7, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    there = matrix.to(cuda)
+    functions: dict[str, Any] = {"forward": lambda f: f @ there.T, "adjoint": lambda u: u @ there}
+    found = tus.LinearObservation(**functions, outputs=10, values=7, device=cuda)
+    assert torch.equal(found.matrix(10), matrix)
+    with pytest.raises(RuntimeError, match=r"say device="):
+        tus.LinearObservation(**functions, outputs=10, values=7)
+
+
+def test_swag_takes_snapshots_of_a_network_on_the_device(cuda: torch.device) -> None:
+    """With running statistics of its samples from the data, and a checkpoint that can be read where there is none."""
+    model = SWAG(network().float(), cycle_start=0, cycle_length=1, num_estimators=2).to(cuda)
+    loader = DataLoader(TensorDataset(data()[0].float()), batch_size=10)
+    for epoch in (1, 2):
+        model.update_wrapper(epoch)
+        model.bn_update(loader, cuda)
+        for p in model.core_model.parameters():
+            p.data += 0.1
+    assert int(model.num_avgd_models) == 2 and not model.need_bn_update
+    x = data()[0].float().to(cuda)
+    assert model.eval()(x).device == cuda
+    there = SWAG(network().float(), cycle_start=0, cycle_length=1, num_estimators=2)
+    there.load_state_dict(moved(model.state_dict(), "cpu"))
+    assert int(there.num_avgd_models) == 2
