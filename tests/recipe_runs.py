@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 import torch
 import yaml
 from rich.console import Console
@@ -20,6 +21,7 @@ from torchvision.io import encode_jpeg
 
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE
+from tu_symmetry.datamodules.tomography import strip_projector
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import _dotted, load_table, run_commands
 
@@ -74,6 +76,7 @@ def _least(number: int) -> Callable[[Any], Any]:
 
 SMALL: dict[str, Callable[[Any], Any]] = {
     "max_epochs": _least(4),
+    "max_steps": _least(20),
     "check_val_every_n_epoch": _least(2),
     "every_n_epochs": _least(2),
     "burn_in": _least(1),
@@ -90,7 +93,7 @@ SMALL: dict[str, Callable[[Any], Any]] = {
     "pairs": _least(1),
     "keep": lambda _: [1.0, 0.5],
     "hidden": lambda value: [6] * len(value) if isinstance(value, list) else 6,
-    "channels": lambda value: [2] * len(value),
+    "channels": lambda value: [4] * len(value),
     "batch_size": _least(32),
     "train_size": lambda _: 64,
     "test_size": lambda _: 48,
@@ -100,6 +103,11 @@ SMALL: dict[str, Callable[[Any], Any]] = {
     "statistics": _least(48),
     "held_out": _least(16),
     "epochs": _least(1),
+    "steps_per_epoch": _least(2),
+    "num_steps": _least(2),
+    "num_probes": _least(2),
+    "refresh_every": _least(2),
+    "hyperprior_probes": _least(2),
     "max_iterations": _least(2),
     "width": _least(8),
     "heads": _least(2),
@@ -132,6 +140,12 @@ def small(value: Any, key: str = "") -> Any:
             and value["init_args"].get("dataset") != "cifar100"
         ):
             made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
+        if str(made.get("class_path", "")).endswith(".TomographyDataModule"):
+            made["init_args"] |= {"images": value["init_args"]["images"]}  # with which num_problems of the routine goes
+        if str(made.get("class_path", "")).endswith(".dropout_posterior"):
+            made["init_args"] |= {"num_samples": 800}  # more than an image has pixels
+        if str(made.get("class_path", "")).endswith(".sampled_posterior"):
+            made["init_args"] |= {"num_samples": 120}  # more than a patch has
         if made.get("class_path") == "torch_uncertainty.models.classification.resnet":
             small_one = {"num_classes": 10, "width": 2, "blocks": [1, 1]}
             return {"class_path": "tu_symmetry.experiments.rebasin.ResNet", "init_args": small_one}
@@ -176,6 +190,17 @@ def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
                 head = struct.pack(f">I{content.ndim}I", 0x800 + content.ndim, *content.shape)
                 (raw / f"{part}-{kind}-ubyte").write_bytes(head + content.tobytes())
                 (raw / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + content.tobytes()))
+
+
+def plant_scan(root: Path, size: int = 64, angles: int = 8) -> None:
+    """A scan in miniature, under the names of the walnut's."""
+    folder = root / "walnut"
+    folder.mkdir(parents=True)
+    operator = strip_projector(size, angles, 40, 2.0).numpy()
+    truth = np.random.default_rng(0).random((size, size))
+    scipy.sparse.save_npz(folder / "operator.npz", scipy.sparse.csr_matrix(operator))
+    np.save(folder / "measurements.npy", operator @ truth.reshape(-1))
+    np.save(folder / "truth.npy", truth)
 
 
 def plant_cifar100(root: Path, count: int = 100) -> None:

@@ -122,6 +122,13 @@ def test_symmetries_are_found_and_verified_on_the_device(cuda: torch.device) -> 
     tus.verify_symmetries(there, network().to(cuda), x.to(cuda), on_failure="raise")
 
 
+def test_inputs_on_another_device_are_named(cuda: torch.device) -> None:
+    x = data()[0]
+    for model, inputs in ((network().to(cuda), x), (network(), x.to(cuda)), (network().to("meta"), x)):
+        with pytest.raises(tus.SymmetryError, match=r"example inputs lie on .*: move one of them"):
+            tus.discover_symmetries(model, inputs)
+
+
 def test_profiles_take_factors_from_the_device(cuda: torch.device) -> None:
     graph, factors = tus.discover_symmetries(network(), data()[0]), torch.linspace(-1, 1, 5)
     found = tus.mass_profile(graph, moved(states()[0], cuda), factors.to(cuda))

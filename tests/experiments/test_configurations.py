@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.cli import LightningArgumentParser
-from recipe_runs import RECIPES, Typed, class_paths, plant_images, small_file, typed_commands
+from recipe_runs import RECIPES, Typed, class_paths, plant_images, plant_scan, small_file, typed_commands
 
 from tu_symmetry.cli import main
 from tu_symmetry.configs import read_mapping
@@ -58,6 +58,7 @@ def test_every_file_runs_by_itself(
 ) -> None:
     """What a reader types one after the other in an empty folder, on small networks and few images."""
     plant_images(tmp_path / "data")
+    plant_scan(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     for typed in BY_RECIPE[recipe]:
         words = [typed.command, "--config", str(small_file(typed, tmp_path / "small")), *typed.flags]

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
@@ -60,7 +60,7 @@ def discover_symmetries(
 
     Raises:
         SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way, or cannot be
-            copied, since its ``forward`` is a function that holds the original.
+            copied, since its ``forward`` is a function that holds the original; if inputs lie on another device.
         TypeError: for something else than a module, a state dict for example.
         ValueError: for another ``branches``, or lists of different lengths.
     """
@@ -74,6 +74,8 @@ def discover_symmetries(
     if reason := uncopyable(model):
         raise SymmetryError(f"discovery works on a copy of {type(model).__name__}, and {reason}")
     examples = examples_of(example_inputs, example_kwargs)
+    for example in examples:
+        require_one_device(model, example)
     probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(0))
     passes = _Passes.of(model, examples, record=branches == "record")
     aliases = tied_names(model)
@@ -176,6 +178,22 @@ class _Passes:
 
 def _twice(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor]) if tensor.ndim else tensor
+
+
+def require_one_device(model: nn.Module, inputs: Example) -> None:
+    """Refuse inputs none of which lies on a network's device (some may lie elsewhere, as lengths do).
+
+    Raises:
+        SymmetryError: both devices, and what to do.
+    """
+    places = {t.device for t in (*model.parameters(), *model.buffers())}
+    given = {t.device for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim > 0}
+    if len(places) == 1 and given and not given & places:
+        place, other = str(places.pop()), given.pop()
+        raise SymmetryError(
+            f"the example inputs lie on {other}, {type(model).__name__} on {place}: move one of them, for example "
+            f"inputs.to({place!r})"
+        )
 
 
 @dataclass(frozen=True)
