@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
 
@@ -127,11 +128,12 @@ def test_validation_batches_are_taken_as_those_of_the_training_are() -> None:
         [((x[i], x[i]), y[i]) for i in range(6)], [(x[i], y[i], i) for i in range(6)],
         [{"pixel_values": x[i], "labels": y[i]} for i in range(6)],
     ]  # fmt: skip
+    more = {"datamodule": None, "precision_plugin": Precision()}
     for some in samples:
         loader: Any = DataLoader(some, batch_size=3)  # type: ignore[arg-type]
-        assert validation_loader(SimpleNamespace(val_dataloaders=loader, datamodule=None)) is loader  # type: ignore
+        assert validation_loader(SimpleNamespace(val_dataloaders=loader, **more)) is loader  # type: ignore
     alone: Any = DataLoader(list(x), batch_size=3)  # type: ignore[arg-type]
-    assert validation_loader(SimpleNamespace(val_dataloaders=alone, datamodule=None)) is None  # type: ignore
+    assert validation_loader(SimpleNamespace(val_dataloaders=alone, **more)) is None  # type: ignore
 
 
 def test_at_most_so_many_samples() -> None:
