@@ -124,7 +124,7 @@ def _whole_float32() -> Iterator[None]:
 
     Both of torch's interfaces are set: its older one raises an error where the newer one says something else.
     """
-    backends = torch.backends
+    backends: Any = torch.backends
     operators: list[Any] = [backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul]
     operators += [backends.mkldnn.conv, backends.mkldnn.rnn, backends.mkldnn.matmul]
     before, older = [own.fp32_precision for own in operators], None

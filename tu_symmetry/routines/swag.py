@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_uncertainty import methods
 
@@ -16,6 +17,8 @@ class SWAG(methods.SWAG):
     moves with the network, and passes batches from the network's device to samples that stay behind: on a GPU it fails
     at its first snapshot. Arguments, attributes and checkpoints are the same.
     """
+
+    num_avgd_models: Tensor
 
     @torch.no_grad()
     def update_wrapper(self, epoch: int) -> None:
