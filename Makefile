@@ -41,10 +41,11 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
-# As on another processor, with other libraries, in another place; COMBINATION names one, else the commit picks it.
+# As on another processor, with other libraries, in another place; COMBINATION names one, else the commit picks it. ROOMS
+# names folders of tests; all of them, else.
 COMBINATION ?= commit:$(shell git rev-parse HEAD)
 test-portable: $(VENV)/installed-dev
-	$(BIN)/python tests/portable.py $(COMBINATION) -n $(WORKERS)
+	$(BIN)/python tests/portable.py $(COMBINATION) -n $(WORKERS) $(ROOMS)
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m slow
