@@ -240,6 +240,8 @@ APART: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "exponential": (torch.exp, False),
     "largest alone": (lambda h: h * (h >= h.amax(-1, keepdim=True)), False),
     "product with a ReLU": (lambda h: h * relu(h), False),
+    "cut to integers": (lambda h: h.int(), False),
+    "half precision": (lambda h: h.bfloat16(), False),
 }
 FOUND: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": lambda h: h.argmax(-1),

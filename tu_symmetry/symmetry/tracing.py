@@ -524,7 +524,7 @@ class _Interpreter:
             self._bind(node, target, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             self._bind(node, target, lambda n: getattr(n.meta.get("val"), "dtype", None)),
             self._ids(node, target, bound, self.zero),
-            self._apart(node, target, bound),
+            self._apart(node, target, bound) if self.orders else {},
             self._ids(node, target, bound, {n for n in self.sole if len(n.users) == 1}),
             self._ids(node, target, bound, self.statistic),
         )
@@ -689,23 +689,23 @@ class _Interpreter:
         alone = moves and len(inputs) == 1 and len(inputs[0].users) == 1
         if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
             self.sole.add(node)
-        target = node.target
-        assert isinstance(target, torch._ops.OpOverload)
-        operands = {
-            name: (n, bound[name])
-            for name, n in self._bind(node, target, lambda n: n).items()
-            if isinstance(n, torch.fx.Node) and isinstance(bound.get(name), Value) and _is_continuous(n.meta["val"])
-        }
-        listed = {
-            f"{name} {k}": (n, v)
-            for name, nodes in self._bind(node, target, lambda n: n).items()
-            if isinstance(nodes, list)
-            for k, (n, v) in enumerate(zip(nodes, bound.get(name) or [None] * len(nodes), strict=True))
-            if isinstance(n, torch.fx.Node) and isinstance(v, Value) and _is_continuous(n.meta["val"])
-        }
         outputs = [v for v in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(v, Value)]
         if self.orders and outputs:
-            self.distinct.follow(node, traits, operands | listed, node.all_input_nodes, outputs)
+            operands = self._operands(node, bound)
+            kept = all(_keeps_digits(node.meta.get("val"), n.meta["val"]) for n, _ in operands.values())
+            self.distinct.follow(node, traits if kept else frozenset(), operands, node.all_input_nodes, outputs)
+
+    def _operands(self, node: torch.fx.Node, bound: dict[str, Any]) -> dict[str, tuple[torch.fx.Node, Value]]:
+        """The floating-point tensors among the arguments; those of a list by the argument's name and their number."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        found: dict[str, tuple[torch.fx.Node, Value]] = {}
+        for name, given in self._bind(node, node.target, lambda n: n).items():
+            several = isinstance(given, list)
+            nodes, values = (given, bound[name]) if several else ([given], [bound[name]])
+            for k, (n, v) in enumerate(zip(nodes, values, strict=True)):
+                if isinstance(n, torch.fx.Node) and isinstance(v, Value) and _is_continuous(n.meta["val"]):
+                    found[f"{name} {k}" if several else name] = n, v
+        return found
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
@@ -834,6 +834,12 @@ def _orders(node: torch.fx.Node) -> bool:
     counts = any(not _is_continuous(t) and t.dtype != torch.bool for t in held)
     read = (n.meta.get("val") for n in node.all_input_nodes)
     return counts and any(isinstance(t, Tensor) and _is_continuous(t) for t in read)
+
+
+def _keeps_digits(output: Any, given: Tensor) -> bool:
+    """Whether a result keeps all digits of an operand: numbers that are cut to fewer may become equal."""
+    held = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(t, Tensor)][:1]
+    return all(_is_continuous(t) and t.dtype.itemsize >= given.dtype.itemsize for t in held)
 
 
 def _same_memory(view: torch.fx.Node, source: torch.fx.Node) -> bool:
