@@ -123,16 +123,17 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
-def uncopyable(model: nn.Module) -> str:
+def uncopyable(model: nn.Module, *, compiled: bool = False) -> str:
     """Why a copy of a network would read the weights of the original, or "" where it would not.
 
     A ``forward`` that was set on an instance, and is a function that has the network in its closure or its defaults, is
     not copied with it: functions are copied by reference. Bound methods and ``functools.partial`` are copied, with the
-    modules that they hold; a weight that a ``partial`` holds by itself is read past the module all the same.
+    modules that they hold; a weight that a ``partial`` holds by itself is read past the module all the same. With
+    ``compiled`` the caller copies what ``torch.compile`` was given instead of what it returned.
     """
     own = {id(held) for held in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, part in model.named_modules():
-        function = vars(part).get("forward")
+        function = None if compiled and uncompiled(part) is not part else vars(part).get("forward")
         if any(id(held) in own for held in _held(function, 4)):
             return (
                 f"{path + '.' if path else ''}forward was set on the instance of {type(part).__name__} as a function "

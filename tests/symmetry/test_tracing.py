@@ -442,3 +442,26 @@ def test_outputs_that_differ_are_never_passed_over() -> None:
         with pytest.raises(tus.SymmetryError, match=message):
             graph.require_verified()
         assert not graph.verified
+
+
+def test_compiled_networks_are_traced_as_what_was_compiled() -> None:
+    x, hidden = torch.randn(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    for network in (
+        torch.compile(nn.Sequential(hidden, nn.Linear(8, 3))),
+        nn.Sequential(torch.compile(hidden), nn.Linear(8, 3)),
+    ):
+        graph = tus.discover_symmetries(network, x)
+        tus.verify_symmetries(graph, network, x, on_failure="raise")
+        (group,) = graph.permutations
+        assert group.size == 8 and {m.parameter for m in group.members} <= network.state_dict().keys()
+        moved = tus.apply_permutation(graph, tus.random_permutation(graph), network.state_dict())
+        network.load_state_dict(moved)
+
+
+def test_weights_that_are_no_tensors_are_refused_in_words() -> None:
+    class Packed(nn.Linear):
+        def get_extra_state(self) -> tuple[int, ...]:
+            return (1, 2)
+
+    with pytest.raises(tus.SymmetryError, match=r"0\._extra_state.* no tensor .*quantized"):
+        tus.discover_symmetries(nn.Sequential(Packed(4, 3)), torch.randn(2, 4))

@@ -71,8 +71,15 @@ def discover_symmetries(
             f"the model is a {type(model).__name__}, not a torch.nn.Module. A checkpoint is no architecture: build the "
             "network that its weights belong to, and pass that; weights play no role in discovery"
         )
-    if reason := uncopyable(model):
+    if reason := uncopyable(model, compiled=True):
         raise SymmetryError(f"discovery works on a copy of {type(model).__name__}, and {reason}")
+    packed = [name for name, held in model.state_dict().items() if not isinstance(held, Tensor)]
+    if packed:
+        raise SymmetryError(
+            f"the state dict of {type(model).__name__} holds {packed[0]!r}, which is no tensor (a quantized layer packs "
+            "its weights, for example); discover the symmetries of the network before it was quantized, and transform "
+            "that one"
+        )
     examples = examples_of(example_inputs, example_kwargs)
     for example in examples:
         require_one_device(model, example)

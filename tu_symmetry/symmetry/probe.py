@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tu_symmetry.modules import uncompiled
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.rules import GUARD, SMALL
 
@@ -336,7 +337,21 @@ def _sharing(model: nn.Module) -> nn.Module:
     return _copied(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
+class _Plain(nn.Module):
+    """What ``torch.compile`` wraps, under the names that it gives to the weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    for part in reversed(list(model.modules())):
+        if uncompiled(part) is not part and not isinstance(part, _Plain):
+            memo[id(part)] = _Plain(_copied(uncompiled(part), memo)).train(part.training)
     for part in model.modules():
         for value in vars(part).values():
             for leaf in _leaves(value):
