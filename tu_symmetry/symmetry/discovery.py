@@ -76,9 +76,9 @@ def discover_symmetries(
     packed = [name for name, held in model.state_dict().items() if not isinstance(held, Tensor)]
     if packed:
         raise SymmetryError(
-            f"the state dict of {type(model).__name__} holds {packed[0]!r}, which is no tensor (a quantized layer packs "
-            "its weights, for example); discover the symmetries of the network before it was quantized, and transform "
-            "that one"
+            f"the state dict of {type(model).__name__} holds {packed[0]!r}, which is no tensor (a quantized layer "
+            "packs its weights, for example); discover the symmetries of the network before it was quantized, and "
+            "transform that one"
         )
     examples = examples_of(example_inputs, example_kwargs)
     for example in examples:
