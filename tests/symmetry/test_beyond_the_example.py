@@ -291,6 +291,9 @@ def test_a_rule_of_ones_own_is_taken_to_make_equal_numbers_unless_it_says_otherw
     assert sizes(tus.discover_symmetries(network, rows(3))) == []
     tus.register_rule("beyond.half_relu", traits=("injective",))(lambda call: elementwise(call, homogeneous=True))
     assert sizes(tus.discover_symmetries(network, rows(3))) == [(8,)]
+    wrong = tus.discover_symmetries(network, rows(3))
+    with pytest.raises(tus.SymmetryError, match="is no symmetry"):  # tried with dead units
+        tus.verify_symmetries(wrong, network, rows(3), on_failure="raise")
     with pytest.raises(ValueError, match="no traits \\['monotone'\\]"):
         tus.register_rule("beyond.half_relu", traits=("monotone",))(lambda call: elementwise(call))
 

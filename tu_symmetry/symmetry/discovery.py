@@ -115,6 +115,7 @@ def discover_symmetries(
         branch=next((t.branch for t in passes.traces if t.branch), None),
         constants={name: tensor for t in passes.traces for name, tensor in t.constants.items()},
         kinds={name: kind_of(state[name].dtype) for name in aliases},
+        positions=any(t.positions for t in passes.traces),
         unreached=tuple(unreached),
         training=passes.training,
         probe=probe.trained(passes.trained_on, generator=torch.Generator().manual_seed(0)),

@@ -60,6 +60,7 @@ class SymmetryGraph(Brief):
             attention, sparse matrices); counters that no output depends on are none:
             the symmetries are those of a network with these values. Masks and factors that lie beside hidden units are
             none of them; they move with the units.
+        positions: whether the network finds positions by comparing numbers (``argmax``), among which some may be equal.
         unreached: parameters that no example input reaches (optional arguments that were left out, experts without a
             token): what they could meet is pinned. More examples reach more.
         training: whether training mode has been looked at, in words: ``"as evaluation"`` where nothing in the network
@@ -85,6 +86,7 @@ class SymmetryGraph(Brief):
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
+    positions: bool = False
     unreached: tuple[str, ...] = ()
     training: str = "as evaluation"
     verified: bool = False

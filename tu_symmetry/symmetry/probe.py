@@ -46,6 +46,7 @@ class Probe:
         self._plain: bool | None = None
         self._narrowly = True
         self._guarded = True
+        self._dead = False
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
     @classmethod
@@ -106,6 +107,20 @@ class Probe:
         probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
         return probe
 
+    def blank(self) -> Probe:
+        """The same network with zeros for its floating-point inputs, and random states with no positive bias.
+
+        Behind a ReLU all units are dead then, and their numbers equal.
+        """
+
+        def zeros(tensor: Tensor) -> Tensor:
+            return torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
+
+        probe = Probe(self.module, *tree_map_only(Tensor, zeros, (self.args, self.kwargs)))
+        probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
+        probe._dead = True
+        return probe
+
     def without_epsilons(self) -> Probe:
         """The same network with (almost) zero for every epsilon of a normalization.
 
@@ -134,7 +149,12 @@ class Probe:
                 numbers of half precision, a quarter of the memory, which loses nothing.
         """
         half = exchanged and self.large(self.module.state_dict())
-        return random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
+        state = random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
+        if self._dead:
+            for name, tensor in state.items():
+                if name.rpartition(".")[2] == "bias" and tensor.is_floating_point():
+                    tensor.copy_(-tensor.abs())
+        return state
 
     def large(self, state: Mapping[str, Tensor]) -> bool:
         """Whether a copy of the weights in double precision would be much: they are widened as they are used then."""

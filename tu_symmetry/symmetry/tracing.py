@@ -70,6 +70,11 @@ class Trace:
     constants: dict[str, Tensor] = field(default_factory=dict)
     example: int = 0
 
+    @property
+    def positions(self) -> bool:
+        """Whether some operator returns positions that it finds by comparing numbers."""
+        return any(map(_orders, self.module.graph.nodes))
+
     def names(self, *, live: bool) -> frozenset[str]:
         """Names of the tensors that the pass computes with, or of those that its outputs (or its state) depend on."""
         nodes = [node for node in self.module.graph.nodes if node.op == "placeholder"]

@@ -265,6 +265,15 @@ def _failures(
                 failed = _try(graph, inputs, groups, part, generator, tolerance, weights, repeat=first)
                 if failed:
                     return failed
+    moved = tuple(g for g in faithful if isinstance(g, PermutationGroup))
+    if graph.positions and moved and not graph.branch:
+        blank = probe.blank()
+        generator = torch.Generator().manual_seed(seed + 2)
+        try:
+            _Base.of(blank, tolerance, seed, graph.constants, exchanged=True)
+        except SymmetryError:  # a network that makes no numbers of a blank input, or always the same
+            return {}
+        return _try(graph, blank, moved, list(_passes(moved, generator))[:2], generator, tolerance, seed, repeat=False)
     return {}
 
 
