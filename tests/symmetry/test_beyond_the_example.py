@@ -251,9 +251,16 @@ FOUND: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("find", FOUND)
-@pytest.mark.parametrize("act", APART)
-@pytest.mark.parametrize("layer", ["linear", "without", "behind a ReLU", "without, behind a ReLU", "conv"])
+LAYERS = ("linear", "without", "behind a ReLU", "without, behind a ReLU", "conv")
+
+
+@pytest.mark.parametrize(
+    ("layer", "act", "find"),
+    [
+        *(("linear", act, find) for act in APART for find in FOUND),
+        *((layer, act, "argmax") for layer in LAYERS[1:] for act in APART),
+    ],
+)
 def test_positions_pass_only_where_no_two_numbers_are_equal(layer: str, act: str, find: str) -> None:
     """A layer with or without a bias, tried on blank inputs and on large ones."""
     bias = "without" not in layer
