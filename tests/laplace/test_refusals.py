@@ -188,10 +188,13 @@ def test_contexts_around_a_fit_change_nothing(context: Callable[[], Any], curvat
         torch.testing.assert_close(other, plain, rtol=1e-5, atol=1e-6)
 
 
-def float32_precisions() -> list[str]:
+def float32_operators() -> Any:
     backends = torch.backends
-    operators: Any = (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul)
-    return [own.fp32_precision for own in operators]
+    return (backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul)
+
+
+def float32_precisions() -> list[str]:
+    return [own.fp32_precision for own in float32_operators()]
 
 
 @pytest.mark.parametrize("interface", ["default", "older", "newer"])
@@ -222,7 +225,8 @@ def test_single_precision_has_all_its_digits(curvature: str, interface: str) -> 
     finally:
         torch.backends.cudnn.allow_tf32 = True
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+        for own, precision in zip(float32_operators(), default, strict=True):  # other tests may have left "ieee"
+            own.fp32_precision = precision
     assert "tf32" in before and after == before and float32_precisions() == default
     assert seen and all(precisions == ["ieee"] * 4 for precisions in seen)
 
