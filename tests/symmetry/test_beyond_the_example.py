@@ -188,8 +188,9 @@ def test_verification_runs_all_examples_and_training_mode() -> None:
     assert found.training == "followed"
     name = next(g.name for g in found.permutations if g.size == 8)
     wrong = found.without(name).with_permutation("h", {"a.weight": 0, "a.bias": 0, "mean.weight": 1})
-    with pytest.raises(tus.SymmetryError, match="'h'"):
-        tus.verify_symmetries(wrong, case.network, case.example)
+    for given in (wrong, wrong.without_probe()):  # as it is, and as it is after pickling
+        with pytest.raises(tus.SymmetryError, match="'h'"):
+            tus.verify_symmetries(given, case.network, case.example)
 
 
 def test_lists_of_examples_are_checked() -> None:
@@ -240,6 +241,10 @@ APART: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "exponential": (torch.exp, False),
     "largest alone": (lambda h: h * (h >= h.amax(-1, keepdim=True)), False),
     "product with a ReLU": (lambda h: h * relu(h), False),
+    "layer norm": (lambda h: F.layer_norm(h, (8,)), True),
+    "softmax over the batch": (lambda h: h.softmax(0), False),
+    "instance norm over the batch": (lambda h: F.instance_norm(h.T[None])[0].T, False),
+    "leaky ReLU without a slope": (lambda h: F.leaky_relu(h, 0.0), False),
     "cut to integers": (lambda h: h.int(), False),
     "half precision": (lambda h: h.bfloat16(), False),
 }

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
@@ -17,7 +17,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup, ScaleTerm
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.nesting import Nestings
-from tu_symmetry.symmetry.probe import Example, ExampleInputs, ExampleKwargs, Probe, examples_of
+from tu_symmetry.symmetry.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.scales import scale_groups
 from tu_symmetry.symmetry.source import asks_for_mode, never_named
@@ -168,7 +168,7 @@ class _Passes:
             try:
                 found.append(trace(model, args, kwargs, record=record, training=True))
             except SymmetryError as error:
-                two = tree_map_only(Tensor, _twice, (args, kwargs))  # batch norm trains on two samples at least
+                two = doubled((args, kwargs))
                 try:
                     found.append(trace(model, *two, record=record, training=True))
                 except SymmetryError:
@@ -182,10 +182,6 @@ class _Passes:
         """Names of tensors that no pass computes with, or that no output depends on."""
         used = {name for t in self.traces for name in t.names(live=live)}
         return [name for name in names if name not in used]
-
-
-def _twice(tensor: Tensor) -> Tensor:
-    return torch.cat([tensor, tensor]) if tensor.ndim else tensor
 
 
 def require_one_device(model: nn.Module, inputs: Example) -> None:

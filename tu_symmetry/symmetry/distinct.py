@@ -70,6 +70,7 @@ class Distinct:
         operands: Mapping[str, tuple[torch.fx.Node, Value]],
         inputs: Sequence[torch.fx.Node],
         outputs: Sequence[Value],
+        axes: Sequence[int] = (),
     ) -> None:
         """What can be said of an operator's result.
 
@@ -79,6 +80,8 @@ class Distinct:
             operands: its floating-point tensors, by the names of the arguments (lists are left out).
             inputs: all nodes that it reads.
             outputs: its values.
+            axes: along which it normalizes, for a ``distinct`` one. Along others the entries of a unit change by what
+                is their own (a softmax over the batch takes each unit's bias away).
         """
         self.depends[node] = depends = self._of(inputs)
         if len(outputs) == 1 and "random" in traits:
@@ -88,14 +91,18 @@ class Distinct:
         here = _joined([_units(v) for v in outputs])
         found = [
             Proof(kept, proof.witness)
-            for proof in self._found(traits, operands, outputs[0])
+            for proof in self._found(traits, operands, outputs[0], axes)
             if len(kept := proof.units[among(proof.units, here)])
         ]
         if found:
             self.proofs[node] = tuple(found)
 
     def _found(
-        self, traits: frozenset[str], operands: Mapping[str, tuple[torch.fx.Node, Value]], output: Value
+        self,
+        traits: frozenset[str],
+        operands: Mapping[str, tuple[torch.fx.Node, Value]],
+        output: Value,
+        axes: Sequence[int],
     ) -> list[Proof]:
         values = list(operands.values())
         if not values:
@@ -115,7 +122,8 @@ class Distinct:
         found: list[Proof] = []
         if self._independent([n for n, _ in rest]):
             if "distinct" in traits:
-                found.append(Proof(self.units(first), NOBODY))
+                proven = self.units(first)
+                found += [Proof(u[among(u, proven)], NOBODY) for u in (_units(output, k) for k in axes)]
             elif all(self._different(n, v) for n, v in rest):
                 found.append(Proof(_units(output), NOBODY))
         if bias is not None and not self.depends.get(bias[0], 0) & self._of([n for n, _ in rest]):

@@ -294,6 +294,11 @@ def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = N
     return [(a if isinstance(a, tuple) else (a,), dict(k)) for a, k in zip(several, named, strict=True)]
 
 
+def doubled(example: Example) -> Example:
+    """The example twice along its first axis: batch norm trains on two samples at least."""
+    return tree_map_only(Tensor, lambda t: torch.cat([t, t]) if t.ndim else t, example)
+
+
 def hollow(model: nn.Module) -> nn.Module:
     """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
 

@@ -33,7 +33,7 @@ TRAIT_NAMES = frozenset((
 ``picks``           entries of its first tensor, found by positions (look-ups)
 ``combines``        integers and booleans enter as factors, terms or choices, never as positions
 ``injective``       entry by entry, ascending or descending throughout, without flat parts, in floating point as well
-``distinct``        different entries stay different (softmax); a tensor named ``bias``, if there is one, is added
+``distinct``        what differs along ``dim`` or ``normalized_shape`` still does (softmax); a tensor ``bias`` is added
 ``shifts``          sums and differences of two tensors, or of a tensor and a number
 ``spreads``         linear in each of its tensors, all of which it multiplies; a tensor named ``bias`` is added
 ``pools``           sums, means or extrema of entries (along an axis, over windows)

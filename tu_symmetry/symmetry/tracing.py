@@ -262,13 +262,14 @@ def _is_continuous(tensor: Tensor) -> bool:
 
 
 def _traits(node: torch.fx.Node) -> frozenset[str]:
-    """What is known of the operator that a node calls; nothing of one that behaves otherwise in training."""
+    """What is known of the operator that a node calls; nothing of one with arguments that make it another one."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return frozenset()
     name = _rule_name(node.target)
-    if any(a.name == "train" for a in node.target._schema.arguments):
-        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-        if given.get("train"):
+    names = [a.name for a in node.target._schema.arguments]
+    if "train" in names or "negative_slope" in names:  # a dropout that drops, a leaky ReLU that is a ReLU
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if given.get("train") or given.get("negative_slope", 1) == 0:
             return frozenset()
     return TRAITS.get(name, frozenset())
 
@@ -698,7 +699,10 @@ class _Interpreter:
         if self.orders and outputs:
             operands = self._operands(node, bound)
             kept = all(_keeps_digits(node.meta.get("val"), n.meta["val"]) for n, _ in operands.values())
-            self.distinct.follow(node, traits if kept else frozenset(), operands, node.all_input_nodes, outputs)
+            held_axes = [bound["dim"]] if isinstance(bound.get("dim"), int) else []
+            held_axes += range(-len(bound.get("normalized_shape") or ()), 0)
+            axes = [k % max(outputs[0].ndim, 1) for k in held_axes if outputs[0].ndim]
+            self.distinct.follow(node, traits if kept else frozenset(), operands, node.all_input_nodes, outputs, axes)
 
     def _operands(self, node: torch.fx.Node, bound: dict[str, Any]) -> dict[str, tuple[torch.fx.Node, Value]]:
         """The floating-point tensors among the arguments; those of a list by the argument's name and their number."""

@@ -31,7 +31,7 @@ from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.probe import ExampleInputs, ExampleKwargs, Probe, perturb_
+from tu_symmetry.symmetry.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of, perturb_
 from tu_symmetry.symmetry.probe import random_state as random_state
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ def verify_symmetries(
     graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
     probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(seed))
     if graph.training == "followed":
-        known = graph.probe.others if graph.probe is not None else ()
-        probe.trained([(p.args, p.kwargs) for p in known if p.module.training])
+        if graph.probe is not None:
+            probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
+        else:  # an unpickled graph
+            probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
     verify(graph, probe, on_failure=on_failure, tolerance=tolerance, seed=seed)
     if graph.probe is None:
         graph.probe = probe
