@@ -103,9 +103,7 @@ class Probe:
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
             return tensor.mean() + tensor.std() * noise
 
-        probe = Probe(self.module, *tree_map_only(Tensor, draw, (self.args, self.kwargs)))
-        probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
-        return probe
+        return self._with(draw)
 
     def blank(self) -> Probe:
         """The same network with zeros for its floating-point inputs, and random states with no positive bias.
@@ -116,9 +114,14 @@ class Probe:
         def zeros(tensor: Tensor) -> Tensor:
             return torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
 
-        probe = Probe(self.module, *tree_map_only(Tensor, zeros, (self.args, self.kwargs)))
-        probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
+        probe = self._with(zeros)
         probe._dead = True
+        return probe
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Probe:
+        probe = copy.copy(self)
+        probe.args, probe.kwargs = tree_map_only(Tensor, change, (self.args, self.kwargs))
+        probe.others = ()
         return probe
 
     def without_epsilons(self) -> Probe:
@@ -658,7 +661,8 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.cpu().clone()
     dtype = _like(tensor.dtype, torch.float64)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=dtype)
+    # numbers of single precision: drawing is most of what small batches cost
+    noise = torch.randn(tensor.shape, generator=generator, dtype=_like(tensor.dtype, torch.float32)).to(dtype)
     last = name.rpartition(".")[2]
     if "var" in last and not tensor.is_complex():
         return 0.5 + noise.abs()
