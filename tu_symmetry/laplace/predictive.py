@@ -18,8 +18,8 @@ from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.memory import require_memory
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed

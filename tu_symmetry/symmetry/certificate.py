@@ -75,8 +75,8 @@ def certify(
     The network runs in float64, in evaluation mode, with constants for noise, on the inputs that the graph was
     discovered with or on those given. What rounding explains is measured too: a tensor whose entries only changed
     places was not rounded, every other one is perturbed by the rounding of its own dtype, a few times. A certificate
-    takes three runs of the network for each sample (five where a normalization's epsilon plays a role), and up to fifteen
-    more where rounding is not explained at once.
+    takes three runs of the network for each sample (five where a normalization's epsilon plays a role), and more where
+    they do not explain the change at once.
 
     Args:
         graph: the architecture's symmetry graph; its ``probe`` is the network.

@@ -1,15 +1,15 @@
 """Numerical verification: every claimed group acts on real weights, and the outputs have to stay the same.
 
-Wrong claims could hide each other in a pass that moves several: ``relu`` between two layers, the rows of the first claimed
-as one group and the columns of the second as another, which are wrong apart and right together. Every block of units
-moves by an element of its own, so that two blocks of n units agree with probability ``1 / (n - 1)!`` at most, and blocks
-of :data:`FEW` units or more need no passes of their own: all are moved at once, and random subsets. (Of products of
-symmetric groups all other proper subgroups are as rare, but those that only tie the signs of permutations: each of the
-passes misses one of these with probability one half.)
+Wrong claims could hide each other in a pass that moves several: ``relu`` between two layers, the rows of the first
+claimed as one group and the columns of the second as another, which are wrong apart and right together. Every block of
+units moves by an element of its own, so that two blocks of n units agree with probability ``1 / (n - 1)!`` at most, and
+blocks of :data:`FEW` units or more need no passes of their own: all are moved at once, and random subsets. (Of products
+of symmetric groups all other proper subgroups are as rare, but those that only tie the signs of permutations: each of
+the passes misses one of these with probability one half.)
 
-A block of two units has one element that moves anything. Every block of fewer than :data:`FEW` units therefore takes part
-in half of further passes, another half each: of any two, some pass moves the first without the second, and another one
-the second without the first. With n passes there are ``n! / (n/2)!^2`` such halves (Sperner's theorem: there are no
+A block of two units has one element that moves anything. Every block of fewer than :data:`FEW` units therefore takes
+part in half of further passes, another half each: of any two, some pass moves the first without the second, and another
+one the second without the first. With n passes there are ``n! / (n/2)!^2`` such halves (Sperner's theorem: there are no
 more), so that 70 blocks take 8 passes, where the bits of their numbers and the complements would take 14.
 
 Half of the passes have other weights and other inputs than the other half. Scales that hold up to a normalization's
@@ -369,7 +369,9 @@ class _Base:
 
         Args:
             probe: the network.
-            tolerance, seed, constants: as for :func:`verify_symmetries`.
+            tolerance: as for :func:`verify_symmetries`.
+            seed: of the weights and of other inputs.
+            constants: tensors that the network reads by value.
             groups: what will move the weights.
             repeat: whether to check that the network computes the same twice.
             other: whether to take other numbers than the given inputs, where the network runs with them.
@@ -406,7 +408,9 @@ class _Base:
 
     def repeat(self) -> None:
         """Run the weights again, which are those behind the reference's outputs."""
-        again = Reference(self.reference.outputs).difference(self.probe.run(self.state), 0.0, epsilon=self.probe.epsilon)
+        again = Reference(self.reference.outputs).difference(
+            self.probe.run(self.state), 0.0, epsilon=self.probe.epsilon
+        )
         if not again.holds:
             raise SymmetryError(
                 "the network does not compute the same twice for the same weights and inputs, so that no symmetry of "
