@@ -181,9 +181,7 @@ def _one(
         explained = _epsilon_effect((outputs, exact.run(before)), (moved, exact.run(after)))
     reference = Reference(outputs)
     generator = torch.Generator().manual_seed(0)
-    shared: dict[int, Tensor] = {}
     narrow = probe.large(before)  # no copies: the noise is added where weights are used
-    wide = {} if narrow else {n: shared.setdefault(id(t), _wide(t)) for n, t in before.items()}
 
     def amount(name: str) -> float:
         return max(rounding.get(name, 0.0), COMPUTATION * probe.epsilon)
@@ -195,8 +193,8 @@ def _one(
             if narrow:
                 reference.change(outputs, probe.run(before, noise=amount, generator=generator), noise)
                 continue
-            copies = {id(t): t.clone() for t in wide.values()}
-            noisy = {n: copies[id(t)] for n, t in wide.items()}
+            copies = {id(t): _wide(t) for t in before.values()}
+            noisy = {n: copies[id(t)] for n, t in before.items()}
             perturb_(noisy, amount, generator)
             reference.change(outputs, probe.run(noisy), noise)
         return reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
@@ -229,9 +227,9 @@ def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.detach().to("cpu", torch.complex128)
-    return tensor.detach().to("cpu", torch.float64) if tensor.is_floating_point() else tensor.detach().cpu()
+    """A contiguous copy in double precision, on the CPU."""
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:
@@ -248,9 +246,8 @@ def _content(tensor: Tensor) -> int:
     flat = flat + 0.0  # -0 is 0
     bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()])
     total = 0
-    for piece in bits.split(2**21):
-        x = piece.to(torch.int64)
-        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):  # the splitmix64 finalizer
-            x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        total += int((x ^ ((x >> 31) & ((1 << 33) - 1))).sum())
+    for piece in bits.split(2**16):  # which the processor's cache holds
+        x = piece.to(torch.int64).mul_(-4658895280553007687)  # every bit reaches the upper half, and that the lower one
+        x ^= x >> 32
+        total += int(x.mul_(x).sum())
     return total % 2**64
