@@ -116,7 +116,7 @@ def certify(
         raise SymmetryError("the states hold no samples, so there is nothing to certify")
     inexact = any(not g.exact for g in (*graph.scales, *graph.normalizations))
     found = [
-        _one(probe, {n: t[place] for n, t in before.items()}, {n: t[place] for n, t in after.items()}, inexact)
+        _one(probe, *({n: t[place] if place else t for n, t in s.items()} for s in (before, after)), inexact)
         for place in _places(tuple(shape))
     ]
     worst = max(found, key=lambda f: (not f[0].holds, f[0].change / max(f[0].allowed, 1e-300)))[0]
@@ -227,9 +227,11 @@ def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """A contiguous copy in double precision, on the CPU."""
+    """A copy in double precision, on the CPU; a dense one is contiguous."""
     dtype = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+    dense = tensor.layout == torch.strided
+    layout = torch.contiguous_format if dense else torch.preserve_format
+    return tensor.detach().to("cpu", dtype, copy=True, memory_format=layout)
 
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:
