@@ -86,6 +86,15 @@ def test_the_settings_of_this_run_have_reached_torch() -> None:
 def test_commits_go_through_the_combinations_in_turn() -> None:
     chosen = {choose(f"commit:{number:08x}aa")[0] for number in range(100)}
     assert chosen == {name for name, combination in COMBINATIONS.items() if combination.turns}
-    assert choose("shuffled:5EED") == ("shuffled", 0x5EED)
+    assert choose("shuffled:5EED") == ("shuffled", COMBINATIONS["shuffled"], 0x5EED)
     with pytest.raises(SystemExit, match="choose one of products"):
         choose("nothing")
+
+
+def test_combinations_are_joined() -> None:
+    name, both, number = choose("threads-4+elsewhere+products+shuffled:1")
+    assert (name, number) == ("threads-4+elsewhere+products+shuffled", 1)
+    assert both.environment == COMBINATIONS["threads-4"].environment | COMBINATIONS["elsewhere"].environment
+    assert both.options == ("--perturb-products", "--shuffle={number}") and both.elsewhere and both.torch is None
+    with pytest.raises(SystemExit, match="no combination 'nothing'"):
+        choose("files+nothing")
