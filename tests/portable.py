@@ -50,6 +50,7 @@ class Combination:
 
 COMBINATIONS = {
     "products": Combination(options=("--perturb-products",)),
+    "shapes": Combination(options=("--perturb-shapes",)),
     "files": Combination(options=("--perturb-products", "--displace-files")),
     "plain-kernels": Combination({"ATEN_CPU_CAPABILITY": "default"}),
     "mkl-compatible": Combination({"MKL_CBWR": "COMPATIBLE"}),

@@ -40,6 +40,15 @@ def test_files(tmp_path):
         found = [load_file(tmp_path / "a")["a"], file.get_tensor("a"), file.get_slice("a")[:]]
     assert all(torch.equal(a, t) and t.data_ptr() % 64 == 8 for t in found)
 """
+SHAPES = """
+import torch
+
+def test_shapes():
+    a = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = a @ a
+    assert torch.equal(whole, a @ a.clone()) and not torch.equal(whole[:4], a[:4] @ a)
+    assert torch.allclose(whole[:4], a[:4] @ a, rtol=1e-12) and torch.equal(torch.eye(8) @ torch.eye(8), torch.eye(8))
+"""
 WARNING = """
 import pytest, warnings
 
@@ -53,9 +62,10 @@ def test_it(kind):
     ("content", "options", "outcome"),
     [
         (ELSEWHERE, ["--perturb-products", "--displace-files"], "11 passed"),
+        (SHAPES, ["--perturb-shapes"], "1 passed"),
         (WARNING, ["--warnings-are-errors"], "2 failed"),
     ],
-    ids=["elsewhere", "warnings"],
+    ids=["elsewhere", "shapes", "warnings"],
 )
 def test_the_plugin_does_what_its_options_say(content: str, options: list[str], outcome: str, tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(content)
