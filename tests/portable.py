@@ -82,6 +82,8 @@ def choose(chosen: str) -> tuple[str, Combination, int]:
         if part not in COMBINATIONS:
             raise SystemExit(f"there is no combination {part!r}; choose one of {', '.join(COMBINATIONS)}")
         own += COMBINATIONS[part]
+    if own.torch is not None and "+" in name:
+        raise SystemExit(f"{name}: another torch is tested by `make matrix`, alone; join the others where it is installed")
     return name, own, number
 
 
