@@ -9,6 +9,7 @@
   numbers stay, since they round nowhere.
 - ``--displace-files``: what the safetensors library reads lies 8 bytes off 64, as most of a file does.
 - ``--shuffle=SEED``: modules, and tests within them, in random order.
+- ``--part=K/N``: of every N tests the one at K, from all over the suite, where a machine has no time for all.
 - ``--warnings-are-errors``: but for the library's own, and for those of other libraries that pyproject.toml names.
 """
 
@@ -41,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--perturb-shapes", action="store_true", help="the same for all products, by their shapes")
     group.addoption("--displace-files", action="store_true", help="read tensors to odd addresses")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in random order")
+    group.addoption("--part", metavar="K/N", help="one test of every N")
     group.addoption(
         "--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names"
     )
@@ -68,7 +70,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
                 warnings.simplefilter("default", kind)
 
 
+@pytest.hookimpl(trylast=True)  # after tests that nobody asked for are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part is not None:
+        number, parts = map(int, config.option.part.split("/"))
+        items[:] = items[number % parts :: parts]
     if config.option.shuffle is None:
         return
     modules: dict[str, list[pytest.Item]] = {}

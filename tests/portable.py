@@ -83,7 +83,7 @@ def choose(chosen: str) -> tuple[str, Combination, int]:
             raise SystemExit(f"there is no combination {part!r}; choose one of {', '.join(COMBINATIONS)}")
         own += COMBINATIONS[part]
     if own.torch is not None and "+" in name:
-        raise SystemExit(f"{name}: another torch is tested by `make matrix`, alone; join the others where it is installed")
+        raise SystemExit(f"{name}: only `make matrix` tests another torch; join the others where it is installed")
     return name, own, number
 
 

@@ -78,12 +78,13 @@ def test_the_plugin_does_what_its_options_say(content: str, options: list[str], 
 def test_the_order_is_that_of_the_seed() -> None:
     nodes = [f"{module}.py::test_{k}" for module in "abc" for k in range(9)]
 
-    def order(seed: int | None) -> list[str]:
+    def order(seed: int | None, part: str | None = None) -> list[str]:
         items = [SimpleNamespace(nodeid=node) for node in nodes]
-        pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(shuffle=seed)), items)
+        pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(shuffle=seed, part=part)), items)
         return [item.nodeid for item in items]
 
     assert order(None) == nodes and order(1) == order(1) != order(2)
+    assert sorted(node for k in range(4) for node in order(None, f"{k}/4")) == nodes
     assert sorted(order(1)) == nodes and [node[0] for node in order(1)[::9]] != list("abc")
 
 
