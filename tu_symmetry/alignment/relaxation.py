@@ -219,8 +219,9 @@ class _RelaxedPair:
 
     def permutation(self) -> Permutation:
         """The group permutation that is closest to the doubly stochastic matrices."""
-        on_host = {g: m.to("cpu", torch.float64) for g, m in self.matrices.items()}
-        return {n: p for family in self.plan.families for n, p in assign_family(family, on_host).items()}
+        on_host = moved([m.double() for m in self.matrices.values()], torch.device("cpu"))
+        matrices = dict(zip(self.matrices, on_host, strict=True))
+        return {n: p for family in self.plan.families for n, p in assign_family(family, matrices).items()}
 
 
 def frank_wolfe(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.transfer import moved as on_device
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -72,7 +73,9 @@ def check_permutation(permutation: Mapping[str, Tensor]) -> None:
     for name, p in permutation.items():
         if p.dtype not in (torch.int64, torch.int32) or p.ndim == 0:
             raise SymmetryError(f"permutation[{name!r}] must be an integer tensor, got {p.dtype} of {tuple(p.shape)}")
-        if not torch.equal(p.sort(dim=-1).values, torch.arange(p.shape[-1], device=p.device).expand(p.shape).to(p)):
+    on_host = on_device(list(permutation.values()), torch.device("cpu"))
+    for name, p in zip(permutation, on_host, strict=True):
+        if not torch.equal(p.sort(dim=-1).values, torch.arange(p.shape[-1], device="cpu").expand(p.shape).to(p)):
             raise SymmetryError(f"permutation[{name!r}] is no permutation: an index is missing or repeated")
 
 
