@@ -202,13 +202,13 @@ def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Ten
     for group in groups:
         value = log_scale.get(group.name)
         if value is None:
-            value = torch.zeros(group.size, dtype=torch.float64)
+            value = torch.zeros(group.size, dtype=torch.float64, device="cpu")
         if tuple(value.shape) != (group.size,):
             raise SymmetryError(f"log_scale[{group.name!r}] has shape {tuple(value.shape)}, expected ({group.size},)")
         if not torch.isfinite(value).all():
             raise SymmetryError(f"log_scale[{group.name!r}] holds NaN or infinite values")
         parts.append(value.detach().to(torch.float64).cpu())
-    return torch.cat([*parts, torch.zeros(1, dtype=torch.float64)])
+    return torch.cat([*parts, torch.zeros(1, dtype=torch.float64, device="cpu")])
 
 
 def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -366,5 +366,5 @@ def largest_entry(tensor: Tensor) -> float:
 def _exp_of_sum(logs: Sequence[Tensor]) -> Tensor:
     """``exp(sum(logs))``; as a product over axes, which takes few exponentials, unless these could overflow."""
     if sum(float(log.abs().max()) for log in logs) > 600:
-        return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64)))
-    return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64))
+        return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64, device="cpu")))
+    return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64, device="cpu"))

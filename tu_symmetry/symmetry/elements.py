@@ -30,7 +30,7 @@ LogScale = dict[str, Tensor]
 
 def identity_permutation(graph: SymmetryGraph) -> Permutation:
     """The identity permutation: name to ``arange(size)``, repeated for each block."""
-    return {g.name: torch.arange(g.size).expand(g.shape).clone() for g in graph.permutations}
+    return {g.name: torch.arange(g.size, device="cpu").expand(g.shape).clone() for g in graph.permutations}
 
 
 def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
@@ -98,7 +98,7 @@ def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         moved = (*_origin(parent, permutation), permutation[parent])
     still = len(blocks) - len(moved)  # blocks that no group moves stay where they are
     moved = tuple(m.reshape(*m.shape, *[1] * (still + 1)) for m in moved)
-    grids = (torch.arange(b).reshape(-1, *[1] * (still - k)) for k, b in enumerate(blocks[len(moved) :]))
+    grids = (torch.arange(b, device="cpu").reshape(-1, *[1] * (still - k)) for k, b in enumerate(blocks[len(moved) :]))
     return (*moved, *grids)
 
 
@@ -156,13 +156,13 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
             continue
         size = own.shape[-1]
         rows = own.reshape(-1, size)
-        strides = torch.arange(rows.shape[0]).reshape(own.shape[:-1])
+        strides = torch.arange(rows.shape[0], device="cpu").reshape(own.shape[:-1])
         source = strides[block_origin(name, p)].flatten().tolist()
         seen = [False] * len(source)
         for start in range(len(source)):
             if seen[start]:
                 continue
-            product, block = torch.arange(size), start
+            product, block = torch.arange(size, device="cpu"), start
             while not seen[block]:  # follow units from block to block until the cycle closes
                 seen[block] = True
                 product = rows[block][product]

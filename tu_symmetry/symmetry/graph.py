@@ -166,7 +166,7 @@ class SymmetryGraph(Brief):
             kept = group not in reasons
             number += range(start, start + group.size) if kept else [-1] * group.size
             start += group.size if kept else 0
-        renumbered = torch.tensor([*number, -1])  # the last entry answers for the index -1
+        renumbered = torch.tensor([*number, -1], device="cpu")  # the last entry answers for the index -1
         terms = {
             name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
             for name, held in self.scale_terms.items()
@@ -220,7 +220,9 @@ class SymmetryGraph(Brief):
                         f"one out first: graph.without({group.name!r})"
                     )
         size = sizes.pop()
-        members = tuple(PermutationMember(n, axis, torch.arange(size).unsqueeze(1)) for n, axis in given.items())
+        members = tuple(
+            PermutationMember(n, axis, torch.arange(size, device="cpu").unsqueeze(1)) for n, axis in given.items()
+        )
         return replace(
             self,
             permutations=(*self.permutations, PermutationGroup(name, size, members)),
