@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 from torchvision.io import encode_jpeg
 
+from tu_symmetry.cli import main
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE
 from tu_symmetry.datamodules.tomography import strip_projector
@@ -141,7 +142,7 @@ def small(value: Any, key: str = "") -> Any:
         ):
             made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
         if str(made.get("class_path", "")).endswith(".TomographyDataModule"):
-            made["init_args"] |= {"images": value["init_args"]["images"]}  # with which num_problems of the routine goes
+            made["init_args"] |= {"images": 2}
         if str(made.get("class_path", "")).endswith(".dropout_posterior"):
             made["init_args"] |= {"num_samples": 800}  # more than an image has pixels
         if str(made.get("class_path", "")).endswith(".sampled_posterior"):
@@ -149,6 +150,10 @@ def small(value: Any, key: str = "") -> Any:
         if made.get("class_path") == "torch_uncertainty.models.classification.resnet":
             small_one = {"num_classes": 10, "width": 2, "blocks": [1, 1]}
             return {"class_path": "tu_symmetry.experiments.rebasin.ResNet", "init_args": small_one}
+        if "num_problems" in (routine := made.get("routine", {}).get("init_args", {})) and "images" in (
+            options := made["data"]["init_args"]
+        ):
+            routine["num_problems"] = options["images"] * len(options["num_angles"])
         return made
     return [small(v) for v in value] if isinstance(value, list) else value
 
@@ -159,6 +164,17 @@ def small_file(typed: Typed, folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(small(read_mapping(typed.file)), sort_keys=False))
     return path
+
+
+def run_files(commands: Sequence[Typed], folder: Path, accelerator: str) -> Iterator[Typed]:
+    """Type small commands one after the other in an empty folder, the present one; yields each that is done."""
+    plant_images(folder / "data")
+    plant_scan(folder / "data")
+    for typed in commands:
+        words = [typed.command, "--config", str(small_file(typed, folder / "small")), *typed.flags]
+        quiet = ["--trainer.enable_progress_bar=false", f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
+        assert main([*words, *(quiet if typed.command != "run" else ())]) == 0
+        yield typed
 
 
 def plant_images(root: Path, train: int = 240, test: int = 80) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tu_symmetry as tus
 from tu_symmetry.laplace.mixture import LaplaceMixture
+from tu_symmetry.metrics.functional import discrepancy_test
 from tu_symmetry.routines import SWAG
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,9 +41,9 @@ def states(count: int = 3) -> list[dict[str, Tensor]]:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(30, 5, generator=generator, dtype=torch.float64)
-    return x, (x @ torch.randn(5, 3, generator=generator, dtype=torch.float64)).argmax(-1)
+    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
+    x = torch.randn(30, 5, **options)
+    return x, (x @ torch.randn(5, 3, **options)).argmax(-1)
 
 
 def moved(value: Any, device: Any) -> Any:
@@ -104,22 +108,97 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.fixture(params=[False, True], ids=["", "default"])
+def default(request: pytest.FixtureRequest, cuda: torch.device) -> Any:
+    """Within which the device is that of tensors that are made without one (``torch.set_default_device``), or not."""
+    return cuda if request.param else nullcontext()
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_states_stay_on_their_device_and_are_those_of_the_cpu(name: str, cuda: torch.device) -> None:
+def test_states_stay_on_their_device_and_are_those_of_the_cpu(name: str, cuda: torch.device, default: Any) -> None:
     x = data()[0]
     graph = tus.discover_symmetries(network(), x)
     expected = OPERATIONS[name](graph, states(), x, "cpu")
-    found = OPERATIONS[name](graph, moved(states(), cuda), x.to(cuda), cuda)
+    own = moved(states(), cuda)
+    with default:
+        graph = tus.discover_symmetries(network().to(cuda), x.to(cuda))
+        found = OPERATIONS[name](graph, own, x.to(cuda), cuda)
     for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
         assert a.device == cuda
         torch.testing.assert_close(a.cpu(), b, **CLOSE)
 
 
-def test_symmetries_are_found_and_verified_on_the_device(cuda: torch.device) -> None:
-    x = data()[0]
-    there, here = tus.discover_symmetries(network().to(cuda), x.to(cuda)), tus.discover_symmetries(network(), x)
-    assert str(there) == str(here)
-    tus.verify_symmetries(there, network().to(cuda), x.to(cuda), on_failure="raise")
+def test_symmetries_are_found_and_verified_on_the_device(cuda: torch.device, default: Any) -> None:
+    x, here = data()[0], tus.discover_symmetries(network(), data()[0])
+    with default:
+        there = tus.discover_symmetries(network().to(cuda), x.to(cuda))
+        assert str(there) == str(here)
+        tus.verify_symmetries(there, network().to(cuda), x.to(cuda), on_failure="raise")
+
+
+def laplace(curvature: Any) -> Callable[..., Any]:
+    def found(x: Tensor, y: Tensor, device: Any) -> Any:
+        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(device)
+        model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
+        la = tus.LinearizedLaplace(model, curvature=curvature, prior="per_layer", rank=5)
+        la.fit(DataLoader(TensorDataset(x, y), batch_size=10)).optimize_evidence(max_iterations=3)
+        la.calibrate([(x, y)])
+        return la.predictive(x), la.function_samples(x, 3), la.theta
+
+    return found
+
+
+def dual(x: Tensor, y: Tensor, device: Any) -> Any:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double().to(device)
+    model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
+    images, matrix = x[:4].reshape(1, 1, 5, 4), x[:24].reshape(6, 20)
+    prior = tus.KernelPrior(["0.weight", "2.weight"], name="kernels")
+    found = tus.DualLaplace(model, structured=[prior], prior=None, observation=tus.LinearObservation(matrix))
+    found.fit([(images, x[:1, :1].expand(1, 6))]).optimize_evidence(hyperprior=tus.TotalVariation((5, 4), weight=0.1))
+    return found.function_samples(images, 3)
+
+
+def discrepancies(x: Tensor, y: Tensor, device: Any) -> Any:
+    stacks = [{"weight": t.reshape(-1, 5)} for t in (x[:20], x[10:] + 0.5)]
+    generator = torch.Generator().manual_seed(0)
+    found = discrepancy_test(*stacks, permutations=9, bootstraps=9, generator=generator)
+    return torch.tensor([found.value, found.p_value], device=device)
+
+
+MORE: dict[str, Callable[..., Any]] = {c: laplace(c) for c in CURVATURES} | {"dual": dual, "discrepancy": discrepancies}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_a_default_device_changes_nothing(name: str, cuda: torch.device) -> None:
+    """``torch.set_default_device``: what the library makes lies beside the data, or on the CPU where it says so."""
+    expected = MORE[name](*data(), "cpu")
+    with cuda:
+        found = MORE[name](*moved(data(), cuda), cuda)
+    for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b.to(cuda), rtol=1e-6, atol=1e-8)
+
+
+FACTORIES = (
+    "arange as_tensor asarray empty eye full linspace logspace ones rand randint randn randperm tensor tril_indices "
+    "triu_indices zeros"
+)
+
+
+def test_every_tensor_is_made_on_a_device_that_is_said() -> None:
+    """Else ``torch.set_default_device`` chooses it; parameters and metrics' states follow that on purpose."""
+    lacking = []
+    for path in sorted(Path(tus.__file__).parent.rglob("*.py")):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        names = {call: getattr(call.func, "attr", getattr(call.func, "id", "")) for call in calls}
+        following = [call for call, name in names.items() if name in ("add_state", "Parameter", "register_buffer")]
+        free = {inner for call in following for inner in ast.walk(call)}
+        lacking += [
+            f"{path.name}:{call.lineno}"
+            for call, name in names.items()
+            if name in FACTORIES.split() and ast.unparse(call.func) == f"torch.{name}"
+            if call not in free and not {k.arg for k in call.keywords} & {"device", None}
+        ]
+    assert not lacking, 'say device=..., near the data or "cpu"'
 
 
 def test_inputs_on_another_device_are_named(cuda: torch.device) -> None:

@@ -376,7 +376,7 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self.header.layout[name]
-        content = torch.empty(shape, dtype=dtype)
+        content = torch.empty(shape, dtype=dtype, device="cpu")
         if content.numel():
             with self.path.open("rb") as file:
                 file.seek(self.header.places[name])

@@ -14,15 +14,18 @@ from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import _RelaxedPair
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, flip_and_shift
+from tu_symmetry.laplace.informative import Informative, choose
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.mode import EvaluateAt, _Objective
 from tu_symmetry.laplace.structured import IsotropicPrior
+from tu_symmetry.laplace.subspace import _Search
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain
 from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.symmetry.action import largest_entry, permute_tensors_
 
 Waits = Callable[[Callable[[], object]], int]
 CUDA = torch.device("cuda", 0)
@@ -55,6 +58,22 @@ def test_leapfrog_steps(waits: Waits) -> None:
         return made
 
     assert waits(chain(3).step) == waits(chain(30).step)
+
+
+def test_tensors_that_a_permutation_moves(waits: Waits) -> None:
+    """The permutation is checked on the host, then all indices go to the device; finite numbers, largest entries."""
+    for hidden in (2, 5):
+        model = network(hidden)
+        graph = tus.discover_symmetries(model, torch.randn(2, 4))
+        graph.require_verified()
+        held = state(model, 0)
+        drawn = tus.random_permutation(graph, generator=torch.Generator().manual_seed(0))
+        there = {g: p.to(CUDA) for g, p in drawn.items()}
+        assert waits(lambda: tus.apply_permutation(graph, drawn, held)) == 1  # noqa: B023
+        assert waits(lambda: tus.apply_permutation(graph, there, held)) == 2  # noqa: B023
+        assert waits(lambda: permute_tensors_(graph, drawn, held)) == 1  # noqa: B023
+        assert waits(lambda: graph.check_state(held)) == 1  # noqa: B023
+        assert waits(lambda: largest_entry(held["0.weight"])) == 1  # noqa: B023
 
 
 def test_iterations_of_a_relaxation(waits: Waits) -> None:
@@ -145,3 +164,26 @@ def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt)
         la = tus.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
         la.fit([(x.double().to(CUDA), torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
         assert waits(lambda la=la: la.evidence.value_and_gradient(la.phi)) <= 4  # type: ignore[misc]
+
+
+def test_evaluations_of_the_joint_model(waits: Waits) -> None:
+    """Its Gram matrices stay where the rows are: precisions go there, value and slopes come back."""
+    x, y = (t.to(CUDA) for t in data(40))
+    model = network().double().to(CUDA)
+    la = tus.LinearizedLaplace(model, prior="per_layer").fit([(x.double(), y)])
+    found = KeptData(la.tangent, la.likelihood, [(x.double(), y)], budget=0)
+    own = Informative(found, la.prior_groups, found.outputs, choose(found, found.outputs, 1000))
+    assert own.grams.device == CUDA
+    search = _Search(la.fitted, found, 1 << 30)
+    point = search.start()
+    gradient = search.gradient(point)
+    evaluations = 0
+
+    def energy(rho: Tensor) -> tuple[float, Tensor]:
+        nonlocal evaluations
+        evaluations += 1
+        return search.energy(rho, point.tau)
+
+    bounds = (search.low, search.high)
+    total = waits(lambda: own.optimum(point.theta, gradient, point.rho, 1.0, energy, bounds))
+    assert evaluations > 2 and total <= 3 * evaluations + 3 * len(la.prior_groups) + 6

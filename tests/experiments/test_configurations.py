@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch.cli import LightningArgumentParser
-from recipe_runs import RECIPES, Typed, class_paths, plant_images, plant_scan, small_file, typed_commands
+from recipe_runs import RECIPES, Typed, class_paths, run_files, typed_commands
 
-from tu_symmetry.cli import main
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.tables.functions import build_parser
 from tu_symmetry.tables.lightning import SymmetryCLI
@@ -57,13 +56,8 @@ def test_every_file_runs_by_itself(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a reader types one after the other in an empty folder, on small networks and few images."""
-    plant_images(tmp_path / "data")
-    plant_scan(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    for typed in BY_RECIPE[recipe]:
-        words = [typed.command, "--config", str(small_file(typed, tmp_path / "small")), *typed.flags]
-        quiet = ["--trainer.enable_progress_bar=false", "--trainer.accelerator=cpu"]
-        assert main([*words, *(quiet if typed.command != "run" else ())]) == 0
+    for typed in run_files(BY_RECIPE[recipe], tmp_path, "cpu"):
         if typed.command == "fit":
             assert list((tmp_path / folder_of(typed)).rglob("*.ckpt")), "what --ckpt_path last resumes from"
         elif typed.command == "test":

@@ -91,7 +91,10 @@ def activation_matching(
         if any(g.name not in grams for g in family.groups if g.name not in parents) or _clash(family, places):
             unseen.append(family)
             continue
-        own = {g.name: grams.get(g.name, torch.zeros(2 * [math.prod(g.shape)]).double()) for g in family.groups}
+        own = {
+            g.name: grams.get(g.name, torch.zeros(2 * [math.prod(g.shape)], device="cpu").double())
+            for g in family.groups
+        }
         permutation.update(assign_family(family, own))
         objective += family_value(family, own, permutation)[0]
     sweeps, converged = 1, True

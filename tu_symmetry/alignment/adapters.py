@@ -231,4 +231,4 @@ def _mean(parts: Sequence[tuple[float, Tensor]], name: str) -> Tensor:
     first, total = parts[0][1], sum(w for w, _ in parts)
     if not first.is_floating_point() or total == 0:
         return first.clone()
-    return sum((w / total * t.double() for w, t in parts), torch.zeros((), dtype=torch.float64)).to(first)
+    return sum((w / total * t.double() for w, t in parts), torch.zeros((), dtype=torch.float64, device="cpu")).to(first)

@@ -151,7 +151,7 @@ def align(
             )
         dataloader = reusable(dataloader)
 
-    seed = None if generator is None else int(torch.randint(2**62, (), generator=generator))
+    seed = None if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
 
     def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
         if match_on == "activations":

@@ -30,7 +30,7 @@ _LOWEST = -40.0  # exponents below are raised to it: no zeros, and no denormal n
 def flat_source(group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
     """For each unit of a group, blocks flattened, the unit that it comes from: ``[blocks * size]``."""
     blocks = math.prod(group.blocks)
-    numbers = torch.arange(blocks).reshape(group.blocks)
+    numbers = torch.arange(blocks, device="cpu").reshape(group.blocks)
     origin = numbers[block_origin(group.name, permutation)].reshape(blocks, 1)
     return (origin * group.size + permutation[group.name].reshape(blocks, group.size)).reshape(-1)
 
@@ -40,7 +40,7 @@ def family_value(family: Family, grams: Mapping[str, Tensor], permutation: Mappi
     value = scale = 0.0
     for group in family.groups:
         source = flat_source(group, permutation)
-        picked = grams[group.name][torch.arange(len(source)), source]
+        picked = grams[group.name][torch.arange(len(source), device="cpu"), source]
         value += float(picked.sum(dtype=torch.float64))
         scale += float(picked.abs().sum(dtype=torch.float64))
     return value, scale
@@ -75,8 +75,8 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
     permutation: Permutation = {}
     for group in family.groups:  # parents first: they say which block comes from where
         blocks = math.prod(group.blocks)
-        numbers = torch.arange(blocks).reshape(group.blocks)
-        placeholder = torch.arange(group.size).expand(group.shape)
+        numbers = torch.arange(blocks, device="cpu").reshape(group.blocks)
+        placeholder = torch.arange(group.size, device="cpu").expand(group.shape)
         origin = numbers[block_origin(group.name, {**permutation, group.name: placeholder})].reshape(-1)
         picked = choices[group.name][np.arange(blocks), origin.numpy()]
         permutation[group.name] = torch.from_numpy(picked).reshape(group.shape)

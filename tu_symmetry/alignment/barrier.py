@@ -304,7 +304,7 @@ def barrier_of(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
             "look for NaN or infinite weights, inputs or running variances"
         )
     losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the path
-    curve = torch.tensor(losses, dtype=torch.float64)
+    curve = torch.tensor(losses, dtype=torch.float64, device="cpu")
     return LossBarrier(float(chord_excess(curve)), ratios, losses, chord(curve).tolist(), temperatures)
 
 
@@ -344,7 +344,7 @@ def barrier_matrix(
     batches = reusable(dataloader)
     data = None if recalibrate is None else reusable(recalibrate)
     members = unstack(states)
-    matrix = torch.zeros(len(members), len(members), dtype=torch.float64)
+    matrix = torch.zeros(len(members), len(members), dtype=torch.float64, device="cpu")
     pairs = list(itertools.combinations(range(len(members)), 2))
     for done, (i, j) in enumerate(pairs, 1):
         found = loss_barrier(model, members[i], members[j], batches, loss, points=points, recalibrate=data)

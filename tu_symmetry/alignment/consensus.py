@@ -41,7 +41,7 @@ Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int], Permutation]
 
 def medoid_candidates(count: int, candidates: int) -> list[int]:
     """Indices of the networks that are compared for a medoid: all, or a sample that depends on their number only."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")
     return sorted(order[:candidates].tolist())
 
 

@@ -114,7 +114,7 @@ def _units_first(tensor: Tensor, axis: int, index: Tensor) -> Tensor:
     moved = tensor.movedim(axis, 0)
     flat = index.reshape(-1)
     if len(flat) != moved.shape[0] or not torch.equal(
-        flat, torch.arange(len(flat))
+        flat, torch.arange(len(flat), device="cpu")
     ):  # else the order is right as it is
         moved = moved.index_select(0, flat.to(tensor.device))
     return moved.reshape(index.shape[0], -1)
@@ -149,7 +149,7 @@ def _within(member: PermutationMember, tensor: Tensor) -> Tensor:
 
 def own_member(member: PermutationMember, children: tuple[PermutationGroup, ...]) -> PermutationMember | None:
     """The positions of a group's member that belong to no nested group: they move with the block and keep slots."""
-    covered = torch.zeros(int(member.index.max()) + 1, dtype=torch.bool)
+    covered = torch.zeros(int(member.index.max()) + 1, dtype=torch.bool, device="cpu")
     for child in children:
         for other in child.members:
             if other.parameter != member.parameter or not _carries(member, other):
@@ -304,7 +304,9 @@ class WeightSimilarities:
                     total = gram if total is None else total + gram
             units = math.prod(group.shape)
             found[group.name] = (
-                torch.zeros(units, units, dtype=torch.float64) if total is None else total.to("cpu", torch.float64)
+                torch.zeros(units, units, dtype=torch.float64, device="cpu")
+                if total is None
+                else total.to("cpu", torch.float64)
             )
         return found
 
@@ -321,7 +323,7 @@ class WeightSimilarities:
         """
         root = family.root
         moved = self.moved(family.tensors, permutation, family.names)
-        own = torch.zeros(root.size, root.size, dtype=torch.float64)
+        own = torch.zeros(root.size, root.size, dtype=torch.float64, device="cpu")
         for member in trainable_members(self.graph, root):
             part = own_member(member, family.children)
             if part is not None:
@@ -332,7 +334,7 @@ class WeightSimilarities:
         counted: set[str] = set()
         for child in direct:
             heads, size = child.blocks[0], child.size
-            total = torch.zeros(heads, size, heads, size, dtype=torch.float64)
+            total = torch.zeros(heads, size, heads, size, dtype=torch.float64, device="cpu")
             shared: set[str] = set()
             for member in trainable_members(self.graph, child):
                 reference, tensor = self.reference[member.parameter], moved[member.parameter]
@@ -357,7 +359,7 @@ class WeightSimilarities:
         """Inner products ``[blocks, n, n]`` within the blocks of a deeper group, all other groups applied."""
         moved = self.moved(family.tensors, permutation, frozenset((group.name,)))
         blocks = math.prod(group.blocks)
-        total = torch.zeros(blocks, group.size, group.size, dtype=torch.float64)
+        total = torch.zeros(blocks, group.size, group.size, dtype=torch.float64, device="cpu")
         for member in trainable_members(self.graph, group):
             gram = member_gram(member, self.reference[member.parameter], moved[member.parameter])
             pairs = gram.to("cpu", torch.float64).reshape(blocks, group.size, blocks, group.size)

@@ -243,7 +243,7 @@ def descend(
     for sweep in range(1, max_iterations + 1):
         order = list(range(len(family_list)))
         if generator is not None:
-            order = torch.randperm(len(order), generator=generator).tolist()
+            order = torch.randperm(len(order), generator=generator, device="cpu").tolist()
         changed = False
         for k in order:
             family = family_list[k]
@@ -316,7 +316,9 @@ def _solve_nested(similarities: WeightSimilarities, family: Family, moving: str,
         if name != moving:
             held = permutation[name]
             for h in range(heads):
-                outer_cost[h] += gram[h].permute(1, 0, 2)[:, torch.arange(len(held[h])), held[h]].sum(-1).numpy()
+                outer_cost[h] += (
+                    gram[h].permute(1, 0, 2)[:, torch.arange(len(held[h]), device="cpu"), held[h]].sum(-1).numpy()
+                )
     grams = inner[moving].numpy()
     choice = np.empty((heads, heads, grams.shape[1]), dtype=np.int64)
     best_inner = np.empty((heads, heads))

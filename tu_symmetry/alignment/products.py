@@ -47,7 +47,7 @@ class MovePlan:
 
     def order(self, tensor: str, axis: int, size: int, sources: Mapping[str, Tensor]) -> Tensor:
         """The order of positions along an axis that groups' sources of units make."""
-        order = torch.arange(size)
+        order = torch.arange(size, device="cpu")
         for group, index in self.moves[tensor][axis]:
             order[index.reshape(-1)] = index[sources[group]].reshape(-1)
         return order
@@ -179,7 +179,7 @@ class PairProducts:
         """The operands with the groups of the other axis summed (left) and averaged (right) to one position each."""
         assert part.other is not None
         left, right = self._operands(part)
-        rest = torch.ones(len(left), dtype=torch.bool)
+        rest = torch.ones(len(left), dtype=torch.bool, device="cpu")
         pieces = []
         for _, index in self.plan.moves[part.tensor][part.other]:
             place = index.reshape(-1).to(left.device)
@@ -206,7 +206,9 @@ class PairProducts:
 
     def _changed(self, part: Part, order: Tensor) -> Tensor:
         """Positions along the other axis whose order has changed."""
-        return torch.arange(len(order)) if part.order is None else (order != part.order).nonzero().squeeze(1)
+        return (
+            torch.arange(len(order), device="cpu") if part.order is None else (order != part.order).nonzero().squeeze(1)
+        )
 
     def _zeros(self, group: str) -> Tensor:
         units, like = self.plan.sizes[group], next(iter(self.reference.values()))
@@ -226,7 +228,7 @@ def _layout(tensor: Tensor, part: Part) -> Tensor:
     else:
         units_last = units_last.unsqueeze(0)
     flat = part.index.T.reshape(-1)
-    if len(flat) != units_last.shape[-1] or not torch.equal(flat, torch.arange(len(flat))):
+    if len(flat) != units_last.shape[-1] or not torch.equal(flat, torch.arange(len(flat), device="cpu")):
         units_last = units_last.index_select(-1, flat.to(tensor.device))
     return units_last.reshape(units_last.shape[0], -1, len(part.index)).contiguous()
 

@@ -45,7 +45,9 @@ class _RelaxedNetwork:
         """Start at the barycenter, or with ``fixed`` at the identity."""
         self.plan, self.state = plan, state
         self.matrices = {
-            g: torch.eye(n, dtype=torch.float64) if fixed else torch.full((n, n), 1.0 / n, dtype=torch.float64)
+            g: torch.eye(n, dtype=torch.float64, device="cpu")
+            if fixed
+            else torch.full((n, n), 1.0 / n, dtype=torch.float64, device="cpu")
             for g, n in plan.sizes.items()
         }
         self.mixed: dict[str, dict[Axes, Tensor]] = {}
@@ -80,7 +82,7 @@ class _RelaxedNetwork:
                     gram = a @ b.T
                     found[group] = found[group] + gram if group in found else gram
         return {
-            g: found[g].to("cpu", torch.float64) if g in found else torch.zeros(n, n, dtype=torch.float64)
+            g: found[g].to("cpu", torch.float64) if g in found else torch.zeros(n, n, dtype=torch.float64, device="cpu")
             for g, n in self.plan.sizes.items()
         }
 
@@ -118,7 +120,7 @@ class _RelaxedNetwork:
         for group, source in sources.items():
             matrix = self.matrices[group]
             matrix.mul_(1 - ratio)
-            matrix[torch.arange(len(source)), source] += ratio
+            matrix[torch.arange(len(source), device="cpu"), source] += ratio
         for name, kept in self.mixed.items():
             for subset in reversed(kept):  # the larger sets first: they read the smaller ones as they were
                 if len(subset) == 1:
@@ -137,7 +139,7 @@ class _RelaxedNetwork:
             for group in family.groups:
                 source = flat_source(group, permutation)
                 sources[group.name] = source
-                best = float(gradients[group.name][torch.arange(len(source)), source].sum())
+                best = float(gradients[group.name][torch.arange(len(source), device="cpu"), source].sum())
                 gap += best - float((gradients[group.name] * self.matrices[group.name]).sum())
                 scale += abs(best)
         return sources, gap, scale
@@ -184,7 +186,9 @@ class _RelaxedPair:
             for group in family.groups:
                 source = flat_source(group, permutation)
                 sources[group.name] = source
-                best = float(on_host[group.name][torch.arange(len(source)), source].sum(dtype=torch.float64))
+                best = float(
+                    on_host[group.name][torch.arange(len(source), device="cpu"), source].sum(dtype=torch.float64)
+                )
                 gap += best
                 scale += abs(best)
         return permutation, sources, gap, scale
@@ -219,8 +223,9 @@ class _RelaxedPair:
 
     def permutation(self) -> Permutation:
         """The group permutation that is closest to the doubly stochastic matrices."""
-        on_host = {g: m.to("cpu", torch.float64) for g, m in self.matrices.items()}
-        return {n: p for family in self.plan.families for n, p in assign_family(family, on_host).items()}
+        on_host = moved([m.double() for m in self.matrices.values()], torch.device("cpu"))
+        matrices = dict(zip(self.matrices, on_host, strict=True))
+        return {n: p for family in self.plan.families for n, p in assign_family(family, matrices).items()}
 
 
 def frank_wolfe(
@@ -383,7 +388,7 @@ def _subsets(axes: Axes) -> Iterable[Axes]:
 
 def _rows(units_first: Tensor, index: Tensor) -> Tensor:
     flat = index.reshape(-1)
-    if len(flat) != units_first.shape[0] or not torch.equal(flat, torch.arange(len(flat))):
+    if len(flat) != units_first.shape[0] or not torch.equal(flat, torch.arange(len(flat), device="cpu")):
         units_first = units_first.index_select(0, flat.to(units_first.device))
     return units_first.reshape(index.shape[0], -1)
 

@@ -28,7 +28,7 @@ class _Moments:
 
     def __init__(self, axis: int) -> None:
         self.axis, self.count = axis, 0
-        self.mean = self.scatter = torch.zeros(())
+        self.mean = self.scatter = torch.zeros((), device="cpu")
 
     def add(self, activation: Tensor) -> None:
         """Add activations; all axes but the channels' are pooled (Chan's update, exact for any split in batches)."""

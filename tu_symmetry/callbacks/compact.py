@@ -163,7 +163,7 @@ class FitCompactPosterior(Callback):
         count = len(store) if self.num_samples is None else self.num_samples
         if not 2 <= count <= len(store):
             raise ValueError(f"{self.samples} holds {len(store)} samples, {count} are wanted; at least two are needed")
-        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64).round().long().tolist()
+        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64, device="cpu").round().long().tolist()
         return [{name: t.to(device) for name, t in store[i].items()} for i in chosen]
 
 

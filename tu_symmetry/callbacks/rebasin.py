@@ -269,7 +269,7 @@ class Rebasin(SymmetryCallback):
         for i, permutation in self.permutations.items():
             for state in (states[i], apply_permutation(graph, permutation, states[i])):
                 curves.append(loss_barrier(copied, reference, state, batches, loss).losses)
-        losses = torch.tensor(curves, dtype=torch.float64)
+        losses = torch.tensor(curves, dtype=torch.float64, device="cpu")
         if trainer.world_size > 1:
             losses = trainer.strategy.reduce(losses.to(pl_module.device), reduce_op="mean").cpu()
         before, after = chord_excess(losses).reshape(-1, 2).T.tolist()

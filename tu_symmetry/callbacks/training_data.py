@@ -210,7 +210,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Sequence) and not isinstance(a, (str, bytes)):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__array__"):
-        return _same(torch.as_tensor(a), torch.as_tensor(b))
+        return _same(torch.as_tensor(a, device="cpu"), torch.as_tensor(b, device="cpu"))
     return bool(a == b)
 
 

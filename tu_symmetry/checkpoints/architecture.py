@@ -150,7 +150,7 @@ def weightless(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
                 if tensor is not None and id(tensor) in held and tensor.layout == torch.strided:
                     if id(tensor) not in empty:
                         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                        zeros = torch.zeros((), dtype=kind).expand(tensor.shape)
+                        zeros = torch.zeros((), dtype=kind, device="cpu").expand(tensor.shape)
                         kept = isinstance(tensor, nn.Parameter)
                         empty[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if kept else zeros
                     tensors[name] = empty[id(tensor)]  # type: ignore[assignment]
@@ -189,8 +189,8 @@ def parse_input(text: str, dtype: torch.dtype, generator: torch.Generator) -> Te
     wanted = parse_dtype(name) if name else dtype
     try:
         if wanted.is_floating_point or wanted.is_complex:
-            return torch.randn(shape, generator=generator, dtype=wanted)
-        return torch.randint(2, shape, generator=generator).to(wanted)
+            return torch.randn(shape, generator=generator, dtype=wanted, device="cpu")
+        return torch.randint(2, shape, generator=generator, device="cpu").to(wanted)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ArchitectureError(f"{text!r}: torch makes no such input ({_first_line(error)})") from error
 

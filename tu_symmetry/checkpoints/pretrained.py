@@ -92,7 +92,7 @@ class Pretrained:
         dtype = parse_precision(self.dtype)
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=dtype)
+            return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
 
         return _INPUTS[self.config["_class_name"]](self.config, noise)
 
@@ -141,13 +141,13 @@ def _unet(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
     size = 2 ** len(config["down_block_types"])
     width = config.get("encoder_hid_dim") or config.get("cross_attention_dim") or 1280
     width = width[0] if isinstance(width, (list, tuple)) else width
-    times = torch.tensor([7, 423])
+    times = torch.tensor([7, 423], device="cpu")
     args = (noise(_BATCH, config["in_channels"], size, size), times, noise(_BATCH, _TOKENS, width))
     kwargs: dict[str, Any] = {}
     if config.get("class_embed_type") == "projection":
         kwargs["class_labels"] = noise(_BATCH, config["projection_class_embeddings_input_dim"])
     elif config.get("num_class_embeds") or config.get("class_embed_type"):
-        kwargs["class_labels"] = torch.tensor([0, 1])
+        kwargs["class_labels"] = torch.tensor([0, 1], device="cpu")
     added = config.get("addition_embed_type")
     if added == "text_time":
         text = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
@@ -167,7 +167,11 @@ def _autoencoder(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs
 def _dit(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
     """Latents of the one size that its positions are made for, times and classes."""
     size = config["sample_size"]
-    return (noise(_BATCH, config["in_channels"], size, size), torch.tensor([7, 423]), torch.tensor([0, 1])), {}
+    return (
+        noise(_BATCH, config["in_channels"], size, size),
+        torch.tensor([7, 423], device="cpu"),
+        torch.tensor([0, 1], device="cpu"),
+    ), {}
 
 
 _INPUTS: dict[str, Callable[[dict[str, Any], Callable[..., Tensor]], Inputs]] = {

@@ -208,7 +208,7 @@ class ImageDataModule(LightningDataModule):
                 if self.ood_size is not None and self.ood_size > len(found.x):
                     raise DataFileError(f"ood_size is {self.ood_size}, but there are {len(found.x)} such images")
                 count = self.ood_size or len(found.x)
-                chosen = torch.linspace(0, len(found.x) - 1, count, dtype=torch.float64).round().long()
+                chosen = torch.linspace(0, len(found.x) - 1, count, dtype=torch.float64, device="cpu").round().long()
                 self._parts["ood"] = self._pairs(LabeledImages(found.x[chosen], found.y[chosen]))
         return self._parts[name]
 
@@ -259,7 +259,7 @@ class DigitsDataModule(ImageDataModule):
         if part != "ood":
             return read_digits()[part]
         test = read_digits()["test"]
-        order = torch.rand(len(test.x), 64, generator=torch.Generator().manual_seed(0)).argsort(1)
+        order = torch.rand(len(test.x), 64, generator=torch.Generator().manual_seed(0), device="cpu").argsort(1)
         return LabeledImages(test.x.flatten(1).gather(1, order).view_as(test.x), test.y)
 
 
@@ -387,7 +387,7 @@ class CIFARDataModule(ImageDataModule):
                 x: Tensor = read_svhn(self.root, self.ood_size, download=False)
             else:
                 x = read_textures(self.root, self.ood_size, self.input_shape[-1])
-            return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8))
+            return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8, device="cpu"))
         if self.source == "torchvision":
             return read_cifar(self.root, self.dataset, part, download=False)
         if part not in self._archive:  # one pass over the archive where both halves are about to be needed
@@ -401,4 +401,4 @@ class CIFARDataModule(ImageDataModule):
 
 
 def _by_channel(values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values).view(-1, 1, 1)
+    return torch.tensor(values, device="cpu").view(-1, 1, 1)

@@ -55,8 +55,8 @@ class SeededOrder(DistributedSampler[Pair]):
         """Indices of this process in this epoch; the first ones are repeated where the shares would be unequal."""
         n = len(self.dataset)  # type: ignore[arg-type]
         generator = _generator(self.seed, self.epoch)
-        order = torch.randperm(n, generator=generator) if self.shuffle else torch.arange(n)
-        order = order[torch.arange(self.total_size) % n]
+        order = torch.randperm(n, generator=generator, device="cpu") if self.shuffle else torch.arange(n, device="cpu")
+        order = order[torch.arange(self.total_size, device="cpu") % n]
         return order[self.rank : self.total_size : self.num_replicas]
 
     def generator(self, batch: int) -> torch.Generator:
@@ -125,7 +125,7 @@ class ResumableLoader(DataLoader[Any]):
                 yield self._augmented(x.flatten(0, 1), *self.orders).view_as(x), dataset.y[chosen]
             return
         order: SeededOrder = self.sampler  # type: ignore[assignment]
-        indices, every = order.order(), torch.arange(len(dataset))
+        indices, every = order.order(), torch.arange(len(dataset), device="cpu")
         whole = len(every) <= self.batch_size and torch.equal(indices, every)  # which is not copied
         for chosen in indices.to(dataset.x.device).split(self.batch_size)[self._done :]:
             self._done += 1
@@ -148,8 +148,10 @@ def flip_and_shift(x: Tensor, *generators: torch.Generator, shift: int = 4) -> T
     drawn = []
     for generator in generators:
         own = count // len(generators)
-        flips = torch.rand(own, generator=generator) < 0.5
-        drawn.append(torch.cat([flips.unsqueeze(0), torch.randint(2 * shift + 1, (2, own), generator=generator)]))
+        flips = torch.rand(own, generator=generator, device="cpu") < 0.5
+        drawn.append(
+            torch.cat([flips.unsqueeze(0), torch.randint(2 * shift + 1, (2, own), generator=generator, device="cpu")])
+        )
     flip, top, left = torch.cat(drawn, 1).unsqueeze(-1).to(x.device)
     padded = F.pad(torch.where(flip[:, :, None, None] > 0, x.flip(-1), x), [shift] * 4)
     rows = (top + torch.arange(height, device=x.device))[:, None, :, None]

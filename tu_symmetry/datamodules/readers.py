@@ -165,7 +165,8 @@ def read_cifar(root: Path, name: CIFARName, split: Split, *, download: bool = Tr
             f"{label} is not in {root} (torchvision's folder {folder}){outcome}; torchvision said: {error}"
         ) from error
     return LabeledImages(
-        torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets, dtype=torch.uint8)
+        torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),
+        torch.tensor(part.targets, dtype=torch.uint8, device="cpu"),
     )
 
 
@@ -203,7 +204,7 @@ def read_cifar10_archive(
         if limit != 0 and (not images[part] or (limit is not None and len(images[part]) < limit)):
             raise DataFileError(f"{path} holds {len(images[part])} {part} images, {limit or 'some'} are wanted")
     return {
-        part: LabeledImages(torch.stack(found), torch.tensor(labels[part], dtype=torch.uint8))
+        part: LabeledImages(torch.stack(found), torch.tensor(labels[part], dtype=torch.uint8, device="cpu"))
         for part, found in images.items()
         if found
     }
@@ -247,7 +248,7 @@ def evenly_spaced(available: int, count: int | None, where: Path) -> Tensor:
     """
     if count is not None and not 1 <= count <= available:
         raise DataFileError(f"out_of_distribution_size is {count}, but there are {available} images in {where}")
-    return torch.linspace(0, available - 1, count or available, dtype=torch.float64).round().long()
+    return torch.linspace(0, available - 1, count or available, dtype=torch.float64, device="cpu").round().long()
 
 
 def read_archive(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

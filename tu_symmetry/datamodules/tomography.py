@@ -78,10 +78,10 @@ def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float)
     """
     if min(size, num_angles, num_bins) < 1 or not bin_width > 0:
         raise ValueError(f"a geometry needs positive sizes: {size=}, {num_angles=}, {num_bins=}, {bin_width=}")
-    angles = torch.arange(num_angles, dtype=torch.float64) * math.pi / num_angles
-    along = torch.arange(size, dtype=torch.float64) - (size - 1) / 2
+    angles = torch.arange(num_angles, dtype=torch.float64, device="cpu") * math.pi / num_angles
+    along = torch.arange(size, dtype=torch.float64, device="cpu") - (size - 1) / 2
     rows, columns = torch.meshgrid(-along, along, indexing="ij")  # the first row is the upper one
-    edges = (torch.arange(num_bins + 1, dtype=torch.float64) - num_bins / 2) * bin_width
+    edges = (torch.arange(num_bins + 1, dtype=torch.float64, device="cpu") - num_bins / 2) * bin_width
     found = []
     for angle in angles:
         center = columns.reshape(-1) * angle.cos() + rows.reshape(-1) * angle.sin()
@@ -103,7 +103,7 @@ def deepinv_projector(size: int, num_angles: int) -> Tensor:
     with from_extra("tomography", purpose="projector: deepinv (projector: strip needs nothing)"):
         from deepinv import physics  # type: ignore[import-not-found, unused-ignore]
     made = physics.Tomography(angles=num_angles, img_width=size, circle=False, normalize=False)
-    eye = torch.eye(size * size).view(-1, 1, size, size)
+    eye = torch.eye(size * size, device="cpu").view(-1, 1, size, size)
     return made.A(eye).transpose(-1, -2).flatten(1).mT.double().contiguous()  # bins x angles to angles x bins
 
 
@@ -302,11 +302,11 @@ class ScannedTomographyDataModule(LightningDataModule):
             truth=torch.from_numpy(truth.astype(np.float32))[None, None],
             operator=torch.from_numpy(operator.toarray().astype(np.float32))[None],
             measurements=torch.from_numpy(y.astype(np.float32))[None],
-            counts=torch.tensor([y.size]),
+            counts=torch.tensor([y.size], device="cpu"),
             back_projection=torch.from_numpy(back.astype(np.float32)).view(1, 1, *truth.shape),
-            image=torch.zeros(1, dtype=torch.int64),
-            num_angles=torch.tensor([self.num_angles]),
-            noise=torch.full((1,), torch.nan, dtype=torch.float64),
+            image=torch.zeros(1, dtype=torch.int64, device="cpu"),
+            num_angles=torch.tensor([self.num_angles], device="cpu"),
+            noise=torch.full((1,), torch.nan, dtype=torch.float64, device="cpu"),
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -344,15 +344,22 @@ def measured(
     rows: list[tuple[Tensor, ...]] = []
     for level in noise:
         for angles, operator in operators.items():
-            padded = torch.zeros(most, operator.shape[1])
+            padded = torch.zeros(most, operator.shape[1], device="cpu")
             padded[: len(operator)] = operator.float()
             for number, image in zip(numbers, images, strict=True):
                 clean = operator @ image.reshape(-1)
                 drawn = torch.from_numpy(np.random.default_rng(seed + number).normal(size=len(clean)))
                 y = clean + level * clean.abs().mean() * drawn
                 back = back_projected(y, operator, angles, bin_width).view(image.shape)
-                values = torch.zeros(most)
+                values = torch.zeros(most, device="cpu")
                 values[: len(y)] = y.float()
-                entry = (image.float(), padded, values, torch.tensor(len(y)), back.float())
-                rows.append((*entry, torch.tensor(number), torch.tensor(angles), torch.tensor(level).double()))
+                entry = (image.float(), padded, values, torch.tensor(len(y), device="cpu"), back.float())
+                rows.append(
+                    (
+                        *entry,
+                        torch.tensor(number, device="cpu"),
+                        torch.tensor(angles, device="cpu"),
+                        torch.tensor(level, device="cpu").double(),
+                    )
+                )
     return TomographyProblem(*(torch.stack(list(column)) for column in zip(*rows, strict=True)))

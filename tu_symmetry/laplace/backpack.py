@@ -125,7 +125,7 @@ class BackpackGradients:
         tangent = self._original
         outputs = tangent.outputs(inputs)
         generator = torch.Generator().manual_seed(0)
-        column = torch.randn(outputs.shape, generator=generator, dtype=torch.float64).to(outputs)
+        column = torch.randn(outputs.shape, generator=generator, dtype=torch.float64, device="cpu").to(outputs)
         expected = tangent.sample_gradients(inputs, column)
         (found,) = self.gradients(inputs, [column])
         (squares,) = self.squares(inputs, [column])

@@ -122,7 +122,9 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
         exact, values, outputs = _in_double(tangent, inputs)
         with evaluating(exact.model):
             generator = torch.Generator().manual_seed(0)
-            cotangent = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype).to(outputs.device)
+            cotangent = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu").to(
+                outputs.device
+            )
             along: Tensor | None = None
             try:
                 expected = _gradient(exact, values, cotangent)
@@ -131,7 +133,9 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
             ):  # in-place operations that only the hooks can pass, as no weight requires a gradient there
                 if not layered:
                     raise
-                along = torch.randn(exact.size, generator=generator, dtype=outputs.dtype).to(outputs.device)
+                along = torch.randn(exact.size, generator=generator, dtype=outputs.dtype, device="cpu").to(
+                    outputs.device
+                )
                 expected = _slopes(exact, values, cotangent, along)
             _require_gradients(exact, values, outputs, expected)
             if functional:
@@ -250,7 +254,9 @@ def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, grad
         own = slice(slot.start, slot.stop)
         if bool(gradient[own].any()):
             continue
-        step = torch.randn(slot.stop - slot.start, generator=generator, dtype=point.dtype).to(point.device)
+        step = torch.randn(slot.stop - slot.start, generator=generator, dtype=point.dtype, device="cpu").to(
+            point.device
+        )
         moved = point.clone()
         moved[own] += 1e-2 * step * (point[own].square().mean().sqrt() + 1e-2)
         with torch.no_grad():

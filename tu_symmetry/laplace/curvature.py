@@ -115,7 +115,7 @@ class _Pass:
         self.progress, self.stage, self.batches = progress, stage, count_of(loader)
         self.device = next(tangent.model.parameters()).device
         self.samples, self.outputs, self.positions, self.observations = 0, 0, 0, 0
-        self.loss = torch.zeros((), dtype=torch.float64)
+        self.loss = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def run(self, step: Callable[[Any, Tensor], Tensor]) -> Summary:
         """Call ``step(inputs, targets) -> outputs`` on every batch."""
@@ -133,7 +133,7 @@ class _Pass:
                     self.progress(
                         {"stage": self.stage, "batch": number, "batches": self.batches, "samples": self.samples}
                     )
-        counts = torch.tensor([self.samples, self.observations], dtype=torch.float64)
+        counts = torch.tensor([self.samples, self.observations], dtype=torch.float64, device="cpu")
         totals = torch.cat([self.loss.unsqueeze(0), counts]).to(self.device)
         all_reduce(totals)
         loss, samples, observations = totals.tolist()
@@ -337,11 +337,11 @@ def _full(
 
     summary = one_pass.run(step)
     all_reduce(matrix)
-    number = groups.spread(torch.arange(len(groups)))
+    number = groups.spread(torch.arange(len(groups), device="cpu"))
     if len(groups) > 1:
         return [CoupledBlock("all", 0, number, matrix)], summary
     values, vectors = decompose(matrix)
-    return [DenseBlock("all", 0, torch.tensor(0), vectors, values)], summary
+    return [DenseBlock("all", 0, torch.tensor(0, device="cpu"), vectors, values)], summary
 
 
 def _low_rank(
@@ -385,8 +385,8 @@ def _low_rank(
         all_reduce(every)
         rows[:] = [every.flatten(0, 1)]
         compress()
-    number = groups.spread(torch.arange(len(groups)))
-    return [LowRankBlock("all", 0, number if len(groups) > 1 else torch.tensor(0), rows[0])], summary
+    number = groups.spread(torch.arange(len(groups), device="cpu"))
+    return [LowRankBlock("all", 0, number if len(groups) > 1 else torch.tensor(0, device="cpu"), rows[0])], summary
 
 
 def _diagonal(

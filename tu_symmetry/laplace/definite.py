@@ -23,7 +23,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     root, failed = torch.linalg.cholesky_ex(matrix)
     scale = matrix.detach().diagonal().sqrt().unsqueeze(-1)
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(len(matrix), 1, generator=generator, dtype=torch.float64).to(matrix)
+    vector = torch.randn(len(matrix), 1, generator=generator, dtype=torch.float64, device="cpu").to(matrix)
     for _ in range(3):
         vector = scale * torch.cholesky_solve(scale * vector / vector.norm(), root.detach())
     limit = _SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps

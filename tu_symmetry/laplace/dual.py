@@ -112,7 +112,7 @@ def pattern_kernels(patterns: Tensor, basis: Tensor) -> Tensor:
         ``[R, d, d]``.
     """
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(len(basis), generator=generator, dtype=torch.float64) + 0.5
+    weights = torch.rand(len(basis), generator=generator, dtype=torch.float64, device="cpu") + 0.5
     vectors = torch.linalg.eigh(torch.einsum("r,rij->ij", weights, basis))[1]
     rotated = vectors.mT @ basis @ vectors
     turned = (patterns @ vectors.to(patterns)).permute(2, 0, 1).contiguous()
@@ -292,7 +292,7 @@ class DualEvidence:
     def initial(self, noise_variance: float = 1.0) -> Tensor:
         """Where the blocks start, and a noise variance."""
         own = [self.priors[name].initial() for name in self._order]
-        return torch.cat([*own, torch.tensor([math.log(noise_variance)], dtype=torch.float64)])
+        return torch.cat([*own, torch.tensor([math.log(noise_variance)], dtype=torch.float64, device="cpu")])
 
     def bounds(self) -> list[tuple[float, float]]:
         """Limits of each entry; the noise variance between 1e-10 and 1e10 times the measurements' mean square."""
@@ -435,7 +435,7 @@ class DualEvidence:
         drawn = self.draw(covariance, count, generator)
         if prior:
             return drawn
-        noise = torch.randn(count, self._size, generator=generator, dtype=torch.float64).to(drawn)
+        noise = torch.randn(count, self._size, generator=generator, dtype=torch.float64, device="cpu").to(drawn)
         seen = self._seen(drawn) + math.exp(0.5 * float(phi[-1])) * noise
         return drawn - self.update(phi, covariance, seen)
 
@@ -443,7 +443,9 @@ class DualEvidence:
     def draw(covariance: Tensor, count: int, generator: torch.Generator) -> Tensor:
         """Samples of ``N(0, covariance)``; covariances may be singular."""
         values, vectors = torch.linalg.eigh(covariance)
-        noise = torch.randn(count, len(covariance), generator=generator, dtype=torch.float64).to(covariance)
+        noise = torch.randn(count, len(covariance), generator=generator, dtype=torch.float64, device="cpu").to(
+            covariance
+        )
         return (noise * values.clamp(min=0).sqrt()) @ vectors.mT
 
     def _root(self, phi: Tensor) -> Tensor:
@@ -493,7 +495,7 @@ def newton_gain(evidence: DualEvidence, phi: Tensor, free: Tensor) -> float:
     Returns:
         The gain; infinite at a saddle, and within 1e-3 of hyperparameters whose covariance is singular.
     """
-    limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
+    limits = torch.tensor(evidence.bounds(), dtype=torch.float64, device="cpu")
     gradient = evidence.value_and_gradient(phi)[1]
     near = 1e-6 * (limits[:, 1] - limits[:, 0])
     held = ((phi - limits[:, 0] < near) & (gradient > 0)) | ((limits[:, 1] - phi < near) & (gradient < 0))
@@ -556,8 +558,8 @@ def optimize(
         raise ValueError(f"optimizer={optimizer!r} is not known; choose 'l-bfgs-b' or 'adam'")
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} has to be at least 1")
-    free = torch.tensor([name not in fixed for name in evidence.names])
-    limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
+    free = torch.tensor([name not in fixed for name in evidence.names], device="cpu")
+    limits = torch.tensor(evidence.bounds(), dtype=torch.float64, device="cpu")
     start = phi.detach().double().clone()
     start[free] = start[free].clamp(limits[free, 0], limits[free, 1])
     history: list[float] = []

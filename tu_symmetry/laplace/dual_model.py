@@ -91,7 +91,7 @@ def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: floa
     Raises:
         ValueError: a covariance that is singular to rounding.
     """
-    full = covariance.double() + extra_variance * torch.eye(len(covariance)).to(covariance.double())
+    full = covariance.double() + extra_variance * torch.eye(len(covariance), device="cpu").to(covariance.double())
     root = cholesky(full)
     if root is None:
         raise ValueError(

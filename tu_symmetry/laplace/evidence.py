@@ -150,8 +150,8 @@ class Spectrum(Determinants):
     @classmethod
     def of(cls, blocks: Sequence[Block], groups: PriorGroups) -> Spectrum:
         """Sort the eigenvalues of all blocks into the bins of their groups."""
-        largest = torch.zeros(len(groups), dtype=torch.float64)
-        numbers = torch.zeros(len(groups), dtype=torch.int64)
+        largest = torch.zeros(len(groups), dtype=torch.float64, device="cpu")
+        numbers = torch.zeros(len(groups), dtype=torch.int64, device="cpu")
         for block in blocks:
             values = block.eigenvalues()
             own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
@@ -160,7 +160,7 @@ class Spectrum(Determinants):
         if int(numbers.max()) <= _EXACT and int(numbers.max()) * len(groups) <= _ENTRIES:
             return cls._exact(blocks, groups, largest)
         bins = max(128, min(2048, _ENTRIES // len(groups)))
-        counts = torch.zeros(len(groups), bins, dtype=torch.float64)
+        counts = torch.zeros(len(groups), bins, dtype=torch.float64, device="cpu")
         sums = torch.zeros_like(counts)
         width = -math.log(_SMALLEST) / bins
         for block in blocks:
@@ -186,8 +186,8 @@ class Spectrum(Determinants):
             numbers.append(own[positive])
         number, order = torch.cat(numbers).sort(stable=True)
         sizes = torch.bincount(number, minlength=len(groups))
-        place = torch.arange(len(number)) - (sizes.cumsum(0) - sizes)[number]
-        logs = torch.zeros(len(groups), max(1, int(sizes.max())), dtype=torch.float64)
+        place = torch.arange(len(number), device="cpu") - (sizes.cumsum(0) - sizes)[number]
+        logs = torch.zeros(len(groups), max(1, int(sizes.max())), dtype=torch.float64, device="cpu")
         counts = torch.zeros_like(logs)
         logs[number, place] = torch.cat(found)[order]
         counts[number, place] = 1
@@ -366,7 +366,10 @@ class CoupledDeterminants(Determinants):
         and ends the search unless a direction is so flat that it is still long.
         """
         bound = math.log(hyperprior.cap)
-        low, high = torch.cat([log_center - bound, torch.zeros(1)]), torch.cat([log_center + bound, torch.zeros(1)])
+        low, high = (
+            torch.cat([log_center - bound, torch.zeros(1, device="cpu")]),
+            torch.cat([log_center + bound, torch.zeros(1, device="cpu")]),
+        )
         low[-1], high[-1] = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + _NOISE_RANGE)
         weight = 0.0 if math.isinf(hyperprior.std) else 1 / hyperprior.std**2
 
@@ -375,7 +378,7 @@ class CoupledDeterminants(Determinants):
             value = 0.5 * (float((own.exp() * norms).sum()) + self.log_det_ratio(own, log_noise))
             return value + hyperprior.energy(own, log_center) + (0.0 if noise is None else noise.energy(log_noise))
 
-        point = torch.cat([rho, torch.tensor([tau], dtype=torch.float64)]).clamp(low, high)
+        point = torch.cat([rho, torch.tensor([tau], dtype=torch.float64, device="cpu")]).clamp(low, high)
         value = energy(point)
         unsure = 0.1 * _ROUNDING * (self.entries + (0 if noise is None else noise.values))  # of a gradient
         for _ in range(_NEWTON_STEPS):
@@ -511,7 +514,7 @@ class LowRankWeights(CoupledDeterminants):
 
         sums = gamma - coupled(torch.ones_like(gamma))
         ridge = rho.exp() * norms
-        gradient = torch.cat([0.5 * (ridge - gamma), torch.zeros(1, dtype=torch.float64)])
+        gradient = torch.cat([0.5 * (ridge - gamma), torch.zeros(1, dtype=torch.float64, device="cpu")])
         corner = 0.0
         if noise is not None:
             residual = noise.squares * math.exp(-tau)
@@ -525,7 +528,9 @@ class LowRankWeights(CoupledDeterminants):
             return torch.cat([inner, (border @ own + corner * last).unsqueeze(0)])
 
         diagonal = 0.5 * (gamma + ridge - gamma.square())
-        return gradient, _Products(product, torch.cat([diagonal, torch.tensor([corner], dtype=torch.float64)]))
+        return gradient, _Products(
+            product, torch.cat([diagonal, torch.tensor([corner], dtype=torch.float64, device="cpu")])
+        )
 
 
 class Hessian(ABC):
@@ -618,8 +623,8 @@ def _assembled(
     """
     count = len(rho)
     ridge = rho.exp() * norms
-    gradient = torch.zeros(count + 1, dtype=torch.float64)
-    hessian = torch.zeros(count + 1, count + 1, dtype=torch.float64)
+    gradient = torch.zeros(count + 1, dtype=torch.float64, device="cpu")
+    hessian = torch.zeros(count + 1, count + 1, dtype=torch.float64, device="cpu")
     gradient[:-1] = 0.5 * (ridge - gamma)
     hessian[:-1, :-1] = curvature
     hessian.diagonal()[:-1].add_(ridge)

@@ -44,11 +44,11 @@ class PriorGroups:
         for name in slots:
             label = labels[name]
             if isinstance(label, str):
-                self.of[name] = torch.tensor(order.setdefault(label, len(order)))
+                self.of[name] = torch.tensor(order.setdefault(label, len(order)), device="cpu")
             else:
-                self.of[name] = torch.tensor([order.setdefault(row, len(order)) for row in label])
+                self.of[name] = torch.tensor([order.setdefault(row, len(order)) for row in label], device="cpu")
         self.names = tuple(order)
-        ones = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64)
+        ones = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64, device="cpu")
         self.sizes = self.total(ones)
 
     def __len__(self) -> int:
@@ -73,11 +73,13 @@ class PriorGroups:
 
     def total(self, vector: Tensor) -> Tensor:
         """Sum of the entries of a flat vector over each group, float64 ``[groups]`` on the CPU."""
-        numbers, parts = [torch.zeros(0, dtype=torch.int64)], [vector.new_zeros(0, dtype=torch.float64)]
+        numbers, parts = [torch.zeros(0, dtype=torch.int64, device="cpu")], [vector.new_zeros(0, dtype=torch.float64)]
         for name, slot in self.slots.items():
             numbers.append(self.of[name].reshape(-1))
             parts.append(vector[slot.start : slot.stop].reshape(len(numbers[-1]), -1).sum(1, dtype=torch.float64))
-        return torch.zeros(len(self), dtype=torch.float64).index_add_(0, torch.cat(numbers), torch.cat(parts).cpu())
+        return torch.zeros(len(self), dtype=torch.float64, device="cpu").index_add_(
+            0, torch.cat(numbers), torch.cat(parts).cpu()
+        )
 
     def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
         """Inner products of vectors ``[rows, size]`` with another, group by group: float64 ``[groups, rows]``, CPU."""
@@ -104,7 +106,7 @@ class PriorGroups:
         """
         found = present.clone()
         if not isinstance(precision, Mapping):
-            value = torch.as_tensor(precision, dtype=torch.float64).detach().cpu()
+            value = torch.as_tensor(precision, dtype=torch.float64, device="cpu").detach()
             if value.ndim and value.shape != found.shape:
                 raise ValueError(
                     f"the precisions have shape {tuple(value.shape)}; there are {len(self)} prior groups, so that it "
@@ -113,7 +115,7 @@ class PriorGroups:
             return found.copy_(_positive(value, "the prior precision").log())
         for name, own in precision.items():
             place, shape = self._place(name)
-            value = torch.as_tensor(own, dtype=torch.float64).detach().cpu()
+            value = torch.as_tensor(own, dtype=torch.float64, device="cpu").detach()
             if value.ndim and value.shape != shape:
                 raise ValueError(
                     f"the precisions of {name!r} have shape {tuple(value.shape)}; it has to be one number"
@@ -144,8 +146,8 @@ class SingleWeights(PriorGroups):
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
         self.slots = dict(slots)
-        self.of = {name: torch.arange(slot.start, slot.stop) for name, slot in slots.items()}
-        self.sizes = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64)
+        self.of = {name: torch.arange(slot.start, slot.stop, device="cpu") for name, slot in slots.items()}
+        self.sizes = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64, device="cpu")
 
     def __len__(self) -> int:
         return len(self.sizes)

@@ -52,7 +52,7 @@ def differences(shape: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
             f"image_shape={tuple(shape)} does not fit the network's {count} outputs; it has to be [height, width] or "
             "[channels, height, width]"
         )
-    index = torch.arange(count).view(-1, *shape[-2:])
+    index = torch.arange(count, device="cpu").view(-1, *shape[-2:])
     first = torch.cat([index[:, :-1].reshape(-1), index[:, :, :-1].reshape(-1)])
     second = torch.cat([index[:, 1:].reshape(-1), index[:, :, 1:].reshape(-1)])
     return first, second
@@ -96,7 +96,7 @@ class TotalVariation:
         Raises:
             ValueError: an image shape that does not fit, blocks that do not exist or have no length scale.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device="cpu")
         for name in self._blocks(context):
             kappa, slope = self.expectation(name, coefficients[name], context)
             total = total + self.weight * kappa

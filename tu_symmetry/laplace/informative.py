@@ -133,7 +133,7 @@ class Informative:
 
     Attributes:
         rows: ``[rows, weights]``, for unit noise.
-        grams: ``K_g``, float64 ``[groups, rows, rows]``.
+        grams: ``K_g``, float64 ``[groups, rows, rows]``, where the rows lie.
     """
 
     def __init__(self, data: KeptData, groups: PriorGroups, linear: Sequence[Tensor], chosen: Chosen) -> None:
@@ -148,10 +148,9 @@ class Informative:
         self.groups = groups
         self.rows = _gathered(data, linear, chosen)
         count, device = len(self.rows), self.rows.device
-        grams = torch.zeros(len(groups), count, count, dtype=torch.float64, device=device)
+        self.grams = torch.zeros(len(groups), count, count, dtype=torch.float64, device=device)
         for number, own in self._parts(self.rows):
-            grams.index_add_(0, number, (own @ own.mT).double())
-        self.grams = grams.cpu()
+            self.grams.index_add_(0, number, (own @ own.mT).double())
 
     def _parts(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Numbers of groups, and the rows' entries in them: ``[groups, rows, weights]``, in small pieces."""
@@ -163,7 +162,7 @@ class Informative:
 
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
         """The Cholesky factor of ``1 + K / v``."""
-        whole = torch.tensordot((-rho).exp() / variance, self.grams, dims=1)
+        whole = torch.tensordot((-rho).exp().to(self.grams) / variance, self.grams, dims=1)
         return cholesky_of_one_plus(whole, 30 * torch.finfo(self.rows.dtype).eps)
 
     def covariance_product(self, rho: Tensor, variance: float, vector: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ class Informative:
         """
         prior = self.groups.spread(rho.exp().to(vector))
         scaled = vector / prior
-        inner = (self.rows @ scaled).double().cpu().unsqueeze(-1)
+        inner = (self.rows @ scaled).double().unsqueeze(-1)
         inner = torch.cholesky_solve(inner, self._factor(rho, variance)).squeeze(-1) / variance
         return scaled - (inner.to(vector) @ self.rows) / prior
 
@@ -205,10 +204,10 @@ class Informative:
             The weights, and the log precisions.
         """
         root = variance**-0.5
-        along = self.groups.inner(self.rows, gradient) * root  # B_g g_g
-        own = (self.rows @ theta).double().cpu() * root
-        squares = self.groups.total(gradient.double().square())
-        start = float(torch.dot(gradient.double(), theta.double()))
+        along = self.groups.inner(self.rows, gradient).to(self.grams) * root  # B_g g_g
+        own = (self.rows @ theta).double() * root
+        squares = self.groups.total(gradient.double().square()).to(self.grams)
+        start = torch.dot(gradient.double(), theta.double())
 
         def solved(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             inverse = (-point).exp()
@@ -217,16 +216,18 @@ class Informative:
             return t, inverse, right
 
         def value(at: np.ndarray) -> tuple[float, np.ndarray]:
-            point = torch.as_tensor(at)
+            here = torch.from_numpy(at)
+            point = here.to(self.grams)
             t, inverse, right = solved(point)
             products = self.grams @ t / variance
             norms = (inverse.square() * (products @ t - 2 * along @ t + squares)).clamp(min=0)
             change = inverse @ products - right - own  # B (theta - theta_t)
-            linear = float(inverse @ (along @ t - squares)) - start
+            linear = inverse @ (along @ t - squares) - start
             prior = point.exp() * norms
-            other, slope = energy(point)
-            model = linear + 0.5 * float(change.square().sum()) + 0.5 * float(prior.sum()) + other
-            return model, (0.5 * prior + slope).numpy()
+            model = linear + 0.5 * change.square().sum() + 0.5 * prior.sum()
+            prior, model = moved([prior, model], torch.device("cpu"))
+            other, slope = energy(here)
+            return float(model) + other, (0.5 * prior + slope).numpy()
 
         low, high = torch.maximum(rho - _MOVE, bounds[0]), torch.minimum(rho + _MOVE, bounds[1])
         found = minimize(
@@ -237,8 +238,8 @@ class Informative:
             bounds=np.stack([low.numpy(), high.numpy()], 1),
             options={"maxiter": _STEPS},
         )
-        point = torch.as_tensor(found.x)
-        t = solved(point)[0] * root
+        point = torch.from_numpy(found.x)
+        t = solved(point.to(self.grams))[0] * root
         return (t.to(theta) @ self.rows - gradient) / self.groups.spread(point.exp().to(theta)), point
 
 

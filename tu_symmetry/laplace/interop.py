@@ -112,7 +112,7 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
     for option, value, wanted in (
         ("temperature", other.temperature, 1),
         ("damping", other.damping, False),
-        ("prior_mean", float(torch.as_tensor(other.prior_mean).abs().max()), 0),
+        ("prior_mean", float(torch.as_tensor(other.prior_mean, device="cpu").abs().max()), 0),
     ):
         if value != wanted:
             raise ValueError(f"{option}={value} of the KronLaplace has no counterpart here; it has to be {wanted}")

@@ -204,9 +204,9 @@ def _alternated(
     progress: Progress | None,
 ) -> tuple[FittedLaplace, EvidenceResult]:
     hyperprior = fitted.hyperprior
-    tau = torch.tensor([fitted.log_noise], dtype=torch.float64)
+    tau = torch.tensor([fitted.log_noise], dtype=torch.float64, device="cpu")
     bound = math.log(hyperprior.cap)
-    free = torch.tensor([0.0 if fitted.noise_fixed else math.inf], dtype=torch.float64)
+    free = torch.tensor([0.0 if fitted.noise_fixed else math.inf], dtype=torch.float64, device="cpu")
 
     def placed(point: Tensor, weights: Mode) -> FittedLaplace:
         noise = None if fitted.noise_fixed else math.exp(float(point[-1]))
@@ -219,8 +219,8 @@ def _alternated(
         found = at_mode(placed(point, last), loader, tolerance=asked, progress=progress)
         last = found.solution
         rho, log_noise = _hyperparameter_step(found)
-        image = torch.cat([rho, torch.tensor([log_noise], dtype=torch.float64)])
-        undetermined = torch.cat([_undetermined(found, rho), torch.tensor([False])])
+        image = torch.cat([rho, torch.tensor([log_noise], dtype=torch.float64, device="cpu")])
+        undetermined = torch.cat([_undetermined(found, rho), torch.tensor([False], device="cpu")])
         return Step(found.objective(), image, undetermined, found.solution)
 
     def report(iteration: int, change: float, objective: float) -> None:
@@ -271,6 +271,6 @@ def _undetermined(fitted: FittedLaplace, rho: Tensor) -> Tensor:
     by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
     """
     if not math.isinf(fitted.hyperprior.std):
-        return torch.zeros(len(rho), dtype=torch.bool)
+        return torch.zeros(len(rho), dtype=torch.bool, device="cpu")
     gamma = fitted.curvature.determinants.gamma(rho, fitted.log_noise)
     return ((gamma < 1e-2) & (rho > fitted.log_precision)) | (gamma < 1e-8)

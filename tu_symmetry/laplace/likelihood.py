@@ -387,7 +387,7 @@ class Categorical(Likelihood):
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at classes drawn from the softmax, over the square root of their number."""
         p = outputs.softmax(-1)
-        uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype).to(p.device)
+        uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
         onehot = F.one_hot(labels, p.shape[-1]).to(p)
         root = (p.unsqueeze(-2) - onehot).movedim(-2, 0) / mc_samples**0.5
@@ -522,7 +522,7 @@ class Bernoulli(Likelihood):
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at answers drawn from the model, over the square root of their number."""
         p = outputs.sigmoid()
-        uniform = torch.rand(mc_samples, *p.shape, generator=generator, dtype=p.dtype).to(p.device)
+        uniform = torch.rand(mc_samples, *p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
         return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt() / mc_samples**0.5
 
     def of_function(self, outputs: Tensor) -> Tensor:
@@ -582,7 +582,7 @@ class Gaussian(Likelihood):
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal noise, over the square root of the number of samples."""
-        noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype)
+        noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu")
         return noise.to(outputs.device) / mc_samples**0.5
 
     def of_function(self, outputs: Tensor) -> Tensor:
@@ -663,7 +663,9 @@ class HeteroscedasticGaussian(Likelihood):
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at targets drawn from the model, over the square root of their number."""
         mean, s = self._split(outputs)
-        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype).to(mean.device)
+        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(
+            mean.device
+        )
         root = torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1)
         return root / mc_samples**0.5
 

@@ -125,11 +125,11 @@ class LaplaceMixture:
     def weights(self) -> Tensor:
         """Of the members, float64; they add up to 1."""
         if self._weights is None:
-            return torch.full((len(self.members),), 1 / len(self.members), dtype=torch.float64)
+            return torch.full((len(self.members),), 1 / len(self.members), dtype=torch.float64, device="cpu")
         if isinstance(self._weights, str):
             found = [la.log_marginal_likelihood() for la in self.members]
-            return torch.tensor(found, dtype=torch.float64).softmax(0)
-        return torch.tensor(self._weights, dtype=torch.float64)
+            return torch.tensor(found, dtype=torch.float64, device="cpu").softmax(0)
+        return torch.tensor(self._weights, dtype=torch.float64, device="cpu")
 
     def optimize_evidence(self, train_loader: Iterable[Any] | None = None, **options: Any) -> list[EvidenceResult]:
         """:meth:`LinearizedLaplace.optimize_evidence` of every member."""
@@ -140,7 +140,7 @@ class LaplaceMixture:
 
         Each is the volume under one mode; those of permuted copies of it are not counted.
         """
-        found = torch.tensor([la.log_marginal_likelihood() for la in self.members], dtype=torch.float64)
+        found = torch.tensor([la.log_marginal_likelihood() for la in self.members], dtype=torch.float64, device="cpu")
         return float((found + self.weights.log()).logsumexp(0))
 
     def predictive(

@@ -25,7 +25,7 @@ from tu_symmetry.transfer import numbers
 
 _KEPT = 1 << 26  # entries of the outputs that are kept between passes
 _RETRIES = 4  # of a line search, with shorter steps each
-_STEPS = torch.tensor([2.0**-i for i in range(8)], dtype=torch.float64)
+_STEPS = torch.tensor([2.0**-i for i in range(8)], dtype=torch.float64, device="cpu")
 
 EvaluateAt = Literal["tangent_mode", "map"]  # the weights at which the evidence is evaluated
 Progress = Callable[[dict[str, Any]], None]
@@ -172,7 +172,7 @@ class _Objective:
             else:
                 before = self._kept[number] if number < len(self._kept) else None
                 if before is None or (before.outputs.shape, before.given.shape) != (outputs.shape, targets.shape):
-                    same.append(torch.zeros((), dtype=torch.bool))
+                    same.append(torch.zeros((), dtype=torch.bool, device="cpu"))
                     break
                 same.append(torch.isclose(before.outputs, outputs, rtol=1e-3, atol=1e-6).all())
                 same.append((before.given == targets).all())

@@ -214,7 +214,7 @@ class LinearizedLaplace:
         if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
             raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
         for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
-            values = torch.as_tensor(1.0 if precision is None else precision)
+            values = torch.as_tensor(1.0 if precision is None else precision, device="cpu")
             if not bool(((values > 0) & values.isfinite()).all()):
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
         if rank < 1:

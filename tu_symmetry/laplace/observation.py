@@ -88,8 +88,8 @@ class LinearObservation:
         assert self._forward is not None and self._adjoint is not None
         generator = torch.Generator().manual_seed(0)
         dtype = torch.float64
-        x = torch.randn(2, self.outputs or 0, generator=generator, dtype=dtype).to(self._device)
-        y = torch.randn(2, self.values or 0, generator=generator, dtype=dtype).to(self._device)
+        x = torch.randn(2, self.outputs or 0, generator=generator, dtype=dtype, device="cpu").to(self._device)
+        y = torch.randn(2, self.values or 0, generator=generator, dtype=dtype, device="cpu").to(self._device)
         try:
             forward = self._forward(x)
         except RuntimeError:  # functions of single precision
@@ -157,7 +157,7 @@ class LinearObservation:
         if self._matrix is not None:
             return self._matrix.double().cpu()
         if self._forward is None:
-            return torch.eye(outputs, dtype=torch.float64)
+            return torch.eye(outputs, dtype=torch.float64, device="cpu")
         eye = torch.eye(outputs, dtype=torch.float64, device=self._device)
         try:
             return self._forward(eye).mT.double().cpu().contiguous()
@@ -236,7 +236,7 @@ class LinearGaussian(Gaussian):
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """``A^T`` of standard normal noise, over the square root of the number of samples."""
         values = outputs.shape[1] if self.observation.values is None else self.observation.values
-        noise = torch.randn(mc_samples, len(outputs), values, generator=generator, dtype=outputs.dtype)
+        noise = torch.randn(mc_samples, len(outputs), values, generator=generator, dtype=outputs.dtype, device="cpu")
         return self.observation.adjoint(noise.to(outputs.device)) / mc_samples**0.5
 
 

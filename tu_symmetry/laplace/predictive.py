@@ -298,10 +298,10 @@ class WeightSamples:
                 yield own
 
     def _draw(self, first: int, last: int) -> Tensor:
-        noise = torch.empty(last - first, self.posterior.size, dtype=self.like.dtype)
+        noise = torch.empty(last - first, self.posterior.size, dtype=self.like.dtype, device="cpu")
         for number, row in enumerate(noise, first):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            torch.randn(self.posterior.size, generator=generator, out=row)
+            torch.randn(self.posterior.size, generator=generator, device="cpu", out=row)
         return self.posterior.sample(noise.to(self.like.device))
 
 

@@ -133,7 +133,7 @@ class NystromPreconditioner:
         self, product: Product, values: int, rank: int, noise: float, generator: torch.Generator, like: Tensor
     ) -> None:
         rank = min(rank, values)
-        drawn = torch.randn(values, rank, generator=generator, dtype=torch.float64).to(like)
+        drawn = torch.randn(values, rank, generator=generator, dtype=torch.float64, device="cpu").to(like)
         basis = torch.linalg.qr(drawn)[0]
         image = product(basis.mT.contiguous()).mT
         shift = math.sqrt(values) * torch.finfo(like.dtype).eps * float(image.norm())
@@ -212,10 +212,12 @@ class SampledStatistics:
         prior, own = self.priors[name], self.index[name]
         generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + list(self.priors).index(name)))
         basis = prior.basis.double()
-        total = torch.zeros(len(basis), len(first), dtype=torch.float64)
+        total = torch.zeros(len(basis), len(first), dtype=torch.float64, device="cpu")
         places = own.view(-1, prior.pattern)
         for _ in range(self.num_probes):
-            signs = (2 * torch.randint(0, 2, (len(places),), generator=generator) - 1).to(self.operator.base)
+            signs = (2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1).to(
+                self.operator.base
+            )
             vectors = self.operator.base.new_zeros(prior.pattern, self.operator.size)
             for offset in range(prior.pattern):
                 vectors[offset, places[:, offset]] = signs
@@ -269,9 +271,9 @@ class SampledEvidence:
         self.residual = y - observe(operator.base.unsqueeze(0))[0]
         self.target = self.residual + operator.forward(point.unsqueeze(0))[0]
         self.index = {
-            prior.name: torch.cat([torch.arange(*tangent.slots[name][:2]) for name in prior.parameters]).to(
-                point.device
-            )
+            prior.name: torch.cat(
+                [torch.arange(*tangent.slots[name][:2], device="cpu") for name in prior.parameters]
+            ).to(point.device)
             for prior in priors
         }
 
@@ -339,8 +341,12 @@ class SampledEvidence:
         """
         count = self.count if count is None else count
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        drawn = torch.randn(count, self.operator.size, generator=generator, dtype=self.like.dtype).to(self.like)
-        error = torch.randn(count, self.operator.values, generator=generator, dtype=self.like.dtype).to(self.like)
+        drawn = torch.randn(count, self.operator.size, generator=generator, dtype=self.like.dtype, device="cpu").to(
+            self.like
+        )
+        error = torch.randn(count, self.operator.values, generator=generator, dtype=self.like.dtype, device="cpu").to(
+            self.like
+        )
         prior = self._by_block(phi, drawn, "root_product")
         right = self.operator.forward(prior) + math.sqrt(noise) * error
         solved = self.solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner=preconditioner)
@@ -368,7 +374,7 @@ class SampledEvidence:
         """
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         m = self.operator.values
-        probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator) - 1).to(self.like)
+        probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator, device="cpu") - 1).to(self.like)
         solved = self.solve(
             phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner=preconditioner
         ).solution
@@ -469,7 +475,7 @@ class SampledEvidence:
             progress: called with the history's entry after each step.
         """
         leaves = {name: own.double().clone() for name, own in (phi or self.initial()).items()}
-        noise = torch.tensor(math.log(noise_variance), dtype=torch.float64)
+        noise = torch.tensor(math.log(noise_variance), dtype=torch.float64, device="cpu")
         moved = [*leaves.values(), *([noise] if fit_noise else [])]
         optimizer = torch.optim.Adam(moved, lr=lr)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
@@ -490,11 +496,11 @@ class SampledEvidence:
                     slopes[name] = slopes[name] + slope
             for name, own in leaves.items():
                 own.grad = slopes[name]
-            noise.grad = torch.tensor(noise_slope, dtype=torch.float64)
+            noise.grad = torch.tensor(noise_slope, dtype=torch.float64, device="cpu")
             optimizer.step()
             schedule.step()
             for name, own in leaves.items():
-                limits = torch.tensor(self.priors[name].bounds(), dtype=torch.float64)
+                limits = torch.tensor(self.priors[name].bounds(), dtype=torch.float64, device="cpu")
                 own.copy_(own.clamp(limits[:, 0], limits[:, 1]))
             entry = {
                 "step": step + 1,

@@ -159,9 +159,11 @@ def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor],
     own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
     groups = own.pop("groups", None)
     own = {name: t.to(device) for name, t in own.items()}
-    block = _KINDS[entry["kind"]](entry["name"], entry["start"], torch.tensor(0) if groups is None else groups, **own)
+    block = _KINDS[entry["kind"]](
+        entry["name"], entry["start"], torch.tensor(0, device="cpu") if groups is None else groups, **own
+    )
     if groups is None:
-        block.groups = torch.arange(block.start, block.stop)
+        block.groups = torch.arange(block.start, block.stop, device="cpu")
     return block
 
 

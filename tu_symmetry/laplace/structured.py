@@ -165,7 +165,7 @@ class IsotropicPrior(StructuredPrior):
     @property
     def basis(self) -> Tensor:
         """``[[1]]``: a pattern is a single weight."""
-        return torch.ones(1, 1, 1, dtype=torch.float64)
+        return torch.ones(1, 1, 1, dtype=torch.float64, device="cpu")
 
     def coefficients(self, phi: Tensor) -> Tensor:
         """The variance."""
@@ -173,7 +173,7 @@ class IsotropicPrior(StructuredPrior):
 
     def initial(self) -> Tensor:
         """The log variance."""
-        return torch.tensor([math.log(self.variance)], dtype=torch.float64)
+        return torch.tensor([math.log(self.variance)], dtype=torch.float64, device="cpu")
 
     def bounds(self) -> list[tuple[float, float]]:
         """Limits of the log variance."""
@@ -250,7 +250,7 @@ class KernelPrior(StructuredPrior):
                 f"or offsets=...; its parameters have shapes {seen}. Use IsotropicPrior for biases and linear layers"
             )
         (kernel,) = kernels
-        grid = torch.cartesian_prod(*(torch.arange(n) for n in kernel)).reshape(-1, len(kernel))
+        grid = torch.cartesian_prod(*(torch.arange(n, device="cpu") for n in kernel)).reshape(-1, len(kernel))
         return replace(self, parameters=names, offsets=tuple(tuple(map(float, row)) for row in grid.tolist()))
 
     def _distances(self) -> tuple[Tensor, Tensor]:
@@ -263,7 +263,7 @@ class KernelPrior(StructuredPrior):
     def basis(self) -> Tensor:
         """A 0/1 matrix for each distance."""
         distances, which = self._distances()
-        return (which.unsqueeze(0) == torch.arange(len(distances)).view(-1, 1, 1)).double()
+        return (which.unsqueeze(0) == torch.arange(len(distances), device="cpu").view(-1, 1, 1)).double()
 
     def coefficients(self, phi: Tensor) -> Tensor:
         """``variance * kernel(distance / lengthscale)``, with the jitter at distance 0."""
@@ -275,7 +275,7 @@ class KernelPrior(StructuredPrior):
 
     def initial(self) -> Tensor:
         """Log variance and log length scale."""
-        return torch.tensor([math.log(self.variance), math.log(self.lengthscale)], dtype=torch.float64)
+        return torch.tensor([math.log(self.variance), math.log(self.lengthscale)], dtype=torch.float64, device="cpu")
 
     def bounds(self) -> list[tuple[float, float]]:
         """Limits of log variance and log length scale."""
@@ -297,7 +297,7 @@ class KernelPrior(StructuredPrior):
 
 @lru_cache(maxsize=64)
 def _distances(offsets: tuple[tuple[float, ...], ...]) -> tuple[Tensor, Tensor]:
-    points = torch.tensor(offsets, dtype=torch.float64)
+    points = torch.tensor(offsets, dtype=torch.float64, device="cpu")
     squares = (points.unsqueeze(0) - points.unsqueeze(1)).square().sum(-1)
     values, which = torch.unique((squares * 1e9).round(), return_inverse=True)
     return (values / 1e9).sqrt(), which

@@ -96,7 +96,7 @@ class _Span:
         self.count = 0
         # under a precision for each weight they are products of the directions' own entries, and not kept
         kept = 0 if groups.weights else len(groups)
-        self.grams = torch.zeros(kept, self.limit, self.limit, dtype=torch.float64)
+        self.grams = torch.zeros(kept, self.limit, self.limit, dtype=torch.float64, device="cpu")
 
     def clear(self) -> None:
         """Forget all directions."""
@@ -175,7 +175,7 @@ class _Search:
         self.center, self.hyperprior = fitted.center.log(), fitted.hyperprior
         bound = math.log(self.hyperprior.cap)
         self.low, self.high = self.center - bound, self.center + bound
-        self.held = torch.zeros(len(self.center), dtype=torch.bool)
+        self.held = torch.zeros(len(self.center), dtype=torch.bool, device="cpu")
         self.span = _Span(data, fitted.groups, fitted.theta)
         self.rounding = 1e-12 if fitted.theta.dtype == torch.float64 else 1e-7
         self.rows = most_rows(data, fitted.groups, memory)
@@ -316,7 +316,7 @@ class _Search:
         rest = -slope / curvature
         rest[chosen] = 0
         for number in sorted(chosen.tolist()):
-            one = torch.zeros(count, dtype=rest.dtype)
+            one = torch.zeros(count, dtype=rest.dtype, device="cpu")
             one[number] = 1
             self.add_stretched(theta, one)
         self.add_stretched(theta, rest)
@@ -339,7 +339,7 @@ class _Search:
         span = self.span
         k = span.count
         mixed = span.with_all(point.theta)
-        c = torch.zeros(k, dtype=torch.float64)
+        c = torch.zeros(k, dtype=torch.float64, device="cpu")
         rho, tau, value, norms, linear, loss = (
             point.rho, point.tau, point.value, point.norms, point.linear, point.loss,
         )  # fmt: skip
@@ -395,17 +395,20 @@ class _Search:
         weight = 0.0 if math.isinf(self.hyperprior.std) else 1 / self.hyperprior.std**2
         edge = 1e-9 * (self.high - self.low)
         free = torch.cat(
-            [(rho > self.low + edge) & (rho < self.high - edge) & ~self.held, torch.tensor([noise is not None])]
+            [
+                (rho > self.low + edge) & (rho < self.high - edge) & ~self.held,
+                torch.tensor([noise is not None], device="cpu"),
+            ]
         )
         x = torch.cat([cross, -slope.unsqueeze(0)])
         if not bool(free.any()):
-            return torch.zeros(len(slope), len(slope), dtype=torch.float64)
+            return torch.zeros(len(slope), len(slope), dtype=torch.float64, device="cpu")
         return self.determinants.response(x, norms.clamp(min=0), rho, tau, noise, weight, free)
 
     def _newton(self, gradient: Tensor, hessian: Tensor, saved: Tensor) -> Tensor:
         """Newton's step on the profile; where that is not convex, on the objective with the precisions held."""
         scale = hessian.diagonal().clamp(min=1e-300).rsqrt()
-        ridge = 10 * self.rounding * torch.eye(len(gradient), dtype=torch.float64)
+        ridge = 10 * self.rounding * torch.eye(len(gradient), dtype=torch.float64, device="cpu")
         for matrix in (hessian - saved, hessian):
             factor = cholesky(matrix * scale * scale.unsqueeze(-1) + ridge)
             if factor is not None:

@@ -349,7 +349,7 @@ class TangentModel:
         if kind in self._tried:
             return Linearization(outputs, push, pull)
         trial = self.point()
-        trial = torch.randn(trial.shape, generator=torch.Generator().manual_seed(0)).to(trial)
+        trial = torch.randn(trial.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(trial)
         expected, limit = again(trial), 1e-9 if trial.dtype == torch.float64 else 1e-3
         for factor in (1.0, -3.0, 0.0, 1.0):
             difference = (push(factor * trial) - factor * expected).norm()

@@ -77,7 +77,7 @@ class MaximumMeanDiscrepancy(Metric):
         super().__init__(**kwargs)
         if graph is not None and remove_symmetries is not None:
             raise ValueError("give either a graph or an own remove_symmetries, not both")
-        reduce_discrepancies({"": torch.zeros(())}, reduction)  # refuses what is not known
+        reduce_discrepancies({"": torch.zeros((), device="cpu")}, reduction)  # refuses what is not known
         weight_vectors({}, parameters=parameters if graph is None else None, level=level)
         self.remove_symmetries, self.graph, self.counted = remove_symmetries, graph, parameters
         self.removed = removal(removed)

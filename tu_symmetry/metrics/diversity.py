@@ -42,7 +42,7 @@ class PairwiseMutualInformation(Metric):
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
         self.num_members, self.reduction = num_members, reduction
-        zeros = torch.zeros(num_members, num_members, dtype=torch.float64)
+        zeros = torch.zeros(num_members, num_members, dtype=torch.float64, device="cpu")
         self.add_state("total", default=zeros, dist_reduce_fx="sum")
         self.add_state("points", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
@@ -103,7 +103,7 @@ class FunctionalDiversity(Metric):
             raise ValueError(f"num_members must be at least 3 for dispersion and correlation, got {num_members}")
         self.num_members, self.tolerance = num_members, tolerance
         for name in ("id_total", "ood_total"):
-            zeros = torch.zeros(num_members, num_members, dtype=torch.float64)
+            zeros = torch.zeros(num_members, num_members, dtype=torch.float64, device="cpu")
             self.add_state(name, default=zeros, dist_reduce_fx="sum")
         self.add_state("points", default=torch.zeros(2, dtype=torch.long), dist_reduce_fx="sum")
 
@@ -155,14 +155,14 @@ class FunctionalDiversity(Metric):
         found = self.summary(bootstraps=0)
         names = ("id_mean", "id_dispersion", "ood_mean", "ood_dispersion", "correlation", "rank_correlation")
         values = {name: getattr(found, name) for name in (*names, "collapsed", "distinct")}
-        return {name: torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+        return {name: torch.tensor(float(value), dtype=torch.float64, device="cpu") for name, value in values.items()}
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """Each pair's mutual information in against out of distribution; with values, these as torchmetrics does."""
         if val is not None:
             return self._plot(val, ax)
         figure, ax = new_axes(ax)
-        upper = torch.triu_indices(self.num_members, self.num_members, 1)
+        upper = torch.triu_indices(self.num_members, self.num_members, 1, device="cpu")
         inside, outside = (m.cpu()[upper[0], upper[1]] for m in self.matrices())
         ax.scatter(inside, outside, s=4, alpha=0.4)
         ax.set(xlabel="mutual information in distribution (nats)", ylabel="out of distribution (nats)")

@@ -93,7 +93,9 @@ class MarginalHomogeneity(Metric):
     def compute(self) -> Tensor:
         """One p-value for all groups together."""
         tests = self.compute_by_group()
-        return torch.tensor(min(1.0, len(tests) * min(t.p_value for t in tests.values())), dtype=torch.float64)
+        return torch.tensor(
+            min(1.0, len(tests) * min(t.p_value for t in tests.values())), dtype=torch.float64, device="cpu"
+        )
 
     def compute_by_group(self) -> dict[str, HomogeneityTest]:
         """The test of each permutation group, on this process's samples.
@@ -143,7 +145,7 @@ class MarginalHomogeneity(Metric):
         figure, ax = new_axes(ax)
         for name, found in self.largest_weights().items():
             share = found.counts.double() * len(found.counts) / found.counts.sum()
-            place = torch.linspace(0, 1, len(share))
+            place = torch.linspace(0, 1, len(share), device="cpu")
             ax.plot(place, share, marker="o", label=f"{name} (p = {found.p_value:.3f})")
         ax.axhline(1.0, linestyle=":", color="gray")
         ax.set(xlabel="unit, as a share of the layer", ylabel="frequency of the largest weight / uniform")

@@ -93,7 +93,7 @@ class QuotientDistance(Metric):
             generator=torch.Generator().manual_seed(self.seed),
         )
         names = ("aligned_l2", "energy", "sliced_wasserstein")
-        return {name: torch.tensor(getattr(found, name), dtype=torch.float64) for name in names}
+        return {name: torch.tensor(getattr(found, name), dtype=torch.float64, device="cpu") for name in names}
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """One value or several, as torchmetrics' metrics do; returns figure and axes."""

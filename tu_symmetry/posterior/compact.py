@@ -556,7 +556,7 @@ def _low_rank(members: Sequence[Mapping[str, Tensor]], mean: State, weights: lis
     """Factors ``[rank, *shape]`` of the best approximation ``F F^T`` to ``D D^T / (M - 1)``, from the M x M Gram."""
     count = len(members)
     deviations = {n: torch.stack([m[n].double() - mean[n] for m in members]) for n in weights}
-    gram = sum((d.flatten(1) @ d.flatten(1).T for d in deviations.values()), torch.zeros(()))
+    gram = sum((d.flatten(1) @ d.flatten(1).T for d in deviations.values()), torch.zeros((), device="cpu"))
     _, vectors = torch.linalg.eigh(gram)
     top = vectors[:, -rank:].flip(1).T / math.sqrt(count - 1)
     return {name: torch.tensordot(top, d, dims=1) for name, d in deviations.items()}

@@ -174,7 +174,7 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
     masks = []
     for _, module, width in drops:
         keep = 1 - float(module.p)  # type: ignore[arg-type]
-        masks.append((torch.rand(count, width, generator=generator) < keep).double() / keep)
+        masks.append((torch.rand(count, width, generator=generator, device="cpu") < keep).double() / keep)
     state = {n: t.detach() for n, t in model.state_dict().items()}
     factors: dict[str, Tensor] = {}
     for (name, copies), mask in zip(readers, masks, strict=True):
@@ -298,7 +298,7 @@ def laplace_draws(source: Any, count: int, *, seed: int = 0) -> State:
 
 def _chosen(networks: Sequence[nn.Module], count: int, what: str) -> tuple[State, list[int]]:
     _require_enough(len(networks), count, what)
-    numbers = torch.linspace(0, len(networks) - 1, count, dtype=torch.float64).round().long().tolist()
+    numbers = torch.linspace(0, len(networks) - 1, count, dtype=torch.float64, device="cpu").round().long().tolist()
     states = [{n: t.detach().cpu().clone() for n, t in networks[k].state_dict().items()} for k in numbers]
     return stack_states(states), numbers
 

@@ -237,8 +237,10 @@ class SignedSums:
         device = like[self.names[0]].device
         self.count = min(count, weights)
         generator = torch.Generator().manual_seed(derived_seed(seed, 5, 0))
-        self._order = torch.randperm(weights, generator=generator).to(device)
-        self._sign = (torch.randint(2, (weights,), generator=generator, dtype=torch.int8) * 2 - 1).to(device)
+        self._order = torch.randperm(weights, generator=generator, device="cpu").to(device)
+        self._sign = (torch.randint(2, (weights,), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1).to(
+            device
+        )
 
     def __call__(self, state: Mapping[str, Tensor]) -> Tensor:
         """Projections ``(count,)`` of a state."""

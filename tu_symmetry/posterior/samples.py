@@ -267,7 +267,7 @@ class SampleStore(Sequence[State]):
         if self.layout is None or not wanted:
             raise ValueError(f"nothing to stack: the store {self.folder} has {len(self)} samples, asked for {wanted}")
         wanted = [range(len(self))[i] for i in wanted]
-        result = {n: torch.empty((len(wanted), *e.shape), dtype=e.dtype) for n, e in self.layout.items()}
+        result = {n: torch.empty((len(wanted), *e.shape), dtype=e.dtype, device="cpu") for n, e in self.layout.items()}
         places: dict[int, list[int]] = defaultdict(list)
         for place, i in enumerate(wanted):
             places[i].append(place)

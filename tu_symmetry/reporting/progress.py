@@ -78,11 +78,13 @@ class _LineTracker:
 
 class _Status:
     def __init__(self) -> None:
-        self.headline = ""
+        self.headline = self.memory = ""
 
     def done(self, results: Mapping[str, Any]) -> None:
-        """Take what a finished stage says in one line (its result ``headline``)."""
+        """Take what a finished stage says in one line (its result ``headline``), and its peak of a GPU's memory."""
         self.headline = str(results.get("headline", ""))
+        if peak := results.get("gpu_allocated"):
+            self.memory = f", {peak / 2**30:.2f} GiB on the GPU"
 
 
 class Display:
@@ -114,7 +116,7 @@ class Display:
         status, started = _Status(), time.perf_counter()
         yield status
         seconds = time.perf_counter() - started
-        self.console.print(f"[green]✓[/green] {name} [cyan]{seconds:.1f} s[/cyan]", highlight=False)
+        self.console.print(f"[green]✓[/green] {name} [cyan]{seconds:.1f} s{status.memory}[/cyan]", highlight=False)
         if status.headline:
             self.console.print(f"    {status.headline}", highlight=False, soft_wrap=True)
 

@@ -57,7 +57,7 @@ def posterior_ensemble(
         count = len(store) if num_samples is None else num_samples
         if not 1 <= count <= len(store):
             raise ValueError(f"num_samples={num_samples}, but {path} holds {len(store)} samples")
-        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64).round().long()
+        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64, device="cpu").round().long()
         return CompactEnsemble(model, store.stack(chosen), vectorize=vectorize)
     if num_samples is None or num_samples < 1:
         raise ValueError(f"{path} is a Gaussian, and num_samples={num_samples} does not say how many networks to draw")

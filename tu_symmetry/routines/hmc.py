@@ -119,7 +119,7 @@ class HMCRoutine(PredictiveRoutine):
         self.burn_in = burn_in
         self.thinning = thinning
         first, last, count = stored or (0, 0, 0)
-        chosen = torch.linspace(first, last, count, dtype=torch.float64).round().long().tolist()
+        chosen = torch.linspace(first, last, count, dtype=torch.float64, device="cpu").round().long().tolist()
         self.stored = None if stored is None else frozenset(chosen)
         self.prior_precision = prior_precision
         adapting = adapt_step_size or adapt_mass_matrix
@@ -340,7 +340,7 @@ class HMCRoutine(PredictiveRoutine):
         assert self.chain is not None and self._project is not None
         self.moments.update(position)
         projected = self._project(position).double().cpu()
-        self._series.append(torch.cat([projected, torch.tensor([potential], dtype=torch.float64)]))
+        self._series.append(torch.cat([projected, torch.tensor([potential], dtype=torch.float64, device="cpu")]))
         if taken % self.diagnostics_every == 0:
             self.log_dict({f"hmc/{name}": value for name, value in self.diagnostics().items()})
         wanted = taken % self.thinning == 0 if self.stored is None else taken - 1 in self.stored

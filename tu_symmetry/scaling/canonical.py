@@ -172,7 +172,7 @@ def canonicalize(
         )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
-        filters = torch.zeros(tables.count, dtype=torch.float64)
+        filters = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
         if first < tables.count:
             filters = filter_counts(graph, counted_parameters(graph, parameters), tables.count)
         found, lost = _least(tables, start, filters, first, degenerate, tolerance, max_iterations)
@@ -238,7 +238,7 @@ def _least(
 ) -> tuple[Minimum, Tensor]:
     """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
     grows, shrinks = torch.from_numpy(start.grows), torch.from_numpy(start.shrinks)
-    normalized = torch.arange(tables.count) >= first
+    normalized = torch.arange(tables.count, device="cpu") >= first
     two_sided = (grows > 0) & (shrinks > 0)
     targets = torch.where(normalized & (grows > 0), filters, 0.0)
     if degenerate == "unit_norm":

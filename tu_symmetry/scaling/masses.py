@@ -157,8 +157,8 @@ class MassTables:
         Example: behind ten layers of weights 1e-40 a unit's factor is about 1e400, and its weights times the factors
         of the units that feed it are about 1e-440; no float64 holds either, but their logarithms are 921 and -1013.
         """
-        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64)])
-        largest = torch.full((self.count + 1,), -math.inf, dtype=torch.float64)
+        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64, device="cpu")])
+        largest = torch.full((self.count + 1,), -math.inf, dtype=torch.float64, device="cpu")
         parts = []
         for table in self.tables:
             mass, terms = table.entries()
@@ -177,7 +177,7 @@ class MassTables:
         """The squared L2 norm at log-factors, also where a factor, but not its product with a weight, overflows."""
         if np.abs(log_scale).max(initial=0.0) <= FAR:
             return self.at(log_scale).value
-        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64)])
+        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64, device="cpu")])
         total = self.fixed
         for table in self.tables:
             mass, terms = table.entries()
@@ -192,7 +192,7 @@ class MassTables:
             mass, terms = table.entries()
             total = sum((c * padded[index] for c, index in terms), padded.new_zeros(()))
             exponents, where = torch.unique(total, return_inverse=True)
-            sums = torch.zeros(len(exponents), dtype=torch.float64)
+            sums = torch.zeros(len(exponents), dtype=torch.float64, device="cpu")
             sums.index_add_(0, where.reshape(-1), sum_to(mass, where.shape).reshape(-1))
             for c, total in zip(exponents.tolist(), sums.tolist(), strict=True):
                 masses[c] = masses.get(c, 0.0) + total
@@ -310,7 +310,7 @@ def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Ten
     A filter is what makes one unit: a row of a matrix, a convolution's filter; where a factor multiplies vectors alone
     (gains and biases), each entry.
     """
-    filters, entries = (torch.zeros(count + 1, dtype=torch.float64) for _ in range(2))
+    filters, entries = (torch.zeros(count + 1, dtype=torch.float64, device="cpu") for _ in range(2))
     for name in names:
         shape = graph.shapes[name]
         matrix = max(shape, default=1) < math.prod(shape)
@@ -319,7 +319,9 @@ def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Ten
                 continue
             index = torch.where((term.index < 0) | (term.index >= count), count, term.index).reshape(-1)
             copies = (shape[0] if matrix else math.prod(shape)) if len(index) == 1 else 1
-            (filters if matrix else entries).index_add_(0, index, torch.full((len(index),), float(copies)).double())
+            (filters if matrix else entries).index_add_(
+                0, index, torch.full((len(index),), float(copies), device="cpu").double()
+            )
     return torch.where(filters > 0, filters, entries)[:-1]
 
 
@@ -373,7 +375,7 @@ def _squares(tensor: Tensor, axes: list[int]) -> Tensor:
             entries.new_empty(length, entries.shape[1], dtype=torch.float64),
             entries.new_empty(len(entries), dtype=torch.float64),
         )
-        ones = torch.ones(entries.shape[1], dtype=torch.float64)
+        ones = torch.ones(entries.shape[1], dtype=torch.float64, device="cpu")
         for piece, out in zip(entries.split(length), sums.split(length), strict=True):
             torch.mv(square[: len(piece)].copy_(piece).square_(), ones, out=out)
         return sums.reshape(shape)

@@ -69,7 +69,7 @@ def minimize_mass(
         RuntimeError: no convergence; the message says how far it came.
     """
     if not active.any():
-        return Minimum(torch.zeros(tables.count, dtype=torch.float64), start.value, 0.0, 0.0, 0)
+        return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0.0, 0)
     s, point, value = _sweep(tables, start, active, targets)
     relative = float("inf")
     for iteration in range(max_iterations + 1):
@@ -192,7 +192,7 @@ def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Te
         for table in order:
             _carry(table, sinks, rises)
         order.reverse()
-    unbounded = torch.zeros(tables.count, dtype=torch.bool)
+    unbounded = torch.zeros(tables.count, dtype=torch.bool, device="cpu")
     open_ = active & ~torch.from_numpy((sinks & rises)[:-1])
     while open_.any():
         found = _recession(tables, open_, targets)
@@ -232,12 +232,12 @@ def _carry(table: MatrixTable | GeneralTable, sinks: Mask, rises: Mask) -> None:
 
 def _recession(tables: MassTables, open_: Tensor, targets: Tensor) -> Tensor:
     """One recession direction that lets as much as possible fall, by linear programming over the open factors."""
-    number = torch.full((tables.count + 1,), -1)
-    number[:-1][open_] = torch.arange(int(open_.sum()))
+    number = torch.full((tables.count + 1,), -1, device="cpu")
+    number[:-1][open_] = torch.arange(int(open_.sum()), device="cpu")
     rows, columns, values, start = [], [], [], 0
     for table in tables.tables:
         mass, terms = table.entries()
-        moving = torch.zeros((), dtype=torch.bool)
+        moving = torch.zeros((), dtype=torch.bool, device="cpu")
         for _, index in terms:
             moving = moving | (number[index] >= 0)
         positions = torch.nonzero(((mass > 0) & moving).flatten()).flatten()
@@ -246,17 +246,17 @@ def _recession(tables: MassTables, open_: Tensor, targets: Tensor) -> Tensor:
             held = variable >= 0
             rows.append(start + torch.nonzero(held).flatten())
             columns.append(variable[held])
-            values.append(torch.full((int(held.sum()),), exponent, dtype=torch.float64))
+            values.append(torch.full((int(held.sum()),), exponent, dtype=torch.float64, device="cpu"))
         start += len(positions)
     demanded = torch.nonzero(open_ & (targets != 0)).flatten()
-    rows.append(start + torch.arange(len(demanded)))
+    rows.append(start + torch.arange(len(demanded), device="cpu"))
     columns.append(number[demanded])
     values.append(-targets[demanded].sign())
     shape = (start + len(demanded), int(open_.sum()))
     matrix = csr_matrix((torch.cat(values).numpy(), (torch.cat(rows).numpy(), torch.cat(columns).numpy())), shape)
     matrix = csr_matrix(np.unique(matrix.toarray(), axis=0)) if np.prod(shape) <= 2**22 else matrix
     solved = linprog(np.asarray(matrix.sum(0)).ravel(), A_ub=matrix, b_ub=np.zeros(matrix.shape[0]), bounds=(-1, 1))
-    found = torch.zeros(tables.count, dtype=torch.bool)
+    found = torch.zeros(tables.count, dtype=torch.bool, device="cpu")
     if solved.success and solved.fun < -1e-9:
         found[open_] = torch.from_numpy(np.abs(solved.x) > 1e-9)
     return found

@@ -62,13 +62,15 @@ def mass_profile(
     if graph.check_state(state):
         raise ValueError("mass_profile takes one state; unstack a stack of samples and profile each")
     tables = MassTables(graph, state, parameters, normalizations=normalizations)
-    points = torch.as_tensor(log_factors, dtype=torch.float64).cpu()
+    points = torch.as_tensor(log_factors, dtype=torch.float64, device="cpu")
     masses, coefficients, minima, start = {}, {}, {}, 0
     for group in (*graph.scales, *graph.normalizations) if normalizations else graph.scales:
-        direction = torch.zeros(tables.count, dtype=torch.float64)
+        direction = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
         direction[start : start + group.size] = 1.0
         parts = coefficients[group.name] = tables.along(direction)
-        exponents, weights = (torch.tensor(list(x), dtype=torch.float64) for x in (parts.keys(), parts.values()))
+        exponents, weights = (
+            torch.tensor(list(x), dtype=torch.float64, device="cpu") for x in (parts.keys(), parts.values())
+        )
         masses[group.name] = torch.exp(weights.log() + 2 * points.unsqueeze(-1) * exponents).sum(-1)
         minima[group.name] = _minimum(exponents, weights)
         start += group.size

@@ -191,7 +191,7 @@ def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Te
 
 def _sorted(keys: Tensor) -> tuple[Tensor, bool]:
     """Descending lexicographic order of ``keys[..., size, columns]``, and whether any are equal."""
-    order = torch.arange(keys.shape[-2]).expand(keys.shape[:-1]).clone()
+    order = torch.arange(keys.shape[-2], device="cpu").expand(keys.shape[:-1]).clone()
     for column in reversed(range(keys.shape[-1])):  # stable sorts, the first column last
         gathered = torch.gather(keys[..., column], -1, order)
         order = torch.gather(order, -1, gathered.argsort(dim=-1, descending=True, stable=True))

@@ -38,8 +38,10 @@ def unit_scales(
     """
     whole = len(groups) > len(graph.scales)
     count = sum(g.size for g in groups)
-    owner = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([g.size for g in groups], dtype=torch.long))
-    s, lost = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+    owner = torch.repeat_interleave(
+        torch.arange(len(groups), device="cpu"), torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")
+    )
+    s, lost = torch.zeros(count, dtype=torch.float64, device="cpu"), torch.zeros(count, dtype=torch.bool, device="cpu")
     candidates = [
         [(name, _feeding(graph, name, k, owner)) for name in _makers(graph, group)] for k, group in enumerate(groups)
     ]
@@ -55,7 +57,7 @@ def unit_scales(
         if k >= len(graph.scales):
             size = filter_counts(graph, [name], count)[units]
         if mean_square:
-            ones = {name: torch.ones(graph.shapes[name])}
+            ones = {name: torch.ones(graph.shapes[name], device="cpu")}
             entries = MassTables(graph, ones, [name], normalizations=whole).at(np.zeros(count))
             size = torch.from_numpy(entries.grows)[units]
         lost[units] = log_mass == -math.inf
@@ -89,7 +91,7 @@ def _makers(graph: SymmetryGraph, group: ScaleGroup) -> list[str]:
 
 def _feeding(graph: SymmetryGraph, name: str, group: int, owner: Tensor) -> set[int]:
     """The groups whose factors also multiply those entries of a tensor that grow with one group."""
-    padded = torch.cat([owner, torch.tensor([-1])])  # the slot of -1 and of factors that are held
+    padded = torch.cat([owner, torch.tensor([-1], device="cpu")])  # the slot of -1 and of factors that are held
     terms = [(t.exponent, torch.where(t.index < len(owner), t.index, -1)) for t in graph.scale_terms[name]]
     found: set[int] = set()
     for own in (padded[index] == group for exponent, index in terms if exponent > 0):
@@ -97,6 +99,8 @@ def _feeding(graph: SymmetryGraph, name: str, group: int, owner: Tensor) -> set[
             continue
         for _, index in terms:
             apart = all(a == 1 or b == 1 for a, b in zip(own.shape, index.shape, strict=True))
-            numbers = index if apart else torch.where(*torch.broadcast_tensors(own, index, torch.tensor(-1)))
+            numbers = (
+                index if apart else torch.where(*torch.broadcast_tensors(own, index, torch.tensor(-1, device="cpu")))
+            )
             found.update(padded[numbers.unique()].tolist())
     return found - {-1, group}

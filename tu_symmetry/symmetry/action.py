@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
 from tu_symmetry.symmetry.groups import PermutationMember
+from tu_symmetry.transfer import moved as on_device
+from tu_symmetry.transfer import numbers
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -61,7 +64,7 @@ def permute_entries(graph: SymmetryGraph, permutation: Mapping[str, Tensor], ten
 
     The tensors are not written to: an entry that moves becomes another tensor, and the old one is let go.
     """
-    for member, p in _steps(graph, permutation):
+    for member, p in _steps(graph, permutation, tensors):
         for name in graph.aliases[member.parameter]:
             if name in tensors:
                 tensors[name] = permute_axis(tensors[name], member, p, len(graph.shapes[member.parameter]))
@@ -76,7 +79,7 @@ class Permuted(Mapping[str, Tensor]):
     def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self._steps: dict[str, list[tuple[PermutationMember, Tensor, int]]] = {}
-        for member, p in _steps(graph, permutation):
+        for member, p in _steps(graph, permutation, {}):
             for name in graph.aliases[member.parameter]:
                 self._steps.setdefault(name, []).append((member, p, len(graph.shapes[member.parameter])))
 
@@ -98,7 +101,7 @@ def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], te
 
     Names that hold the same tensor object are moved once.
     """
-    for member, p in _steps(graph, permutation):
+    for member, p in _steps(graph, permutation, tensors):
         ndim = len(graph.shapes[member.parameter])
         for tensor in _distinct(graph, member.parameter, tensors):
             held = {tensor.ndim - ndim + k for k in (member.axis, member.within_axis) if k is not None}
@@ -106,8 +109,10 @@ def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], te
                 piece.copy_(permute_axis(piece, member, p, ndim))
 
 
-def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[tuple[PermutationMember, Tensor]]:
-    """Which axes have to be permuted, in order, and how."""
+def _steps(
+    graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> list[tuple[PermutationMember, Tensor]]:
+    """Which axes have to be permuted, in order, and how; all indices lie where the tensors do."""
     check_elements(permutation, "permutation")
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
@@ -117,13 +122,22 @@ def _steps(graph: SymmetryGraph, permutation: Mapping[str, Tensor]) -> Iterator[
             raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
     check_permutation(permutation)
     # Nested groups first: a permutation names the units of a block by the block's old content, then blocks move whole.
+    found = []
     for group in reversed(graph.permutations):
         if group.name not in permutation:
             continue
         p = permutation[group.name]
         if parent_of(group.name, permutation) is not None:
             p = _by_old_block(p, group.name, permutation)
-        yield from ((member, p) for member in group.members)
+        found += [(member, p) for member in group.members]
+    first = next(iter(tensors.values()), None)
+    if first is None:
+        return found
+    there = iter(on_device([t for m, p in found for t in (m.index, m.within, p) if t is not None], first.device))
+    return [
+        (replace(m, index=next(there), within=m.within if m.within is None else next(there)), next(there))
+        for m, _ in found
+    ]
 
 
 def _distinct(graph: SymmetryGraph, parameter: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -188,13 +202,13 @@ def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Ten
     for group in groups:
         value = log_scale.get(group.name)
         if value is None:
-            value = torch.zeros(group.size, dtype=torch.float64)
+            value = torch.zeros(group.size, dtype=torch.float64, device="cpu")
         if tuple(value.shape) != (group.size,):
             raise SymmetryError(f"log_scale[{group.name!r}] has shape {tuple(value.shape)}, expected ({group.size},)")
         if not torch.isfinite(value).all():
             raise SymmetryError(f"log_scale[{group.name!r}] holds NaN or infinite values")
         parts.append(value.detach().to(torch.float64).cpu())
-    return torch.cat([*parts, torch.zeros(1, dtype=torch.float64)])
+    return torch.cat([*parts, torch.zeros(1, dtype=torch.float64, device="cpu")])
 
 
 def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -342,7 +356,7 @@ def largest_entry(tensor: Tensor) -> float:
     own = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
     if own.numel() == 0:
         return 0.0
-    low, high = (float(end) for end in torch.aminmax(own))
+    low, high = numbers(torch.aminmax(own))
     largest = max(-low, high)
     if not math.isfinite(low) or not math.isfinite(high):
         largest = float(own.abs().nan_to_num(0.0, posinf=0.0).max())
@@ -352,5 +366,5 @@ def largest_entry(tensor: Tensor) -> float:
 def _exp_of_sum(logs: Sequence[Tensor]) -> Tensor:
     """``exp(sum(logs))``; as a product over axes, which takes few exponentials, unless these could overflow."""
     if sum(float(log.abs().max()) for log in logs) > 600:
-        return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64)))
-    return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64))
+        return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64, device="cpu")))
+    return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64, device="cpu"))

@@ -108,7 +108,7 @@ def certify(
     leading = graph.check_state(before, finite=False, name="the state before")
     if graph.check_state(after, finite=False, name="the state after") != leading:
         raise SymmetryError("the states before and after have different numbers of sample axes")
-    first = next(iter(before.values()), torch.zeros(()))
+    first = next(iter(before.values()), torch.zeros((), device="cpu"))
     shape = first.shape[:leading]
     if any(t.shape[:leading] != shape for state in (before, after) for t in state.values()):
         raise SymmetryError("the tensors of the two states have different numbers of samples")
@@ -171,7 +171,7 @@ def _one(
             continue
         for kind in (old.dtype, new.dtype):
             rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
-            real = torch.zeros((), dtype=kind).real.dtype if kind.is_complex else kind
+            real = torch.zeros((), dtype=kind, device="cpu").real.dtype if kind.is_complex else kind
             dtype = max(dtype, real, key=lambda d: torch.finfo(d).eps)
     outputs = probe.run(before)
     moved = probe.run(after)
@@ -218,9 +218,9 @@ def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
     for k in range(len(pairs[0][0])):
         size = pairs[0][0][k]
         if not (size.is_floating_point() or size.is_complex()):
-            total.append(torch.zeros(()))
+            total.append(torch.zeros((), device="cpu"))
             continue
-        effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), torch.zeros(()))
+        effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), torch.zeros((), device="cpu"))
         effect = torch.where(torch.isfinite(effect), effect, 0.0)
         total.append(torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0)))
     return total

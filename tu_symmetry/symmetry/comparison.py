@@ -57,9 +57,10 @@ class Reference:
     def __init__(self, outputs: list[Tensor]) -> None:
         self.outputs = outputs
         self.sensitivity = [
-            torch.zeros(t.shape, dtype=torch.float64) if _floating(t) else torch.zeros(()) for t in outputs
+            torch.zeros(t.shape, dtype=torch.float64, device="cpu") if _floating(t) else torch.zeros((), device="cpu")
+            for t in outputs
         ]
-        self.unstable = [torch.zeros(t.shape, dtype=torch.bool) for t in outputs]
+        self.unstable = [torch.zeros(t.shape, dtype=torch.bool, device="cpu") for t in outputs]
         self.noise = 0.0
 
     def change(self, before: list[Tensor], after: list[Tensor], noise: float) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.transfer import moved as on_device
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -29,7 +30,7 @@ LogScale = dict[str, Tensor]
 
 def identity_permutation(graph: SymmetryGraph) -> Permutation:
     """The identity permutation: name to ``arange(size)``, repeated for each block."""
-    return {g.name: torch.arange(g.size).expand(g.shape).clone() for g in graph.permutations}
+    return {g.name: torch.arange(g.size, device="cpu").expand(g.shape).clone() for g in graph.permutations}
 
 
 def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
@@ -72,7 +73,9 @@ def check_permutation(permutation: Mapping[str, Tensor]) -> None:
     for name, p in permutation.items():
         if p.dtype not in (torch.int64, torch.int32) or p.ndim == 0:
             raise SymmetryError(f"permutation[{name!r}] must be an integer tensor, got {p.dtype} of {tuple(p.shape)}")
-        if not torch.equal(p.sort(dim=-1).values, torch.arange(p.shape[-1], device=p.device).expand(p.shape).to(p)):
+    on_host = on_device(list(permutation.values()), torch.device("cpu"))
+    for name, p in zip(permutation, on_host, strict=True):
+        if not torch.equal(p.sort(dim=-1).values, torch.arange(p.shape[-1], device="cpu").expand(p.shape).to(p)):
             raise SymmetryError(f"permutation[{name!r}] is no permutation: an index is missing or repeated")
 
 
@@ -95,7 +98,7 @@ def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         moved = (*_origin(parent, permutation), permutation[parent])
     still = len(blocks) - len(moved)  # blocks that no group moves stay where they are
     moved = tuple(m.reshape(*m.shape, *[1] * (still + 1)) for m in moved)
-    grids = (torch.arange(b).reshape(-1, *[1] * (still - k)) for k, b in enumerate(blocks[len(moved) :]))
+    grids = (torch.arange(b, device="cpu").reshape(-1, *[1] * (still - k)) for k, b in enumerate(blocks[len(moved) :]))
     return (*moved, *grids)
 
 
@@ -153,13 +156,13 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
             continue
         size = own.shape[-1]
         rows = own.reshape(-1, size)
-        strides = torch.arange(rows.shape[0]).reshape(own.shape[:-1])
+        strides = torch.arange(rows.shape[0], device="cpu").reshape(own.shape[:-1])
         source = strides[block_origin(name, p)].flatten().tolist()
         seen = [False] * len(source)
         for start in range(len(source)):
             if seen[start]:
                 continue
-            product, block = torch.arange(size), start
+            product, block = torch.arange(size, device="cpu"), start
             while not seen[block]:  # follow units from block to block until the cycle closes
                 seen[block] = True
                 product = rows[block][product]

@@ -24,6 +24,7 @@ from tu_symmetry.symmetry.groups import (
     ScaleGroup,
     ScaleTerm,
 )
+from tu_symmetry.transfer import numbers
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.probe import Probe
@@ -165,7 +166,7 @@ class SymmetryGraph(Brief):
             kept = group not in reasons
             number += range(start, start + group.size) if kept else [-1] * group.size
             start += group.size if kept else 0
-        renumbered = torch.tensor([*number, -1])  # the last entry answers for the index -1
+        renumbered = torch.tensor([*number, -1], device="cpu")  # the last entry answers for the index -1
         terms = {
             name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
             for name, held in self.scale_terms.items()
@@ -219,7 +220,9 @@ class SymmetryGraph(Brief):
                         f"one out first: graph.without({group.name!r})"
                     )
         size = sizes.pop()
-        members = tuple(PermutationMember(n, axis, torch.arange(size).unsqueeze(1)) for n, axis in given.items())
+        members = tuple(
+            PermutationMember(n, axis, torch.arange(size, device="cpu").unsqueeze(1)) for n, axis in given.items()
+        )
         return replace(
             self,
             permutations=(*self.permutations, PermutationGroup(name, size, members)),
@@ -289,6 +292,7 @@ class SymmetryGraph(Brief):
                 f"missing {_some(missing)}, unexpected {_some(extra)}.{hint}"
             )
         leading: int | None = None
+        counts: dict[str, Tensor] = {}
         for key, names in self.aliases.items():
             shape = self.shapes[key]
             for alias in names:
@@ -303,13 +307,8 @@ class SymmetryGraph(Brief):
                         f"{name}[{alias!r}] has shape {tuple(tensor.shape)}, but the architecture that the graph was "
                         f"discovered on has {shape} (leading sample axes must be the same for all tensors)"
                     )
-                numbers = tensor.is_floating_point() or tensor.is_complex()
-                if finite and numbers and not torch.isfinite(tensor).all():
-                    bad = int((~torch.isfinite(tensor)).sum())
-                    raise SymmetryError(
-                        f"{name}[{alias!r}] holds {bad} NaN or infinite values; it comes from a diverged run or a "
-                        "damaged file, and no alignment of it would mean anything"
-                    )
+                if finite and (tensor.is_floating_point() or tensor.is_complex()):
+                    counts[alias] = (~torch.isfinite(tensor)).sum()
                 constant = self.constants.get(key)
                 if constant is not None and not bool((tensor.detach().cpu() == constant).all()):
                     raise SymmetryError(
@@ -317,6 +316,12 @@ class SymmetryGraph(Brief):
                         "pass reads its values (an index, a mask of an attention), and with other values the network "
                         "may have other symmetries: discover them on a model with this state"
                     )
+        for alias, bad in zip(counts, numbers(list(counts.values())), strict=True):
+            if bad:
+                raise SymmetryError(
+                    f"{name}[{alias!r}] holds {bad:.0f} NaN or infinite values; it comes from a diverged run or a "
+                    "damaged file, and no alignment of it would mean anything"
+                )
         return leading or 0
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:

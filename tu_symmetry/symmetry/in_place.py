@@ -59,7 +59,7 @@ def permute_in_place(
         SymmetryError: before anything is changed, if the permutation or a module does not belong to the graph, or an
             optimizer's state cannot follow.
     """
-    if all(torch.equal(p, torch.arange(p.shape[-1]).expand(p.shape)) for p in permutation.values()):
+    if all(torch.equal(p, torch.arange(p.shape[-1], device="cpu").expand(p.shape)) for p in permutation.values()):
         return
     optimizers, modules = list(optimizers), [network, *mirrors]
     for optimizer in optimizers:

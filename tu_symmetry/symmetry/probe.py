@@ -102,7 +102,7 @@ class Probe:
         def draw(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() or not bool(tensor.isfinite().all()) or len(tensor.unique()) < 3:
                 return tensor
-            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device="cpu")
             return tensor.mean() + tensor.std() * noise
 
         return self._with(draw)
@@ -333,11 +333,11 @@ def hollow(model: nn.Module) -> nn.Module:
     for tensor in model.state_dict(keep_vars=True).values():
         floating = tensor.is_floating_point() or tensor.is_complex()
         if floating and tensor.layout == torch.strided:
-            empty = torch.zeros((), dtype=_like(tensor.dtype, torch.float64)).expand(tensor.shape)
+            empty = torch.zeros((), dtype=_like(tensor.dtype, torch.float64), device="cpu").expand(tensor.shape)
             held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
         else:
             counter = tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1
-            value = torch.zeros(tensor.shape, dtype=tensor.dtype) if counter else _kept_value(tensor)
+            value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if counter else _kept_value(tensor)
             held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in held:  # buffers that the state dict leaves out
@@ -459,14 +459,14 @@ class _Noise:
     def __init__(self, amount: Callable[[str], float] | None, generator: torch.Generator | None) -> None:
         self.amount, self.generator = amount, generator
         if amount is not None:
-            self.pool = torch.rand(2 * _POOL, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+            self.pool = torch.rand(2 * _POOL, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
 
     def add_(self, name: str, tensor: Tensor) -> None:
         """Change a tensor, which is dense, in place; see :func:`perturb_`."""
         size = 0.0 if self.amount is None else self.amount(name)
         if size:
             flat = tensor.as_strided((tensor.numel(),), (1,))
-            starts = torch.randint(_POOL, (flat.numel() // _POOL + 1,), generator=self.generator).tolist()
+            starts = torch.randint(_POOL, (flat.numel() // _POOL + 1,), generator=self.generator, device="cpu").tolist()
             for piece, start in zip(flat.split(_POOL), starts, strict=False):
                 piece.mul_((self.pool[start : start + len(piece)] * size).add_(1))
 
@@ -715,8 +715,8 @@ def random_state(
 def _draw_integers(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """A mask with three quarters of its entries set, or the same integers in another order."""
     if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
-        return (torch.rand(tensor.shape, generator=generator) < 0.75).to(tensor.dtype)
-    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
+        return (torch.rand(tensor.shape, generator=generator, device="cpu") < 0.75).to(tensor.dtype)
+    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator, device="cpu")].reshape(tensor.shape)
 
 
 def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -724,7 +724,8 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
         return tensor.cpu().clone()
     dtype = _like(tensor.dtype, torch.float64)
     # numbers of single precision: drawing is most of what small batches cost
-    noise = torch.randn(tensor.shape, generator=generator, dtype=_like(tensor.dtype, torch.float32)).to(dtype)
+    single = _like(tensor.dtype, torch.float32)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=single, device="cpu").to(dtype)
     last = name.rpartition(".")[2]
     if "var" in last and not tensor.is_complex():
         return 0.5 + noise.abs()
@@ -745,7 +746,7 @@ def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], genera
     """
     done: set[int] = set()
     reach = min(_POOL, max((t.numel() for t in state.values()), default=0) + 1)  # small networks need few numbers
-    pool = torch.rand(2 * reach, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
+    pool = torch.rand(2 * reach, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
     for name, tensor in state.items():
         size = amount(name)
         floating = tensor.is_floating_point() or tensor.is_complex()
@@ -753,7 +754,7 @@ def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], genera
             continue
         done.add(id(tensor))
         flat = tensor.view(-1)
-        starts = torch.randint(reach, (flat.numel() // reach + 1,), generator=generator).tolist()
+        starts = torch.randint(reach, (flat.numel() // reach + 1,), generator=generator, device="cpu").tolist()
         for piece, start in zip(flat.split(reach), starts, strict=False):
             piece.mul_((pool[start : start + len(piece)] * size).add_(1).to(_real(piece.dtype)))
 
@@ -773,7 +774,7 @@ def tensors_of(nested: Any) -> list[Tensor]:
         return [nested.to_dense() if nested.layout != torch.strided else nested]
     if isinstance(nested, (bool, int, float, complex)):
         wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
-        return [torch.as_tensor(nested, dtype=wide)]
+        return [torch.as_tensor(nested, dtype=wide, device="cpu")]
     if isinstance(nested, Mapping):
         return [t for item in nested.values() for t in tensors_of(item)]
     if isinstance(nested, (list, tuple, set, frozenset)):
@@ -790,9 +791,9 @@ def _double(nested: Any, generator: torch.Generator | None) -> Any:
     """
     if isinstance(nested, Tensor) and nested.is_meta:
         if nested.is_floating_point() or nested.is_complex():
-            drawn = torch.randn(nested.shape, generator=generator or torch.Generator().manual_seed(0))
+            drawn = torch.randn(nested.shape, generator=generator or torch.Generator().manual_seed(0), device="cpu")
             return drawn.to(_like(nested.dtype, torch.float64))
-        return torch.zeros(nested.shape, dtype=nested.dtype)
+        return torch.zeros(nested.shape, dtype=nested.dtype, device="cpu")
     if isinstance(nested, Tensor):
         if not (nested.is_floating_point() or nested.is_complex()):
             return nested.detach().to("cpu", copy=True)
@@ -800,7 +801,7 @@ def _double(nested: Any, generator: torch.Generator | None) -> Any:
         if generator is None or tensor.layout != torch.strided or tensor.numel() < 2:
             return tensor
         constant = bool((tensor == tensor.flatten()[0]).all())
-        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) if constant else tensor
+        return torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device="cpu") if constant else tensor
     if isinstance(nested, tuple) and hasattr(nested, "_fields"):
         return type(nested)(*(_double(item, generator) for item in nested))
     if isinstance(nested, (list, tuple)):

@@ -192,16 +192,16 @@ def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[_Pa
     numbers: dict[Group, Tensor] = {}
     count = 0
     for group in (*few, *(g for g in groups if g not in few)):
-        numbers[group] = torch.arange(count, count + math.prod(shapes[group])).reshape(shapes[group])
+        numbers[group] = torch.arange(count, count + math.prod(shapes[group]), device="cpu").reshape(shapes[group])
         count += math.prod(shapes[group])
     separate = sum(math.prod(shapes[g]) for g in few)
-    everything = {g: torch.ones(shape, dtype=torch.bool) for g, shape in shapes.items()}
+    everything = {g: torch.ones(shape, dtype=torch.bool, device="cpu") for g, shape in shapes.items()}
     yield _Pass(everything, cycles=True)
     yield _Pass(everything, cycles=False)
     for number, on in enumerate(_halves(separate).T):  # all others borrow their numbers
         yield _Pass({g: on[k % separate] for g, k in numbers.items()}, cycles=number % 2 == 0)
     for cycles in (True, False):
-        drawn = {g: torch.rand(shape, generator=generator) < 0.5 for g, shape in shapes.items()}
+        drawn = {g: torch.rand(shape, generator=generator, device="cpu") < 0.5 for g, shape in shapes.items()}
         yield _Pass(drawn if count > 1 else everything, cycles)
 
 
@@ -210,7 +210,7 @@ def _halves(count: int) -> Tensor:
     passes = 0
     while math.comb(passes, passes // 2) < count:
         passes += 1
-    part = torch.zeros(count, passes, dtype=torch.bool)
+    part = torch.zeros(count, passes, dtype=torch.bool, device="cpu")
     for k, chosen in zip(range(count), itertools.combinations(range(passes), passes // 2), strict=False):
         part[k, list(chosen)] = True
     return part
@@ -224,15 +224,15 @@ def _draw(groups: Sequence[Group], plan: _Pass, generator: torch.Generator) -> E
         if not bool(moving.any()):
             continue
         if isinstance(group, PermutationGroup):
-            order = torch.rand(group.shape, generator=generator, dtype=torch.float64).argsort(-1)
+            order = torch.rand(group.shape, generator=generator, dtype=torch.float64, device="cpu").argsort(-1)
             cycle = torch.empty_like(order).scatter_(-1, order, order.roll(1, dims=-1))
-            still = torch.arange(group.size).expand(group.shape)
+            still = torch.arange(group.size, device="cpu").expand(group.shape)
             if not plan.cycles:
                 cycle = torch.where((order == still).all(-1, keepdim=True), cycle, order)
             element[group] = torch.where(moving.unsqueeze(-1), cycle, still)
         else:
-            size = 0.1 + 0.4 * torch.rand(group.size, generator=generator, dtype=torch.float64)
-            sign = torch.randint(2, (group.size,), generator=generator) * 2 - 1
+            size = 0.1 + 0.4 * torch.rand(group.size, generator=generator, dtype=torch.float64, device="cpu")
+            sign = torch.randint(2, (group.size,), generator=generator, device="cpu") * 2 - 1
             element[group] = size * sign
     return element
 

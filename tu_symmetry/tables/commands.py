@@ -9,11 +9,13 @@ words typed in a shell would not do, except
 * to resume a training that was cut, from its last checkpoint.
 
 A finished command leaves ``.table/NAME.json`` in the run folder: a fingerprint of its configuration and of the files
-of the commands that it needs, and the digest of every file that it wrote.
+of the commands that it needs, the digest of every file that it wrote, its times, and where it took a GPU
+``gpu_allocated`` and ``gpu_reserved``: the peaks of torch's caching allocator in bytes (:func:`gpu_peaks`).
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -278,24 +280,27 @@ class _Run:
                     "(--out)"
                 )
             remove_folder(target)
-        spent = {key: old.get(key, 0.0) if resumed and old else 0.0 for key in ("seconds", "processor_seconds")}
+        before = old if resumed and old else {}
+        spent = {key: before.get(key, 0.0) for key in ("seconds", "processor_seconds")}
         self._mark(name, mark | spent | {"status": "running"})
         over = f"the time is over; the same command resumes with {name}"
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise TableInterrupted(over)
         words = self._words(command, resumed)
+        gpu_peaks(fresh=True)
         started = {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
 
         def took() -> dict[str, Any]:
             now = {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
-            return {key: round(spent[key] + now[key] - started[key], 2) for key in now}
+            peaks = {key: max(value, before.get(key, 0)) for key, value in gpu_peaks().items()}
+            return {key: round(spent[key] + now[key] - started[key], 2) for key in now} | peaks
 
         with self.display.stage(name, resumed=resumed, following=following) as status:
             found = _execute(words, self.deadline)
             if found is None:
                 self._mark(name, mark | took() | {"status": "running"})
                 raise TableInterrupted(over)
-            status.done(found)
+            status.done(found | gpu_peaks())
         files = digest_folder(target)
         if not files:
             raise ConfigError(f"{name} has written nothing to {target}")
@@ -317,7 +322,11 @@ class _Run:
 
     def _write_results(self) -> None:
         keep = ("results", "headline", "seconds", "processor_seconds", "resumed")
-        commands = {name: {k: mark.get(k) for k in keep} for name, mark in self.marks.items()}
+        peaks = ("gpu_allocated", "gpu_reserved")
+        commands = {
+            name: {k: mark.get(k) for k in keep} | {k: mark[k] for k in peaks if k in mark}
+            for name, mark in self.marks.items()
+        }
         content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": self.environment}
         write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
 
@@ -340,6 +349,26 @@ def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:
     metrics = plain({name: value.item() for name, value in trainer.callback_metrics.items()})
     shown = [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)]
     return {"results": {"metrics": metrics}, "headline": ", ".join(shown[:4])}
+
+
+def gpu_peaks(*, fresh: bool = False) -> dict[str, int]:
+    """The most bytes of tensors on a GPU (``gpu_allocated``), and held for them by torch (``gpu_reserved``).
+
+    What CUDA and its libraries take for themselves is not among them. Empty where nothing has used a GPU.
+
+    Args:
+        fresh: let go of what is not used any more, and count from here.
+    """
+    if not torch.cuda.is_initialized():
+        return {}
+    devices = range(torch.cuda.device_count())
+    if fresh:
+        gc.collect()
+        torch.cuda.empty_cache()
+        for device in devices:
+            torch.cuda.reset_peak_memory_stats(device)
+    peaks = {"gpu_allocated": torch.cuda.max_memory_allocated, "gpu_reserved": torch.cuda.max_memory_reserved}
+    return {name: max(map(peak, devices)) for name, peak in peaks.items()}
 
 
 def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:

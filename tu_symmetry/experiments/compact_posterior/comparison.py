@@ -77,7 +77,9 @@ def compare(
     rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
     spread: dict[str, dict[str, float]] = {}
     for name, figure in figures.items():
-        values = {c: torch.tensor([figure(p) for p in ps], dtype=torch.float64) for c, ps in predictives.items()}
+        values = {
+            c: torch.tensor([figure(p) for p in ps], dtype=torch.float64, device="cpu") for c, ps in predictives.items()
+        }
         rows[name] = {column: v.mean().item() for column, v in values.items()}
         spread[name] = {column: v.std().item() for column, v in values.items() if len(v) > 1}
     gain = {name: rows["accuracy"][f"{name}/q_r"] for name in ("hmc", "ensemble")}

@@ -67,7 +67,10 @@ def prune(
     member_moves = [activation_matching(graph, model, center, m, study.train).permutation for m in members]
     aligned = [apply_permutation(graph, p, m) for p, m in zip(member_moves, members, strict=True)]
     generator = study.generator("control")
-    order = {n: torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.device) for n, t in center.items()}
+    order = {
+        n: torch.rand(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device)
+        for n, t in center.items()
+    }
     draws = {name: one.sample(num_samples, generator=study.generator(name)) for name, one in q.items()}
 
     curves: dict[str, list[float]] = {}

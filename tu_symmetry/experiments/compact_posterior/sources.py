@@ -89,5 +89,5 @@ class Study:
 def evenly(count: int, wanted: int | None) -> Tensor:
     """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
     if wanted is None or wanted >= count:
-        return torch.arange(count)
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64).round().long()
+        return torch.arange(count, device="cpu")
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64, device="cpu").round().long()

@@ -67,7 +67,7 @@ def make_pairs(
     if len(graph.permutations) != 1:
         raise ValueError(f"this figure is about one hidden layer, the model has {len(graph.permutations)} groups")
     (group,) = graph.permutations
-    wanted = torch.linspace(1, group.size - 1, counts, dtype=torch.float64).round().long().tolist()
+    wanted = torch.linspace(1, group.size - 1, counts, dtype=torch.float64, device="cpu").round().long().tolist()
     generator = study.generator("permutations")
     out.mkdir(parents=True, exist_ok=True)
     with new_folder(folder) as made:
@@ -97,11 +97,11 @@ def permutation_with_count(size: int, count: int, generator: torch.Generator) ->
     """
     if not 0 <= count < size:
         raise ValueError(f"a permutation of {size} takes 0 to {size - 1} transpositions, not {count}")
-    permutation, cycle = torch.arange(size), torch.arange(size)
+    permutation, cycle = torch.arange(size, device="cpu"), torch.arange(size, device="cpu")
     for _ in range(count):
-        i = int(torch.randint(size, (1,), generator=generator))
+        i = int(torch.randint(size, (1,), generator=generator, device="cpu"))
         others = (cycle != cycle[i]).nonzero().flatten()
-        j = int(others[torch.randint(len(others), (1,), generator=generator)])
+        j = int(others[torch.randint(len(others), (1,), generator=generator, device="cpu")])
         permutation[[i, j]] = permutation[[j, i]]
         cycle[cycle == cycle[i]] = cycle[j].clone()
     return permutation
@@ -139,7 +139,7 @@ def match_pairs(
     trained = {k: t.unflatten(0, (runs, 1 + len(initial))) for k, t in store.load(device=study.device).items()}
     keys = ("transpositions", "distance", "distance_unmatched", "barrier", "barrier_unmatched")
     panels: dict[str, list[list[float]]] = {key: [] for key in keys}
-    ratios = torch.linspace(0, 1, points, dtype=torch.float64).tolist()
+    ratios = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
     walks = []
 
     def measure(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
@@ -187,7 +187,7 @@ def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
     panels = found["panels"]
 
     def cell(key: str, i: int, form: str) -> str:
-        values = torch.tensor([run[i] for run in panels[key]], dtype=torch.float64)
+        values = torch.tensor([run[i] for run in panels[key]], dtype=torch.float64, device="cpu")
         spread = f" ± {format(values.std().item(), form)}" if len(values) > 1 else ""
         return f"{format(values.mean().item(), form)}{spread}"
 

@@ -168,7 +168,7 @@ def linearized_posterior(
         )
         la.fit([(x, y.unsqueeze(0))])
         fitted = time.perf_counter()
-        start, none = la.phi, torch.zeros(size, size, dtype=torch.float64)
+        start, none = la.phi, torch.zeros(size, size, dtype=torch.float64, device="cpu")
         mean = la.statistics.outputs
         weight = tv_weight[int(found.problem.num_angles[index])] if isinstance(tv_weight, dict) else tv_weight
         rate = predcp_scale * len(y) * weight

@@ -182,7 +182,7 @@ def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance:
         extra_variance: added to every pixel's variance.
     """
     _, height, width = error.shape
-    index = torch.arange(height * width).view(height, width)
+    index = torch.arange(height * width, device="cpu").view(height, width)
     total = 0.0
     for top in range(0, height, side):
         for left in range(0, width, side):

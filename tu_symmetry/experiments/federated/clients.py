@@ -60,4 +60,4 @@ class ClientDigitsDataModule(DigitsDataModule):
             shares = drawn.dirichlet([self.concentration] * self.clients)
             ends = np.round(np.cumsum(shares) * len(where)).astype(int)
             mine.append(where[0 if self.client == 0 else ends[self.client - 1] : ends[self.client]])
-        return torch.as_tensor(np.sort(np.concatenate(mine)))
+        return torch.from_numpy(np.sort(np.concatenate(mine)))

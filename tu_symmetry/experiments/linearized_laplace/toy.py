@@ -73,10 +73,10 @@ class BatchNormMLP(nn.Sequential):
 
 def sample_curve(count: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Inputs ``[count, 1]`` on both sides of a gap, and noisy values ``[count]`` of a smooth curve, in float64."""
-    x = 0.9 * torch.rand(count, 1, generator=generator, dtype=torch.float64) + 0.5
+    x = 0.9 * torch.rand(count, 1, generator=generator, dtype=torch.float64, device="cpu") + 0.5
     x[: count // 2] *= -1
     clean = torch.sin(3 * x[:, 0]) + 0.5 * x[:, 0]
-    return x, clean + noise * torch.randn(count, generator=generator, dtype=torch.float64)
+    return x, clean + noise * torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
 
 
 class CurveDataModule(LightningDataModule):
@@ -161,7 +161,7 @@ def compute_bands(
     state = {name: t.double() if t.is_floating_point() else t for name, t in last_weights(network).items()}
     model = model.double().eval()
     model.load_state_dict(state)
-    grid = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    grid = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
     own = [state[name] for name in sorted(state)]
     digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
     parts = Parts(out / "parts", [digest, data.noise, curvature, points, reach])

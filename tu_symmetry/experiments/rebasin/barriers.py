@@ -151,7 +151,7 @@ class Judge:
             Batches(test.x[:measured], test.y[:measured]),
             Batches(test.x[measured:], test.y[measured:]),
         )
-        self.ratios: list[float] = torch.linspace(0, 1, points, dtype=torch.float64).tolist()
+        self.ratios: list[float] = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
 
     def scores(self, state: State) -> Scores:
         """Loss (nats), accuracy, tuned temperature, and the loss at that temperature."""
@@ -185,6 +185,7 @@ def _path(first: Scores, inner: Sequence[Scores], last: Scores) -> dict[str, Any
     losses = torch.tensor(
         [[math.inf if loss is None else loss for loss in columns[name]] for name in ("loss", "tempered_loss")],
         dtype=torch.float64,
+        device="cpu",
     )
     if not losses[:, [0, -1]].isfinite().all():
         raise ValueError(f"the losses of two networks are {losses[0, 0]} and {losses[0, -1]}: train them again")

@@ -92,7 +92,7 @@ def match(
                 found += [parts.take(f"{method}/{k}", partial(straight_through, k)) for k in range(1, len(states))]
             else:
                 found = parts.take(method, partial(aligned, method))["found"]
-            permutations[method] = [{name: torch.as_tensor(q) for name, q in p.items()} for p in found]
+            permutations[method] = [{name: torch.as_tensor(q, device="cpu") for name, q in p.items()} for p in found]
             tracker.update(done, method=method)
     results = {method: _result(members, found) for method, found in permutations.items()}
     tensors = {

@@ -181,7 +181,7 @@ def barrier_table(title: str, found: Found) -> Grid:
     """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
 
     def cell(method: str, correction: str, tempered: bool) -> str:
-        values = torch.tensor(barriers(found, method, correction, tempered=tempered), dtype=torch.float64)
+        values = torch.tensor(barriers(found, method, correction, tempered=tempered), dtype=torch.float64, device="cpu")
         return f"{values.mean():.2f}" + (f"\n±{values.std():.2f}" if len(values) > 1 else "")
 
     rows = [

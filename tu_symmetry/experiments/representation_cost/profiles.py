@@ -44,7 +44,7 @@ def take_profiles(
     train, test = (Batches(part.x, part.y) for part in (data.train, data.test))
     graph = discover_symmetries(model, train.x[:2])
     graph.require_verified()
-    log_factors = torch.linspace(-reach, reach, points, dtype=torch.float64)
+    log_factors = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
     records: list[dict[str, Any]] = []
     profiles: dict[str, dict[str, Any]] = {}
     with Display().track("profiles", sum(len(folders) for folders in runs.values())) as tracker:

@@ -100,5 +100,7 @@ def draw(
 
 def _spread(values: Sequence[float], form: str) -> str:
     """Mean and standard deviation over seeds."""
-    spread = f" ± {torch.tensor(values, dtype=torch.float64).std().item():{form}}" if len(values) > 1 else ""
+    spread = (
+        f" ± {torch.tensor(values, dtype=torch.float64, device='cpu').std().item():{form}}" if len(values) > 1 else ""
+    )
     return f"{sum(values) / len(values):{form}}{spread}"

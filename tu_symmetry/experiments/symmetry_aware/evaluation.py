@@ -212,7 +212,7 @@ def _networks(
             raise ValueError(
                 f"{folder} holds {len(store)} networks, {count} are wanted: train longer, or ask for fewer"
             )
-        chosen = torch.linspace(0, max(len(store) - 1, 0), count, dtype=torch.float64).round().long()
+        chosen = torch.linspace(0, max(len(store) - 1, 0), count, dtype=torch.float64, device="cpu").round().long()
         stack = store.stack(chosen)
         stack = {n: t.float() if t.is_floating_point() else t for n, t in stack.items()}
         require_finite_networks(stack, str(folder)) if len(folders) == 1 else None
@@ -222,7 +222,7 @@ def _networks(
         require_same(layout_of(stack, stacked=True), layout_of(stacks[0], stacked=True), str(folder), str(folders[0]))
     whole = {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}
     require_finite_networks(whole, ", ".join(map(str, folders[:3])))
-    return whole, torch.tensor(numbers)
+    return whole, torch.tensor(numbers, device="cpu")
 
 
 def _parts(states: Mapping[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
@@ -273,7 +273,7 @@ def _test_loaders(data: LightningDataModule) -> list[Any]:
 
 def _whole(loader: Any) -> tuple[Tensor, Tensor]:
     batches = [(batch[0], batch[1]) for batch in loader]
-    return torch.cat([x for x, _ in batches]), torch.cat([torch.as_tensor(y) for _, y in batches])
+    return torch.cat([x for x, _ in batches]), torch.cat([torch.as_tensor(y, device="cpu") for _, y in batches])
 
 
 def _trusted(path: Path, points: int) -> Tensor:
@@ -305,7 +305,7 @@ def _diversity(
     members = len(next(iter(chosen.values())))
     inside = _probabilities(model, chosen, test, device)
     found, pairs = {}, {}
-    upper = torch.triu_indices(members, members, 1)
+    upper = torch.triu_indices(members, members, 1, device="cpu")
     for name, x in others.items():
         metric = FunctionalDiversity(members).to(device)
         metric.update(inside, ood=False)
@@ -327,7 +327,7 @@ def _marginals(
 ) -> dict[str, Any]:
     """Quantiles of the marginals of one layer's weights, before and after removal, pooled and of its first unit."""
     layer = next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
-    levels = torch.linspace(0.005, 0.995, 100)
+    levels = torch.linspace(0.005, 0.995, 100, device="cpu")
     made: dict[str, Any] = {"layer": layer, "levels": levels.tolist(), "sets": {}}
     for name, states in {"reference": references, **rows}.items():
         parts = [removal("paper").apply(graph, part)[layer].cpu() for part in _parts(states, device)]

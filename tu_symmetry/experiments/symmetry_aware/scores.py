@@ -91,7 +91,11 @@ def scores(
         aupr, fpr, information = [], [], []
         for name, q in means.items():
             score = torch.cat([1 - p.amax(-1), 1 - q[others[name]].amax(-1)])
-            is_ood = torch.cat([torch.zeros(len(rows)), torch.ones(len(others[name]))]).long().to(score.device)
+            is_ood = (
+                torch.cat([torch.zeros(len(rows), device="cpu"), torch.ones(len(others[name]), device="cpu")])
+                .long()
+                .to(score.device)
+            )
             aupr.append(float(binary_average_precision(score, is_ood)))
             fpr.append(_fpr95(score, is_ood))
             information.append(float(outside[name][others[name]].mean()))
@@ -99,9 +103,12 @@ def scores(
         return found | {"id_mi": float(inside[rows].mean()), "ood_mi": _mean(information)}
 
     def drawn(count: int, generator: torch.Generator) -> Tensor:
-        return torch.randint(count, (count,), generator=generator)
+        return torch.randint(count, (count,), generator=generator, device="cpu")
 
-    whole = of(torch.arange(len(targets)), {name: torch.arange(len(q)) for name, q in means.items()})
+    whole = of(
+        torch.arange(len(targets), device="cpu"),
+        {name: torch.arange(len(q), device="cpu") for name, q in means.items()},
+    )
     generator = torch.Generator().manual_seed(seed)
     replicates = [
         of(drawn(len(targets), generator), {name: drawn(len(q), generator) for name, q in means.items()})
@@ -112,8 +119,10 @@ def scores(
     for name, value in whole.items():
         low, high = math.nan, math.nan
         if replicates:
-            column = torch.tensor([r[name] for r in replicates], dtype=torch.float64)
-            low, high = torch.quantile(column, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()
+            column = torch.tensor([r[name] for r in replicates], dtype=torch.float64, device="cpu")
+            low, high = torch.quantile(
+                column, torch.tensor([tail, 1 - tail], dtype=torch.float64, device="cpu")
+            ).tolist()
         made[name] = Interval(value, low, high)
     return made
 

@@ -47,9 +47,9 @@ class TwoGroupsDataModule(LightningDataModule):
             )
         if [len(center) for center in centers] != [2, 2]:
             raise ValueError(f"centers must be two points in the plane, got {centers}")
-        around = torch.tensor(centers).repeat_interleave(points, 0)
-        x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed))
-        self.points = TensorPairs(x, torch.arange(2.0).repeat_interleave(points))
+        around = torch.tensor(centers, device="cpu").repeat_interleave(points, 0)
+        x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+        self.points = TensorPairs(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
         self.batch_size, self.orders, self.seed = batch_size, orders, seed
 
     def train_dataloader(self) -> DataLoader[Any]:

@@ -94,7 +94,7 @@ def remove(
             "in_modes": sum(modes),
         }
     collapse = numbers["raw"]["variance"] / numbers["both"]["variance"]
-    quantiles = losses.double().quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
+    quantiles = losses.double().quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device="cpu"))
     return Outcome(
         {
             "trained": len(losses),
@@ -125,7 +125,7 @@ def rescaled(graph: SymmetryGraph, state: Mapping[str, Tensor], norm: float | No
     if norm is None:
         return canonicalize(graph, state, method="min_mass", certify=False).state
     unit = canonicalize(graph, state, method="unit_norm", certify=False).state
-    stretch = {g.name: torch.full((g.size,), math.log(norm), dtype=torch.float64) for g in graph.scales}
+    stretch = {g.name: torch.full((g.size,), math.log(norm), dtype=torch.float64, device="cpu") for g in graph.scales}
     return apply_scale(graph, stretch, unit)
 
 

@@ -112,7 +112,7 @@ def diversity_summary(
     if members < 3:
         raise ValueError(f"dispersion and correlation need at least three networks, got {members}")
     a, b = id_information.double().cpu(), ood_information.double().cpu()
-    i, j = torch.triu_indices(members, members, 1)
+    i, j = torch.triu_indices(members, members, 1, device="cpu")
     inside, outside = a[i, j], b[i, j]
 
     def dispersion(values: Tensor) -> float:
@@ -130,7 +130,9 @@ def diversity_summary(
             replicates.append(value)
     if replicates:
         tail = (1 - confidence) / 2
-        ends = torch.quantile(torch.tensor(replicates).double(), torch.tensor([tail, 1 - tail]).double())
+        ends = torch.quantile(
+            torch.tensor(replicates, device="cpu").double(), torch.tensor([tail, 1 - tail], device="cpu").double()
+        )
         interval = (float(ends[0]), float(ends[1]))
     ranks = [v.argsort().argsort().double() for v in (inside, outside)]
     linked = a <= tolerance
@@ -157,7 +159,7 @@ def _pearson(a: Tensor, b: Tensor) -> float:
 
 def _components(linked: Tensor) -> int:
     """Number of connected components of a graph, by its symmetric matrix of edges."""
-    label = torch.arange(len(linked))
+    label = torch.arange(len(linked), device="cpu")
     while True:
         least = torch.where(linked, label, len(linked)).amin(1).minimum(label)
         if torch.equal(least, label):

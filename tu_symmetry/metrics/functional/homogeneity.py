@@ -84,7 +84,7 @@ def marginal_homogeneity(
         raise ValueError(f"statistic must be 'cramer_von_mises' or 'kolmogorov_smirnov', got {statistic!r}")
     count, blocks, units = len(samples), samples.shape[1:-2], samples.shape[-2]
     x = samples.detach().cpu().reshape(count, -1, units, samples.shape[-1])
-    levels = torch.arange(1, thresholds + 1, dtype=torch.float64) / (thresholds + 1)
+    levels = torch.arange(1, thresholds + 1, dtype=torch.float64, device="cpu") / (thresholds + 1)
     ranked = x.movedim(2, 1).flatten(0, 1).sort(dim=0).values  # pooled over samples and units
     quantiles = ranked[(levels * (len(ranked) - 1)).long()]  # [thresholds, blocks, weights]
     below = x.unsqueeze(-1) <= quantiles.movedim(0, -1).unsqueeze(1)
@@ -100,7 +100,7 @@ def marginal_homogeneity(
 
     deviation = differences(indicators)
     observed = summary(deviation)
-    null = torch.empty(num_resamples, dtype=torch.float64)
+    null = torch.empty(num_resamples, dtype=torch.float64, device="cpu")
     source = own_generator(generator)
     for k in range(num_resamples):
         labels = torch.rand(indicators.shape[:3], generator=source, device=source.device).argsort(-1).cpu()
@@ -155,7 +155,11 @@ def unit_samples(
 
 
 def _steps(size: int, most: int | None) -> Tensor:
-    return torch.arange(size) if most is None or size <= most else torch.linspace(0, size - 1, most).round().long()
+    return (
+        torch.arange(size, device="cpu")
+        if most is None or size <= most
+        else torch.linspace(0, size - 1, most, device="cpu").round().long()
+    )
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,8 @@ def uniform_counts(
     null = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
     expected = len(index) / units
     statistic = float((counts - expected).square().sum())
-    by_draw = torch.zeros(num_resamples, units).scatter_add_(1, null, torch.ones(null.shape))
+    by_draw = torch.zeros(num_resamples, units, device="cpu").scatter_add_(
+        1, null, torch.ones(null.shape, device="cpu")
+    )
     more = int(((by_draw - expected).square().sum(1) >= statistic * (1 - 1e-6)).sum())
     return LargestWeight(index, counts, (1 + more) / (1 + num_resamples))

@@ -90,9 +90,9 @@ def _sliced_wasserstein(
         start = stop
     a, b = (s.sort(0).values for s in sums)
     # both quantile functions are constant between the merged steps i / S and j / T
-    steps = [torch.arange(1, n + 1, dtype=torch.float64) / n for n in (len(a), len(b))]
+    steps = [torch.arange(1, n + 1, dtype=torch.float64, device="cpu") / n for n in (len(a), len(b))]
     edges = torch.cat(steps).sort().values
-    widths = edges.diff(prepend=torch.zeros(1, dtype=torch.float64))
+    widths = edges.diff(prepend=torch.zeros(1, dtype=torch.float64, device="cpu"))
     middles = edges - widths / 2
     rows = [torch.searchsorted(s, middles).clamp_max(len(s) - 1) for s in steps]
     squares = (a[rows[0].to(a.device)] - b[rows[1].to(b.device)]).square()

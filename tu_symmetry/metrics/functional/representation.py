@@ -69,4 +69,6 @@ def representation_costs(
         for s in singles
     ]
     before, after = ([getattr(f, key) for f in forms] for key in ("mass_before", "mass_after"))
-    return RepresentationCosts(torch.tensor(before, dtype=torch.float64), torch.tensor(after, dtype=torch.float64))
+    return RepresentationCosts(
+        torch.tensor(before, dtype=torch.float64, device="cpu"), torch.tensor(after, dtype=torch.float64, device="cpu")
+    )

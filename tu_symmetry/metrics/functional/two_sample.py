@@ -262,7 +262,7 @@ def stream_discrepancy(
         width = max(1, memory // (4 * len(members)))
         for start in range(0, entries, width):
             stop = min(start + width, entries)
-            block = torch.empty(len(members), stop - start, dtype=torch.float32)
+            block = torch.empty(len(members), stop - start, dtype=torch.float32, device="cpu")
             for row, (held, i) in enumerate(members):
                 t = held.tensor(i, name)
                 if t.shape != shape:
@@ -324,7 +324,7 @@ def _test(
     for count, what in ((count_x, "the first set"), (count_y, "the second set")):
         if count < 2:
             raise ValueError(f"{what} holds {count} networks; a discrepancy needs at least two of each")
-    observed = torch.zeros(count_x + count_y, 2, dtype=torch.float64)
+    observed = torch.zeros(count_x + count_y, 2, dtype=torch.float64, device="cpu")
     observed[:count_x, 0] = observed[count_x:, 1] = 1
     relabeled = torch.stack(
         [torch.randperm(len(observed), generator=generator, device=generator.device).cpu() for _ in range(permutations)]
@@ -371,7 +371,9 @@ def _test(
         replicates = replicates[torch.isfinite(replicates)]
         tail = (1 - confidence) / 2
         ends = (
-            torch.quantile(replicates, torch.tensor([tail, 1 - tail], dtype=torch.float64)) if len(replicates) else None
+            torch.quantile(replicates, torch.tensor([tail, 1 - tail], dtype=torch.float64, device="cpu"))
+            if len(replicates)
+            else None
         )
         interval = interval if ends is None else (float(ends[0]), float(ends[1]))
     table = values[:, :-1].reshape(len(names), len(KERNELS), -1)
@@ -423,11 +425,11 @@ def _bootstrap_weights(groups: Sequence[Tensor], draws: int, generator: torch.Ge
     for runs in groups:
         numbers, index = runs.unique(return_inverse=True)
         chosen = torch.randint(len(numbers), (draws, len(numbers)), generator=generator, device=generator.device).cpu()
-        times = torch.zeros(draws, len(numbers), dtype=torch.float64)
+        times = torch.zeros(draws, len(numbers), dtype=torch.float64, device="cpu")
         times.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
         columns.append(times[:, index].T)
     x, y = columns
-    made = torch.zeros(len(x) + len(y), draws, 2, dtype=torch.float64)
+    made = torch.zeros(len(x) + len(y), draws, 2, dtype=torch.float64, device="cpu")
     made[: len(x), :, 0], made[len(x) :, :, 1] = x, y
     return made.flatten(1)
 
@@ -436,7 +438,7 @@ def _kept(count_x: int, count_y: int, sizes: Sizes, generator: torch.Generator) 
     if sizes not in ("given", "equal"):
         raise ValueError(f"sizes must be 'given' or 'equal', got {sizes!r}")
     if sizes == "given" or count_x == count_y:
-        return torch.arange(count_x), torch.arange(count_y)
+        return torch.arange(count_x, device="cpu"), torch.arange(count_y, device="cpu")
     least = min(count_x, count_y)
     drawn = [torch.randperm(n, generator=generator, device=generator.device).cpu()[:least] for n in (count_x, count_y)]
     return drawn[0].sort().values, drawn[1].sort().values
@@ -449,9 +451,9 @@ def _chosen_groups(
     for runs, keep, count in zip(groups, kept, counts, strict=True):
         if runs is not None and runs.shape != (count,):
             raise ValueError(f"groups has the shape {tuple(runs.shape)} for {count} networks")
-        own = torch.arange(count) if runs is None else runs.cpu()
+        own = torch.arange(count, device="cpu") if runs is None else runs.cpu()
         own = own[keep]
         if len(own) and bool((own == own[0]).all()):  # one run: networks within it
-            own = torch.arange(len(own))
+            own = torch.arange(len(own), device="cpu")
         found.append(own)
     return found

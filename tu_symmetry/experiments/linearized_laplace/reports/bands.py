@@ -71,13 +71,13 @@ def draw_bands(path: Path, found: Mapping[str, Any]) -> None:
     fixed = [name for name in rows if "/" not in name]
     chosen = [name for name in rows if "/" in name]
     width = max(len(fixed), len(chosen))
-    grid = torch.tensor(found["grid"]).numpy()
+    grid = torch.tensor(found["grid"], device="cpu").numpy()
     with plots.grid(path, 2, width, 2.6, 2.4, sharex=True, sharey=True) as axes:
         for line, names, color in zip(axes, (fixed, chosen), (plots.GRAY, plots.BLUE), strict=True):
             for ax in line[len(names) :]:
                 ax.set_visible(False)
             for ax, name in zip(line, names, strict=False):
-                mean, spread = (torch.tensor(rows[name][key]).numpy() for key in ("mean", "epistemic"))
+                mean, spread = (torch.tensor(rows[name][key], device="cpu").numpy() for key in ("mean", "epistemic"))
                 for times, alpha in ((1, 0.3), (2, 0.15)):
                     low, high = mean - times * spread, mean + times * spread
                     ax.fill_between(grid, low, high, color=color, alpha=alpha, linewidth=0)

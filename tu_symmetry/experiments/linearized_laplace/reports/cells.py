@@ -20,7 +20,7 @@ Runs = Sequence[Mapping[str, Any]]
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and its standard error, None for a single value."""
-    found = torch.tensor(values, dtype=torch.float64)
+    found = torch.tensor(values, dtype=torch.float64, device="cpu")
     return float(found.mean()), float(found.std()) / len(found) ** 0.5 if len(found) > 1 else None
 
 

@@ -109,7 +109,7 @@ def _residual_groups(rows: Mapping[str, Runs]) -> Grid:
         cells = []
         for runs in rows.values():
             found = [run["groups"][name] for run in runs]
-            log_mean = torch.tensor([g["precision"] for g in found], dtype=torch.float64).log().mean()
+            log_mean = torch.tensor([g["precision"] for g in found], dtype=torch.float64, device="cpu").log().mean()
             gamma = sum(g["gamma"] for g in found) / len(found)
             cells.append(f"{log_mean.exp().item():.3g} ({gamma:.0f})")
         body.append([f"{name} ({first[name]['size']:,})", *cells])

@@ -132,7 +132,7 @@ def _precisions(name: str, epochs: Mapping[float, Runs], priors: Sequence[str]) 
             for where in ("map", "tangent_mode"):
                 own = [run[prior][where] for run in runs]
                 logs = torch.tensor(
-                    [[g["precision"] for g in run["groups"].values()] for run in own], dtype=torch.float64
+                    [[g["precision"] for g in run["groups"].values()] for run in own], dtype=torch.float64, device="cpu"
                 ).log()
                 cells.append(" / ".join(f"{value:.3g}" for value in logs.mean(0).exp().tolist()) + marks(own))
         body.append([_epoch_title(epochs, epoch), *cells])

@@ -1,0 +1,46 @@
+"""What a reader types for each recipe, small, on a GPU: every command runs, and computes there if it can."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_runs import run_files, typed_commands
+
+from tu_symmetry.configs import read_mapping
+from tu_symmetry.tables.commands import gpu_peaks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAST = (
+    "compact_posterior/digits",
+    "compact_posterior/transpositions",
+    "federated/digits",
+    "linearized_laplace/toy",
+    "rebasin/fashion-small",
+    "representation_cost/mnist",
+    "symmetry_toy",
+)
+RECIPES = sorted({typed.recipe for typed in typed_commands()})
+OWN = "symmetry_aware/"  # of tests/experiments/test_symmetry_aware.py, which take the device too
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, marks=() if r in FAST else pytest.mark.slow, id=r) for r in RECIPES if not r.startswith(OWN)],
+)
+def test_every_command_runs(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.cuda.init()
+    gpu_peaks(fresh=True)
+    before = torch.cuda.memory_allocated()
+    for typed in run_files([typed for typed in typed_commands() if typed.recipe == recipe], tmp_path, "gpu"):
+        there = typed.command != "run"
+        if not there:
+            module, _, name = read_mapping(typed.file)["command"]["class_path"].rpartition(".")
+            there = "device" in inspect.signature(getattr(importlib.import_module(module), name)).parameters
+        assert (gpu_peaks()["gpu_allocated"] > before) == there, typed
+        gpu_peaks(fresh=True)
+        before = torch.cuda.memory_allocated()
