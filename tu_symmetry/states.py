@@ -364,7 +364,8 @@ def load_state(
             kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
             kind = "a quantized tensor" if t.is_quantized else kind
             raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
-    _require_size(path, content)
+    if not path.name.endswith(INDEX):
+        _require_size(path, content)
     state = without_prefix(content, prefix)
     if not state:
         raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")

@@ -263,7 +263,7 @@ class StoredConsensus(Consensus):
         path = self.folder / f"{self.checkpoints[k].name}{PERMUTATION}"
         header = owned_header(path)
         remedy = f"remove the folder {self.folder} to start over"
-        if header is None or header["source_sha256"] != self.checkpoints[k].sha256:
+        if header is None or header.get("source_sha256") != self.checkpoints[k].sha256:
             raise AlignFilesError(f"{path} is missing, damaged or of another network; {remedy}")
         return read_owned(path, remedy)
 
