@@ -53,8 +53,10 @@ def as_given(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Stat
 
     Law: whatever makes a state of a state makes it here, so that states come back as the type they came in. The state
     dict of a module is an ``OrderedDict`` with an attribute ``_metadata``, which holds the versions of its modules, and
-    some modules (torchvision's MNASNet) cannot be loaded without. What is no ``dict`` comes back as one.
+    some modules (torchvision's MNASNet) cannot be loaded without. What is no ``dict`` comes back as one; a view of a
+    state says by an attribute ``as_given`` of what.
     """
+    given = getattr(given, "as_given", given)
     if isinstance(given, dict):
         made: State = copy.copy(given)
         made.clear()

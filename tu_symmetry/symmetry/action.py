@@ -75,7 +75,8 @@ class Permuted(Mapping[str, Tensor]):
     """
 
     def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        self._tensors, self._metadata = tensors, getattr(tensors, "_metadata", None)
+        self._tensors = tensors
+        self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
         self._steps: dict[str, list[tuple[PermutationMember, Tensor, int]]] = {}
         for member, p in _steps(graph, permutation):
             for name in graph.aliases[member.parameter]:
