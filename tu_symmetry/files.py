@@ -424,8 +424,9 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         raise FileError(f"{path} is truncated or no safetensors file")
     text = read(count)
     try:
-        content = json.loads(text)
-        entries = dict(content)
+        entries = json.loads(text)
+        if not isinstance(entries, dict):
+            raise ValueError(f"a {type(entries).__name__}, not an object")
         metadata = dict(entries.pop("__metadata__", None) or {})
         layout = {n: (_counts(e["shape"]), DTYPES[e["dtype"]]) for n, e in entries.items()}
         offsets = {n: _counts(e["data_offsets"]) for n, e in entries.items()}
@@ -484,35 +485,37 @@ def check_archive(path: str | os.PathLike[str]) -> None:
     archive (the format of torch before 1.6) has no checksums and is not looked at.
 
     Raises:
-        FileError: a member that was changed after it was written, or is compressed.
+        FileError: an archive that is truncated, a member that was changed after it was written, or is compressed.
         OSError: no such file, or no right to read it.
-        zipfile.BadZipFile: an archive that is truncated.
     """
     with Path(path).open("rb") as file:
         if file.read(4) != b"PK\3\4":
             return
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            total = sum(member.file_size for member in members)
-            packed = next((m.filename for m in members if m.compress_type != zipfile.ZIP_STORED), None)
-            if packed is not None or total > os.stat(path).st_size:
-                raise FileError(
-                    f"{path} would take {total} bytes of memory and has {os.stat(path).st_size}: "
-                    + (f"{packed!r} is compressed" if packed else "its members overlap")
-                    + ", and torch.save writes no such files; if you trust it, load it with torch and save it again"
-                )
-            if not any(member.CRC for member in members):  # torch.serialization.set_crc32_options(False)
-                return
-            for member in members:
-                try:
+        size, member = os.stat(path).st_size, None
+        try:
+            with zipfile.ZipFile(file) as archive:
+                total = sum(one.file_size for one in archive.infolist())
+                packed = next((m.filename for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED), None)
+                if packed is not None or total > size:
+                    raise FileError(
+                        f"{path} would take {total} bytes of memory and has {size}: "
+                        + (f"{packed!r} is compressed" if packed is not None else "its members overlap")
+                        + ", and torch.save writes no such files; if you trust it, load it with torch and save it again"
+                    )
+                if not any(one.CRC for one in archive.infolist()):  # torch.serialization.set_crc32_options(False)
+                    return
+                for member in archive.infolist():
                     with archive.open(member) as content:
                         while content.read(_BLOCK):
                             pass
-                except (zipfile.BadZipFile, RuntimeError, ValueError, EOFError, struct.error) as error:
-                    raise FileError(
-                        f"{path} was changed or damaged after it was written: {member.filename!r} does not have its "
-                        f"checksum ({error}); restore it, or make it again"
-                    ) from error
+        except (zipfile.BadZipFile, RuntimeError, EOFError, struct.error, ValueError, OSError) as error:
+            if isinstance(error, FileError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
+                raise  # a place before the beginning of the file is an error of the system too
+            what = "its directory cannot be read" if member is None else f"{member.filename!r} has another checksum"
+            raise FileError(
+                f"{path} is truncated, or was changed or damaged after it was written: {what} ({error}); restore it, "
+                "or make it again"
+            ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

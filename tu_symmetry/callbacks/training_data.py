@@ -204,7 +204,8 @@ def _require_repeatable(dataset: Any, collate: Callable[[list[Any]], Any] | None
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN too
+        both = isinstance(b, Tensor) and a.shape == b.shape
+        return both and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN reads the same as NaN
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, Sequence) and not isinstance(a, (str, bytes)):

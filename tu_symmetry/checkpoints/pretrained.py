@@ -100,8 +100,7 @@ class Pretrained:
             if isinstance(error, ArchitectureError):
                 raise
             raise ArchitectureError(
-                f"{self.path} does not say what inputs the network takes ({error!r}): say it with "
-                "--model and --input"
+                f"{self.path} does not say what inputs the network takes ({error!r}): say it with --model and --input"
             ) from error
 
     def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:

@@ -90,9 +90,13 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="leave out the numerical check")
 
     def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.symmetry.drawing import is_drawing
+
         _import_from_here()
         if arguments.html and Path(arguments.html).is_dir():
             return fail(f"--html takes the name of a file to write, and {arguments.html} is a folder")
+        if arguments.html and Path(arguments.html).is_file() and not is_drawing(Path(arguments.html).read_bytes()):
+            return fail(f"{arguments.html} was not written by this command; move it away, or choose another --html")
         graph = _discover(arguments, verify=arguments.verify)
         print(graph)
         if arguments.html:
