@@ -730,7 +730,7 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     if "var" in last and not tensor.is_complex():
         return 0.5 + noise.abs()
     if tensor.ndim >= 2:
-        fan_in = tensor[0].numel()
+        fan_in = math.prod(tensor.shape[1:])
         return noise.mul_((1.5 / max(fan_in, 1)) ** 0.5)
     if "mean" in last or "bias" in last:
         return 0.3 * noise
