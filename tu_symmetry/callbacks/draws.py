@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -91,7 +92,8 @@ class PosteriorDraws(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if getattr(swag, "need_bn_update", False) and data is not None and _has_statistics(swag.core_model):
             data.setup("fit")
-            swag.bn_update(data.train_dataloader(), device=pl_module.device)
+            with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
+                swag.bn_update(data.train_dataloader(), device=pl_module.device)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end.
