@@ -417,6 +417,7 @@ class LinearizedLaplace:
         else:
             self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
 
+    @leaves_randomness
     def group(self, loader: Iterable[Any]) -> PriorGroups:
         """The groups of weights that would share a precision, without a fit; see ``prior``.
 
