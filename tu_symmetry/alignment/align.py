@@ -104,9 +104,9 @@ def align(
             consistent along every cycle by construction). Or a state dict.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
-        solver: how weights are matched: ``frank_wolfe``, or ``descent``, which is faster and misses more. For a
-            universe also ``synchronized``: it begins with the relaxation of all networks together, which often ends
-            higher on trained networks, and takes four copies of all in memory.
+        solver: how weights are matched: ``frank_wolfe``, or ``descent``, from the identity, which misses more
+            where networks were permuted. For a universe also ``synchronized``: it begins with the relaxation of all
+            networks together, which often ends higher on trained networks, and takes four copies of all in memory.
         restarts: starts of each ``descent``, see :func:`weight_matching`.
         similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
