@@ -115,10 +115,7 @@ def certify(
     if 0 in shape:
         raise SymmetryError("the states hold no samples, so there is nothing to certify")
     inexact = any(not g.exact for g in (*graph.scales, *graph.normalizations))
-    found = [
-        _one(probe, *({n: t[place] if place else t for n, t in s.items()} for s in (before, after)), inexact)
-        for place in _places(tuple(shape))
-    ]
+    found = [_one(probe, _at(place, before), _at(place, after), inexact) for place in _places(tuple(shape))]
     worst = max(found, key=lambda f: (not f[0].holds, f[0].change / max(f[0].allowed, 1e-300)))[0]
     dtypes = [dtype for _, dtype in found]
     return Certificate(
@@ -157,6 +154,10 @@ def require_certificate(certificate: Certificate, name: str) -> Certificate:
 
 def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return list(itertools.product(*map(range, shape)))
+
+
+def _at(place: tuple[int, ...], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t[place] if place else t for n, t in state.items()}  # a sparse tensor has no index of no numbers
 
 
 def _one(
