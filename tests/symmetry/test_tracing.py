@@ -531,3 +531,15 @@ def test_a_packed_sequence_is_an_input(layer: type[nn.RNNBase], sort: bool) -> N
     graph = tus.discover_symmetries(model, (x,), branches="record")
     assert graph.unknown_operators == () and sizes(graph) == {"r": 6}
     tus.verify_symmetries(graph, model, (x,), on_failure="raise")
+
+
+def test_gradients_that_are_turned_off_and_on_are_no_operator() -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = m.a(x)
+        return m.b(torch.relu(h)) if x.sum() > 0 else m.b(h)
+
+    graph = tus.discover_symmetries(
+        Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.rand(3, 4), branches="record"
+    )
+    assert graph.unknown_operators == () and sizes(graph) == {"a": 8}

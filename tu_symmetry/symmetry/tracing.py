@@ -642,6 +642,8 @@ class _Interpreter:
         held: list[Any] = list(torch.fx.node.map_arg(node.args, lambda n: self.env[n]))
         output = node.meta.get("val")
         name = getattr(node.target, "__name__", str(node.target))
+        if output is None and not node.users and not node.all_input_nodes:  # turns gradients on or off
+            return None
         bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
         if name.startswith("wrap_with") and len(bodies) == 1:  # a context manager: autocast, no_grad, ...
             return self._inner(held[bodies[0]], held[bodies[0] + 1 :])

@@ -138,6 +138,8 @@ def _broadcast(call: Call) -> list[Value]:
 @register_rule("cat", "concat", "concatenate")
 def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]
+    if not values:
+        return pinned_value(call.shape, "empty tensor")
     return moving.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
 
 
