@@ -769,9 +769,9 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def tensors_of(nested: Any) -> list[Tensor]:
-    """All tensors among the outputs of a network, dense; numbers count as tensors."""
+    """All tensors among the outputs of a network, dense, without their gradients' graph; numbers count as tensors."""
     if isinstance(nested, Tensor):
-        return [nested.to_dense() if nested.layout != torch.strided else nested]
+        return [(nested.to_dense() if nested.layout != torch.strided else nested).detach()]
     if isinstance(nested, (bool, int, float, complex)):
         wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
         return [torch.as_tensor(nested, dtype=wide, device="cpu")]
