@@ -52,16 +52,21 @@ def covariances(other: Any, x: Tensor) -> Tensor:
     return other._glm_predictive_distribution(x)[1].detach()
 
 
+@pytest.mark.parametrize("prior", ["single", "per_tensor"])
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("name", list(BUILD))
-def test_evidence_and_predictive_are_theirs(name: str, kind: str) -> None:
+def test_evidence_and_predictive_are_theirs(name: str, kind: str, prior: str) -> None:
     model, x, y = problem(name, kind)
     noise = {"sigma_noise": 0.6} if kind == "regression" else {}
-    other = theirs(model, x, y, kind, prior_precision=1.7, **noise)
+    precision = torch.full((1,), 1.7) if prior == "single" else torch.arange(1, 1 + len([*model.parameters()])) / 2
+    other = theirs(model, x, y, kind, prior_precision=precision.double(), **noise)
     own = {"noise_variance": 0.36} if kind == "regression" else {}
-    la = ours(model, x, y, kind, prior_precision=1.7, **own)
+    la = ours(model, x, y, kind, prior=prior, prior_precision=precision, **own)
     assert la.log_marginal_likelihood() == pytest.approx(evidence(other), rel=1e-8)
     torch.testing.assert_close(la.function_covariance(x)[1], covariances(other, x), rtol=1e-7, atol=1e-9)
+    if kind == "regression":
+        expected = other._glm_predictive_distribution(x[:3], joint=True)[1].detach()
+        torch.testing.assert_close(la.function_covariance(x[:3], joint=True)[1], expected, rtol=1e-7, atol=1e-9)
     if kind == "classification":
         expected = other(x, pred_type="glm", link_approx="probit").detach()
         torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
