@@ -69,13 +69,16 @@ def test_evidence_is_that_of_bayesian_linear_regression(curvature: str) -> None:
     assert found.log_marginal_likelihood == pytest.approx(float(exact), rel=1e-8)
 
 
-@pytest.mark.parametrize("prior", ["single", "per_layer"])
+@pytest.mark.parametrize("prior", ["single", "per_layer", "per_tensor"])
 def test_evidence_of_a_network_is_that_of_its_tangent_model(prior: str) -> None:
     """A Gaussian process: y - (f - J theta~) ~ N(0, v I + J Lambda^-1 J^T)."""
     model, x, y = mlp("regression")
     la = fitted(model, x, y, "regression", prior=prior, curvature="full", noise_variance=0.2, prior_precision=3.0)
     if prior == "per_layer":
         la.set_precision({"0": 0.4, "2": 5.0})
+    if prior == "per_tensor":
+        la.set_precision(torch.tensor([0.4, 5.0, 0.7, 2.0]))
+        assert la.prior_groups.names == ("0.weight", "0.bias", "2.weight", "2.bias")
     jac, offset = tangent_problem(la, x)
     covariance = 0.2 * torch.eye(60, dtype=torch.float64) + (jac / spread(la)) @ jac.T
     exact = torch.distributions.MultivariateNormal(offset, covariance).log_prob(y.flatten())
