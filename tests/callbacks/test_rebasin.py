@@ -459,9 +459,10 @@ def test_members_by_path_or_callable() -> None:
         fit(Other().double(), mlp_rebasin(), limit_val_batches=0)
 
 
-def test_low_precision_weights() -> None:
+@pytest.mark.parametrize("match_on", ["weights", "activations"])
+def test_low_precision_weights(match_on: Any) -> None:
     module = routine().to(torch.bfloat16)
-    rebasin = mlp_rebasin(in_place=True, every_n_epochs=1)
+    rebasin = mlp_rebasin(in_place=True, every_n_epochs=1, match_on=match_on, dataloader=loader(n=16))
     fit(module, rebasin, precision="bf16-true")
     assert len(rebasin.history) == 3
     assert member_state(module, 1)["0.weight"].dtype == torch.bfloat16

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import _RelaxedPair
-from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, flip_and_shift
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
+from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
 from tu_symmetry.laplace.informative import Informative, choose
 from tu_symmetry.laplace.kept import KeptData
 from tu_symmetry.laplace.likelihood import Categorical
@@ -25,6 +29,7 @@ from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain
 from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines import DeepImagePriorRoutine
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors_
 
 Waits = Callable[[Callable[[], object]], int]
@@ -187,3 +192,23 @@ def test_evaluations_of_the_joint_model(waits: Waits) -> None:
     bounds = (search.low, search.high)
     total = waits(lambda: own.optimum(point.theta, gradient, point.rho, 1.0, energy, bounds))
     assert evaluations > 2 and total <= 3 * evaluations + 3 * len(la.prior_groups) + 6
+
+
+@pytest.mark.parametrize("max_iterations", [None, {3: 2, 5: 100}])
+def test_steps_of_deep_image_priors(waits: Waits, max_iterations: Any) -> None:
+    """The problems go to the device once; a step asks once whether losses are finite and lower, Lightning once."""
+    truth = (torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0)) > 0.6).double()
+    problem = measured(truth, [0], {a: strip_projector(8, a, 11, 1.1) for a in (3, 5)}, [0.05], bin_width=1.1)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1), nn.Sigmoid())
+
+    def fit(steps: int) -> int:
+        routine = DeepImagePriorRoutine(model, 2, tv_weight={3: 1e-3, 5: 2e-3}, max_iterations=max_iterations)
+        own = Trainer(
+            accelerator="gpu", devices=1, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5, log_every_n_steps=1000,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        loader = DataLoader(_Repeated(problem, 100), batch_size=1, collate_fn=as_it_is)
+        return waits(lambda: own.fit(routine, loader))
+
+    fit(5)
+    assert fit(25) - fit(5) == 2 * 20

@@ -109,17 +109,17 @@ def test_the_kept_iterate_is_the_best_one_not_the_last():
     module = routine(optimizer=lambda p: torch.optim.SGD(p, lr=5.0))  # it jumps about
     seen = []
     step = module._keep
-    module._keep = lambda losses, running, batch: (seen.append(losses), step(losses, running, batch))
+    module._keep = lambda losses, running: (seen.append(losses), step(losses, running))
     fit(module, own, 30)
     assert torch.equal(module.best_loss, torch.stack(seen).min(0).values.cpu())
     early = routine(max_iterations={3: 5, 5: 12})
     seen_early: dict[int, list] = {0: [], 1: [], 2: [], 3: []}
     keep = early._keep
 
-    def record(losses, running, batch):
+    def record(losses, running):
         for index, loss in zip(running.tolist(), losses, strict=True):
             seen_early[index].append(loss)
-        keep(losses, running, batch)
+        keep(losses, running)
 
     early._keep = record
     fit(early, own, 12)
@@ -231,3 +231,9 @@ def test_other_precisions_of_training(precision, digits):
         fit(module, problem(), 5, precision=own)
         found.append(module.best_loss)
     torch.testing.assert_close(found[1].float(), found[0], rtol=digits, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_weights_in_half_precision_are_refused(precision):
+    with pytest.raises(ValueError, match="rounds the weights by more than a step"):
+        fit(routine(), problem(), 2, precision=precision)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tu_symmetry import plot
 from tu_symmetry.alignment.align import Alignment, align
@@ -244,6 +245,8 @@ class Rebasin(SymmetryCallback):
         model = loader = None
         if self.match_on == "activations":
             model, loader = copy_of(member), self._batches(trainer, self.dataloader, argument="dataloader")
+            if loader is not None and any(t.dtype in _HALF for t in model.state_dict().values()):
+                model, loader.widened = model.float(), True  # as the states below
         moving = [_as_float(s) for s in states]
         alignment = align(
             graph, moving, reference=_as_float(reference), match_on=self.match_on, model=model, dataloader=loader
@@ -364,6 +367,7 @@ class _Batches:
         self.loader = loader
         self.trainer = trainer
         self.limit = limit
+        self.widened = False  # numbers in half precision to single precision
 
     def __iter__(self) -> Iterator[Any]:
         owners = (self.loader, getattr(self.loader, "sampler", None))
@@ -371,7 +375,8 @@ class _Batches:
         states = [g.get_state() for g in generators]
         try:
             for batch in islice(self.loader, self.limit):
-                yield self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))
+                own = self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))
+                yield tree_map_only(Tensor, _widened, own) if self.widened else own
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
@@ -382,4 +387,11 @@ def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _as_float(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for n, t in state.items()}
+    return {name: _widened(t) for name, t in state.items()}
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

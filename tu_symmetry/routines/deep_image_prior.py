@@ -21,6 +21,7 @@ from tu_symmetry.posterior.network import States, derived_seed, initialized, req
 from tu_symmetry.routines.members import StackedNetworks, stacked_module
 from tu_symmetry.routines.predictive import optimizer_config
 from tu_symmetry.states import unstack
+from tu_symmetry.transfer import numbers
 
 _FORMAT = "tu_symmetry.deep_image_prior"
 
@@ -156,7 +157,10 @@ class DeepImagePriorRoutine(StackedNetworks):
         self.members = stacked_module([initialized(model, own) for own in seeds])
         self.best = copy.deepcopy(self.members).requires_grad_(False)
         self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
-        self._problem: TomographyProblem | None = None
+        self._given: TomographyProblem | None = None  # by the data module
+        self._problem: TomographyProblem | None = None  # the same on the device
+        self._angles: list[int] = []
+        self._values: dict[str, tuple[list[Any], Tensor]] = {}
         self._projection: _Projection | None = None
 
     def network_states(self) -> list[States]:
@@ -179,10 +183,29 @@ class DeepImagePriorRoutine(StackedNetworks):
             raise ValueError("LBFGS mixes the gradients of all networks: take an optimizer such as Adam or SGD")
         return made
 
+    def on_fit_start(self) -> None:
+        """Check the run before the first step.
+
+        Raises:
+            ValueError: weights in half precision.
+        """
+        if self.trainer.precision in ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"):
+            raise ValueError(
+                f"precision={self.trainer.precision!r} rounds the weights by more than a step of the optimizer changes "
+                "them, and the measurements: take 32-true, 64-true, or a mixed precision, which keeps both"
+            )
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """The problem goes to the device once; every step has the same one."""
+        if self._problem is None or self._given is not batch or self._problem.truth.device != device:
+            self._require(super().transfer_batch_to_device(batch, device, dataloader_idx))
+            self._given = batch
+        return self._problem
+
     def training_step(self, batch: TomographyProblem, batch_idx: int) -> Tensor:
         """The sum of the problems' losses, which gives every network its own gradient."""
         self._require(batch)
-        running = self._running(batch)
+        running = self._running()
 
         def one(parameters: States, x: Tensor) -> Tensor:
             return functional_call(self.members, parameters, (x.unsqueeze(0),))[0]
@@ -191,47 +214,50 @@ class DeepImagePriorRoutine(StackedNetworks):
             {name: _rows(p, running) for name, p in self.members.named_parameters()},
             _rows(batch.back_projection, running),
         ).to(batch.operator.dtype)  # from half precision under autocast
-        if self._projection is None or not torch.equal(self._projection.running, running):
+        if self._projection is None or self._projection.running is not running:
             self._projection = _Projection.of(batch.operator, running)
         residuals = self._projection(images) - _rows(batch.measurements, running)
         losses = residuals.square().sum(1) / _rows(batch.counts, running)
-        losses = losses + _rows(self._by_angles(self.tv_weight, batch), running) * total_variation(images).sum(1)
-        self._keep(losses.detach(), running, batch)
+        weights = self._on_device("tv_weight", self._by_angles(self.tv_weight), losses.dtype)
+        losses = losses + _rows(weights, running) * total_variation(images).sum(1)
+        self._keep(losses.detach(), running)
         trainer: Any = self.trainer  # which sets log_every_n_steps without declaring it
         if trainer.global_step % trainer.log_every_n_steps == 0:
             self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=len(batch))
         return losses.sum()
 
-    def _running(self, batch: TomographyProblem) -> Tensor:
+    def _running(self) -> Tensor:
         """Numbers of the problems whose iterations are not over; of all of them when there is none."""
-        everything = torch.arange(len(batch), device=batch.truth.device)
-        if self.max_iterations is None:
-            return everything
-        left = everything[self.trainer.global_step < self._by_angles(self.max_iterations, batch)]
-        return left if len(left) else everything
+        left = list(range(self.num_problems))
+        if self.max_iterations is not None:
+            limits = self._by_angles(self.max_iterations)
+            left = [k for k in left if self.trainer.global_step < limits[k]] or left
+        return self._on_device("running", left, torch.int64)
 
     @torch.no_grad()
-    def _keep(self, losses: Tensor, running: Tensor, batch: TomographyProblem) -> None:
+    def _keep(self, losses: Tensor, running: Tensor) -> None:
         """Take over the weights of those ``running`` problems whose loss is the lowest so far.
 
         Raises:
             ValueError: a loss that is not finite.
         """
-        if not bool(torch.isfinite(losses).all()):
+        better = losses < self.best_loss[running]
+        if self.max_iterations is not None:
+            open_ = [self.trainer.global_step < limit for limit in self._by_angles(self.max_iterations)]
+            better &= self._on_device("open", open_, torch.bool)[running]
+        finite, some = numbers([torch.isfinite(losses).all(), better.any()])
+        if not finite:
             wrong = running[~torch.isfinite(losses)].tolist()
             raise ValueError(
                 f"the loss of problems {wrong} is NaN or infinite at step {self.trainer.global_step}: measurements "
                 "that are not finite, or a learning rate that is too large"
             )
-        better = losses < self.best_loss[running]
-        if self.max_iterations is not None:
-            better &= (self.trainer.global_step < self._by_angles(self.max_iterations, batch))[running]
-        if not bool(better.any()):
+        if not some:
             return
-        chosen = running[better]
-        self.best_loss[chosen] = losses[better]
+        self.best_loss[running] = torch.where(better, losses.to(self.best_loss), self.best_loss[running])
         for kept, now in zip(self.best.parameters(), self.members.parameters(), strict=True):
-            kept[chosen] = now[chosen]
+            chosen = better.view(-1, *[1] * (now.ndim - 1))
+            kept[running] = torch.where(chosen, _rows(now, running), _rows(kept, running))
 
     @torch.no_grad()
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -239,13 +265,20 @@ class DeepImagePriorRoutine(StackedNetworks):
         for p in self.members.parameters():
             p.clamp_(-self.weight_limit, self.weight_limit)
 
-    def _by_angles(self, values: Any, batch: TomographyProblem) -> Tensor:
+    def _by_angles(self, values: Any) -> list[float]:
         if not isinstance(values, dict):
-            return torch.full((len(batch),), float(values), device=batch.truth.device)
-        lacking = sorted(set(batch.num_angles.tolist()) - values.keys())
+            return [float(values)] * len(self._angles)
+        lacking = sorted(set(self._angles) - values.keys())
         if lacking:
             raise ValueError(f"nothing is given for {lacking} angles, only for {sorted(values)}")
-        return torch.tensor([float(values[a]) for a in batch.num_angles.tolist()], device=batch.truth.device)
+        return [float(values[a]) for a in self._angles]
+
+    def _on_device(self, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
+        """Values of the problems as the same tensor for as long as they are the same: a copy waits for the device."""
+        if self._values.get(name, ([],))[0] != values:
+            assert self._problem is not None
+            self._values[name] = values, torch.tensor(values, dtype=dtype, device=self._problem.truth.device)
+        return self._values[name][1]
 
     def _require(self, batch: Any) -> None:
         if self._problem is batch:
@@ -256,7 +289,8 @@ class DeepImagePriorRoutine(StackedNetworks):
                 f"the data module gives {found} problems (images times angles times noises), but num_problems is "
                 f"{self.num_problems}"
             )
-        self._problem, self._projection = batch, None
+        self._problem, self._given, self._projection, self._values = batch, batch, None, {}
+        self._angles = batch.num_angles.tolist()
 
     @torch.no_grad()
     def reconstructions(self, batch: TomographyProblem) -> Tensor:
