@@ -134,9 +134,19 @@ def test_a_given_noise_variance_stays() -> None:
     assert float(la.predictive(x[:2]).variance[0, 0] - la.predictive(x[:2]).epistemic[0, 0]) == pytest.approx(0.37)
 
 
-def test_noise_of_a_perfect_fit_is_refused() -> None:
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("units", [0, 4, 1e5])
+def test_noise_of_a_perfect_fit_is_refused_whatever_its_rounding(units: float, scale: float) -> None:
     model, x, _ = linear_problem()
-    la = fitted(model, x, model(x).detach(), "regression", prior="single", evaluate_at="map")
+    model.load_state_dict({name: scale * t for name, t in model.state_dict().items()})
+    y = model(x).detach()
+    sign = torch.where(torch.arange(y.numel()).view(y.shape) % 3 == 0, -1, 1)
+    error = units * torch.finfo(torch.float64).eps * y.square().mean().sqrt()
+    la = fitted(model, x, y + sign * error, "regression", prior="single", evaluate_at="map")
+    if units > 100:
+        la.optimize_evidence()
+        assert error**2 / 2 < la.noise_variance < 2 * error**2
+        return
     with pytest.raises(ValueError, match="noise_variance"):
         la.optimize_evidence()
 

@@ -89,10 +89,12 @@ class Noise:
         """The smallest log noise variance that can have the largest evidence: that of the residuals.
 
         Raises:
-            ValueError: residuals that are all zero, where the evidence grows without bound.
+            ValueError: residuals that are all zero to rounding, where the evidence grows without bound.
         """
         if self.squares <= 0:
-            raise ValueError("all residuals are zero, so the evidence has no noise variance; give noise_variance=...")
+            raise ValueError(
+                "all residuals are zero to rounding, so the evidence has no noise variance; give noise_variance=..."
+            )
         return math.log(self.squares / self.values)
 
 
