@@ -191,5 +191,5 @@ class MaximumMeanDiscrepancy(BaseMetric):
         """Forget the samples, and the reference unless ``reset_reference`` is False."""
         kept = list(self.reference), list(self.layout)  # torchmetrics clears the lists themselves
         super().reset()
-        if not self.reset_reference:
+        if kept[0] and not self.reset_reference:
             self.reference, self.layout = kept
