@@ -121,7 +121,9 @@ row("bincount", lambda m, x: m.c(like(torch.bincount(m.a(x).argmax(-1), minlengt
 row("bincount of other integers", lambda m, x: torch.bincount(m.a(x).argmax(-1), minlength=9), [], 0, 1)
 row("cummax along units", lambda m, x: m.a(x).cummax(-1), [], 0)
 row("cummin along the batch", lambda m, x: m.c(m.a(x).cummin(0)[0]), [8], 8)
-row("nothing beside nothing", lambda m, x: m.c(relu(m.a(x))) + torch.cat([x.new_zeros(0), x.new_zeros(0)]).sum(), [8], 8)
+row(
+    "nothing beside nothing", lambda m, x: m.c(relu(m.a(x))) + torch.cat([x.new_zeros(0), x.new_zeros(0)]).sum(), [8], 8
+)
 row("aminmax", lambda m, x: torch.stack(m.a(x).aminmax(dim=-1)), [8], 0)
 row("quantile", lambda m, x: m.a(x).quantile(0.3, -1), [8], 0)
 row("isin", lambda m, x: torch.isin(torch.arange(4).to(x), m.a(x)), [8], 0)
@@ -697,7 +699,6 @@ def sinks(m: Any, x: Tensor) -> Tensor:
 
 row("attention with sinks", sinks, [(2,), (2, 2), (2, 4), (2, 3)], 14, 0, ((2, 6, 5),),
     q=(5, 16), k=(5, 8), v=(5, 6), s=weight(4), o=(12, 3))  # fmt: skip
-
 
 
 def state_space(m: Any, x: Tensor) -> Tensor:

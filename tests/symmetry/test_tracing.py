@@ -128,6 +128,20 @@ def test_sizes_that_only_values_tell_are_no_branch() -> None:
     assert graph.branch is None and sizes(graph) == {"a": 8} and not graph.scales
 
 
+@pytest.mark.parametrize(
+    "choose", [lambda h, m: h[m], lambda h, m: m.nonzero(), lambda h, m: h.masked_select(m[:, None])]
+)
+def test_a_branch_on_a_size_that_only_values_tell_is_one(choose: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = torch.relu(m.a(x))
+        return m.b(h) if len(choose(h, h.sum(1) > 0.5)) > 2 else m.b(h.flip(1))
+
+    model, x = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.randn(9, 4)
+    with pytest.raises(tus.SymmetryError, match="branches on the values"):
+        tus.discover_symmetries(model, x)
+    assert tus.discover_symmetries(model, x, branches="record").branch
+
+
 class Conditional(Branching):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.a(x))

@@ -400,9 +400,17 @@ def _reads_values(graph: torch.fx.Graph) -> bool:
             continue
         if node.op == "placeholder" or chance or decided.intersection(node.all_input_nodes):
             decided.add(node)
-            if node.op == "call_function" and not _makes_tensors(node):
+            if node.op == "call_function" and (not _makes_tensors(node) or _has_length_by_values(node)):
                 return True
     return False
+
+
+def _has_length_by_values(node: torch.fx.Node) -> bool:
+    """Whether the values of a tensor tell how long a result is (what is chosen by a mask), so that its shape does."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in node.target.tags:
+        return False
+    kinds = [getattr(n.meta.get("val"), "dtype", None) for n in node.all_input_nodes[1:]]
+    return "index" not in str(node.target) or torch.bool in kinds or torch.uint8 in kinds
 
 
 def _place(error: BaseException) -> str:

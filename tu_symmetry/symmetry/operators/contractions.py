@@ -123,7 +123,8 @@ def _nested(ledger: Ledger, value: Value, own: str, partners: Sequence[tuple[Val
             for j, n in enumerate(c.shape)
             if n > 1
         }
-        outer = [k for k in wide if k != axis and (k in batch or own[k] in met)]
+        beside = {o[j] for v, o in partners if own[axis] in o for j, n in enumerate(v.shape) if n > 1}
+        outer = [k for k in wide if k != axis and (own[k] in met or (k in batch and (not beside or own[k] in beside)))]
         if outer:
             value = ledger.nest(value, axis, outer)
     if len(free) > 1 and not batch:
