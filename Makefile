@@ -51,7 +51,7 @@ test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m slow
 
 # Trainers of these suites take the device, and tests that ask for it by the fixture `cuda` run.
-DEVICE_SUITES ?= tests/test_device.py tests/device tests/callbacks tests/routines tests/metrics/test_distributed.py \
+DEVICE_SUITES ?= tests/test_device.py tests/device tests/callbacks tests/routines tests/metrics/test_conformance.py \
                  tests/posterior/test_samplers.py
 
 test-device: $(VENV)/installed-dev

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import sys
 import time
@@ -46,6 +47,7 @@ class Pair:
 
 def run(settings: Settings) -> Section:
     """Match each pair of each model with each method, in turn; each pair in a process of its own."""
+    calls = _first_calls(settings)
     rows, data = [], []
     for name in ("small",) if settings.quick else MODELS:
         for pair in PAIRS:
@@ -68,6 +70,9 @@ def run(settings: Settings) -> Section:
         "total to one\nsweep's products", "distance\nbefore", "distance\nafter", "output\nerror",
     ]  # fmt: skip
     text = (
+        "*The whole first call* is what a user who has two networks waits for, each method in a process of its own: "
+        "discovery, verification, matching, the permuted state and its certificate, or `rebasin` with its tracing "
+        "(imports do not count). The two networks are independent, which is the hardest case.\n\n"
         "Two networks of torchvision's architecture in float32. *Independent*: both drawn at random. *Planted*: the "
         f"second is the first with Gaussian noise ({_NOISE:g} of each tensor's standard deviation) and a uniformly "
         "random permutation of every group. Normalization statistics and affine parameters are random too: with those "
@@ -88,11 +93,89 @@ def run(settings: Settings) -> Section:
     return Section(
         "Weight matching",
         text,
-        [Grid("Time, distance, and whether the function stays", header, rows)],
-        _goals(data),
-        data,
+        [_calls_grid(calls), Grid("Time, distance, and whether the function stays", header, rows)],
+        [*_calls_goals(calls), *_goals(data)],
+        [*calls, *data],
         packages=("rebasin",),
     )
+
+
+STEPS = ("discovery", "verification", "matching", "certificate")
+
+
+def first_call(name: str, method: str) -> dict[str, Any]:
+    """CPU seconds of all that a process does which matches two networks for the first time, by step."""
+    model = _build(name)
+    inputs = torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(0)
+    kinds = {n: t.dtype for n, t in model.state_dict().items()}
+    pair = Pair(*({n: t.to(kinds[n]) for n, t in random_state(model, generator).items()} for _ in range(2)))
+    found: dict[str, Any] = {"model": name, "call": method, "error": None}
+    for lazy in ("discover_symmetries", "verify_symmetries", "weight_matching", "apply_permutation", "certify"):
+        getattr(tus, lazy)  # which imports it
+    peer = _peer(model, pair, inputs, trace=True) if method == PEER else None
+    clock = [time.process_time()]
+    if peer is not None:
+        moved, _ = peer()
+        clock.append(time.process_time())
+        graph = tus.discover_symmetries(model, inputs)
+    else:
+        graph = tus.discover_symmetries(model, inputs)
+        clock.append(time.process_time())
+        graph.require_verified()
+        clock.append(time.process_time())
+        solver: Literal["frank_wolfe", "descent"] = "descent" if method == DESCENT else "frank_wolfe"
+        matching = tus.weight_matching(graph, pair.reference, pair.state, solver=solver)
+        clock.append(time.process_time())
+        moved = tus.apply_permutation(graph, matching.permutation, pair.state)
+        found["holds"] = tus.certify(graph, pair.state, moved).holds
+        clock.append(time.process_time())
+        found |= dict(zip(STEPS, (b - a for a, b in itertools.pairwise(clock)), strict=True))
+    return found | {"cpu": clock[-1] - clock[0], "after": weight_distance(graph, pair.reference, moved)}
+
+
+def _first_calls(settings: Settings) -> list[dict[str, Any]]:
+    calls = []
+    for name in ("small",) if settings.quick else ("resnet18", "resnet50"):
+        for method in (DEFAULT, DESCENT, PEER):
+            settings.say(f"{name}, whole first call, {method}")
+            try:
+                if settings.quick:
+                    calls.append(first_call(name, method))
+                else:
+                    threads = str(torch.get_num_threads())
+                    calls.append(in_own_process("benchmarks.matching", "call", name, method, threads))
+            except (RuntimeError, ImportError) as error:
+                calls.append({"model": name, "call": method, "error": str(error)[:160]})
+    return calls
+
+
+def _calls_grid(calls: list[dict[str, Any]]) -> Grid:
+    rows = []
+    for call in calls:
+        title = f"{call['model']}, {call['call']}"
+        if call["error"] is not None:
+            rows.append([title, call["error"], *["–"] * (len(STEPS) + 2)])
+            continue
+        peer = next((c.get("cpu") for c in calls if (c["model"], c["call"]) == (call["model"], PEER)), None)
+        steps = [figure(call[step]) if step in call else "–" for step in STEPS]
+        rows.append([title, figure(call["cpu"]), times(peer, call["cpu"]), *steps, figure(call["after"], 5)])
+    header = ["model, method", "CPU seconds", "rebasin takes", *STEPS, "distance\nafter"]
+    return Grid("The whole first call", header, rows)
+
+
+def _calls_goals(calls: list[dict[str, Any]]) -> list[Goal]:
+    goals = []
+    for method in (DEFAULT, DESCENT):
+        ratios = {}
+        for call in (c for c in calls if c["call"] == method and "cpu" in c):
+            peer = next((c for c in calls if (c["model"], c["call"]) == (call["model"], PEER) and "cpu" in c), None)
+            if peer is not None:
+                ratios[call["model"]] = peer["cpu"] / call["cpu"]
+        text = ", ".join(f"{n} {figure(r)}×" for n, r in ratios.items()) or "rebasin did not run"
+        held = bool(ratios) and min(ratios.values()) >= 4
+        goals.append(Goal(f"whole first call, {method}: at least 4 times as fast as rebasin's", held, text))
+    return goals
 
 
 def _build(name: str) -> nn.Module:
@@ -131,7 +214,7 @@ def measure(name: str, kind: str, repeats: int) -> list[dict[str, Any]]:
 
     def match(solver: Literal["frank_wolfe", "descent"]) -> tuple[State, float]:
         with _product_clock() as clock:
-            found = tus.weight_matching(graph, pair.reference, pair.state, solver=solver)
+            found = tus.weight_matching(graph, pair.reference, pair.state, solver=solver, look_again=False)
         return tus.apply_permutation(graph, found.permutation, pair.state), sum(clock)
 
     candidates: dict[str, Callable[[], Callable[[], Any]]] = {
@@ -158,8 +241,8 @@ def measure(name: str, kind: str, repeats: int) -> list[dict[str, Any]]:
     return found
 
 
-def _peer(model: nn.Module, pair: Pair, inputs: Tensor) -> Callable[[], tuple[State, None]]:
-    """One run of ``rebasin``, its models built and traced beforehand; it permutes its second model in place."""
+def _peer(model: nn.Module, pair: Pair, inputs: Tensor, *, trace: bool = False) -> Callable[[], tuple[State, None]]:
+    """One run of ``rebasin``, its models built beforehand, and traced but with ``trace``; its second is permuted."""
     try:
         import rebasin
     except ImportError as error:
@@ -168,9 +251,10 @@ def _peer(model: nn.Module, pair: Pair, inputs: Tensor) -> Callable[[], tuple[St
     first.load_state_dict(pair.reference)
     second.load_state_dict(pair.state)
     torch.manual_seed(0)  # it draws the order of its groups from the global generator
-    matcher = rebasin.PermutationCoordinateDescent(first, second, inputs)
+    traced = None if trace else rebasin.PermutationCoordinateDescent(first, second, inputs)
 
     def call() -> tuple[State, None]:
+        matcher = traced or rebasin.PermutationCoordinateDescent(first, second, inputs)
         matcher.calculate_permutations()
         matcher.apply_permutations()
         return {n: t.detach() for n, t in second.state_dict().items()}, None
@@ -279,4 +363,7 @@ def _goals(data: list[dict[str, Any]]) -> list[Goal]:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[4]))
-    print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
+    if sys.argv[1] == "call":
+        print(json.dumps(first_call(sys.argv[2], sys.argv[3])))
+    else:
+        print(json.dumps(measure(sys.argv[1], sys.argv[2], int(sys.argv[3]))))

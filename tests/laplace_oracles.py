@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,6 +13,11 @@ from torch.nn import functional as F
 
 from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock, Posterior
 from tu_symmetry.laplace.model import LinearizedLaplace
+
+
+def agree(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    """Two results (dataclasses of numbers) of the same computation, from tensors that may lie elsewhere in memory."""
+    torch.testing.assert_close(asdict(found), asdict(expected), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def data(

@@ -5,8 +5,11 @@
 - ``--perturb-products``: every matrix product and convolution with a factor that does not lie on 64 bytes is off by two
   units in the last place, as vector instructions of another width would make it. What is promised bit for bit has to
   compute with the same memory layout; all else needs a tolerance.
+- ``--perturb-shapes``: every one is, by the shapes and strides of its factors, which choose the order of sums. Whole
+  numbers stay, since they round nowhere.
 - ``--displace-files``: what the safetensors library reads lies 8 bytes off 64, as most of a file does.
 - ``--shuffle=SEED``: modules, and tests within them, in random order.
+- ``--part=K/N``: of every N tests the one at K, from all over the suite, where a machine has no time for all.
 - ``--warnings-are-errors``: but for the library's own, and for those of other libraries that pyproject.toml names.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+import zlib
 from typing import Any
 
 import pytest
@@ -35,16 +39,18 @@ _KEPT: list[Any] = []  # a library that is collected takes its kernels away
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("portability")
     group.addoption("--perturb-products", action="store_true", help="round as other processors do")
+    group.addoption("--perturb-shapes", action="store_true", help="the same for all products, by their shapes")
     group.addoption("--displace-files", action="store_true", help="read tensors to odd addresses")
     group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in random order")
+    group.addoption("--part", metavar="K/N", help="one test of every N")
     group.addoption(
         "--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.perturb_products:
-        perturb_products()
+    if config.option.perturb_products or config.option.perturb_shapes:
+        perturb_products(every=config.option.perturb_shapes)
     if config.option.displace_files:
         displace_files()
     if config.option.warnings_are_errors:
@@ -64,7 +70,11 @@ def pytest_runtestloop(session: pytest.Session) -> None:
                 warnings.simplefilter("default", kind)
 
 
+@pytest.hookimpl(trylast=True)  # after tests that nobody asked for are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.part is not None:
+        number, parts = map(int, config.option.part.split("/"))
+        items[:] = items[number % parts :: parts]
     if config.option.shuffle is None:
         return
     modules: dict[str, list[pytest.Item]] = {}
@@ -88,17 +98,20 @@ def odd(tensor: Any) -> bool:
     return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNED != 0
 
 
-def perturb(result: Any) -> None:
+def perturb(result: Any, factors: list[Tensor] | None) -> None:
     if isinstance(result, tuple):
         for part in result:
-            perturb(part)
+            perturb(part, factors)
     elif isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
-        generator = torch.Generator().manual_seed(result.numel())
+        layout = repr([(tuple(factor.shape), factor.stride()) for factor in factors or ()])
+        generator = torch.Generator().manual_seed(result.numel() + zlib.crc32(layout.encode()))
         units = torch.randint(0, 2, result.shape, generator=generator, dtype=torch.float64).mul_(4).sub_(2)
+        if factors and not result.is_complex():
+            units.mul_(result != result.round())
         result.mul_((units * torch.finfo(result.dtype).eps + 1).to(result.dtype))
 
 
-def perturb_products() -> None:
+def perturb_products(*, every: bool = False) -> None:
     """Put kernels before torch's own, on the CPU: below automatic differentiation, ``torch.func`` and tracing."""
     library = torch.library.Library("aten", "IMPL")
     _KEPT.append(library)
@@ -114,8 +127,9 @@ def perturb_products() -> None:
         ) -> Any:
             result = _original.call_boxed(keys, *args, **kwargs)
             single = _inner and args[_places[0]].shape[-1] == 1  # nothing is added up: rounded alike everywhere
-            if not single and any(odd(args[place]) for place in _places):
-                perturb(result)
+            factors = [args[place] for place in _places]
+            if not single and (every or any(odd(factor) for factor in factors)):
+                perturb(result, factors if every else None)
             return result
 
         with warnings.catch_warnings():

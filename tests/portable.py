@@ -1,7 +1,8 @@
 """Run the fast tests as another machine would: ``python tests/portable.py COMBINATION [arguments of pytest]``.
 
-A combination is named (``shuffled:5EED`` with a seed), or is that of a commit (``commit:HASH``): a series of commits
-goes through all but those that take another installation, or whose outcome hangs on releases of other libraries.
+A combination is named (``shuffled:5EED`` with a seed), or several are joined (``files+elsewhere``), or it is that of a
+commit (``commit:HASH``): a series of commits goes through all but those that take another installation, or whose
+outcome hangs on releases of other libraries.
 ``make test-portable`` calls this.
 """
 
@@ -36,9 +37,20 @@ class Combination:
     torch: str | None = None
     turns: bool = True
 
+    def __add__(self, other: Combination) -> Combination:
+        """Both at once; of a variable that both set, the other's value."""
+        return Combination(
+            self.environment | other.environment,
+            self.options + other.options,
+            self.elsewhere or other.elsewhere,
+            self.torch or other.torch,
+            self.turns and other.turns,
+        )
+
 
 COMBINATIONS = {
     "products": Combination(options=("--perturb-products",)),
+    "shapes": Combination(options=("--perturb-shapes",)),
     "files": Combination(options=("--perturb-products", "--displace-files")),
     "plain-kernels": Combination({"ATEN_CPU_CAPABILITY": "default"}),
     "mkl-compatible": Combination({"MKL_CBWR": "COMPATIBLE"}),
@@ -54,8 +66,8 @@ COMBINATIONS = {
 }
 
 
-def choose(chosen: str) -> tuple[str, int]:
-    """Name of a combination, and the seed of its order.
+def choose(chosen: str) -> tuple[str, Combination, int]:
+    """Name of a combination, its settings, and the seed of its order.
 
     Raises:
         SystemExit: a combination that is not known.
@@ -65,15 +77,19 @@ def choose(chosen: str) -> tuple[str, int]:
     if name == "commit":
         here = [known for known, combination in COMBINATIONS.items() if combination.turns]
         name = here[number % len(here)]
-    if name not in COMBINATIONS:
-        raise SystemExit(f"there is no combination {name!r}; choose one of {', '.join(COMBINATIONS)}")
-    return name, number
+    own = Combination()
+    for part in name.split("+"):
+        if part not in COMBINATIONS:
+            raise SystemExit(f"there is no combination {part!r}; choose one of {', '.join(COMBINATIONS)}")
+        own += COMBINATIONS[part]
+    if own.torch is not None and "+" in name:
+        raise SystemExit(f"{name}: only `make matrix` tests another torch; join the others where it is installed")
+    return name, own, number
 
 
 def main(chosen: str, arguments: list[str]) -> int:
     """The exit status of the tests."""
-    name, number = choose(chosen)
-    own = COMBINATIONS[name]
+    name, own, number = choose(chosen)
     print(f"== {own}\n== again: make test-portable COMBINATION={name}:{number:x}", flush=True)
     if own.torch is not None:
         python = "python{}.{}".format(*sys.version_info)

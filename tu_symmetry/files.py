@@ -22,6 +22,7 @@ import secrets
 import shutil
 import struct
 import warnings
+import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ SCRATCH = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 LOCK = ".lock"
 _DIGEST = "tu_symmetry.blake2b"
 _VERSIONS = "tu_symmetry.written_by"
+_MODULES = "tu_symmetry.modules"
 _SEAL = "sealed"
 _BLOCK = 1 << 20
 _ZEROS = b"0" * 64
@@ -74,6 +76,8 @@ class Header:
         digest: the seal, 64 hexadecimal digits; None in a file without one.
         versions: package to version of what wrote a sealed file.
         places: name to the byte of the file where a tensor begins; in the file's order, without gaps.
+        modules: what ``state_dict()`` notes of each module, its version above all (``_metadata``); None if the file
+            says nothing of it.
     """
 
     metadata: dict[str, str]
@@ -81,6 +85,7 @@ class Header:
     digest: str | None
     versions: dict[str, str]
     places: dict[str, int]
+    modules: dict[str, Any] | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,8 +179,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file (UTF-8) whole or not at all."""
-    write_bytes(path, text.encode())
+    """Write a text file (UTF-8) whole or not at all; names of files that are no UTF-8 are written with escapes."""
+    write_bytes(path, text.encode(errors="backslashreplace"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,7 +246,8 @@ def write_safetensors(
 
     Args:
         path: of the file.
-        tensors: any dense tensors, on any device; tied ones are written under each of their names.
+        tensors: any dense tensors, on any device; tied ones are written under each of their names. The ``_metadata`` of
+            a state dict is written with them.
         metadata: texts for the header.
 
     Raises:
@@ -254,6 +260,8 @@ def write_safetensors(
             raise ValueError(f"{name!r} is a tensor {kind}, which a safetensors file cannot hold")
     names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))  # aligned, as the format wants it
     own = {_DIGEST: _ZEROS.decode(), _VERSIONS: json.dumps(versions())}
+    if (modules := getattr(tensors, "_metadata", None)) is not None:
+        own[_MODULES] = json.dumps(modules, default=str)
     header: dict[str, Any] = {"__metadata__": {**dict(sorted((metadata or {}).items())), **own}}
     end = 0
     for name in names:
@@ -369,6 +377,7 @@ class TensorFile(Mapping[str, Tensor]):
         self.path, self.device = Path(path), device
         self._stamp = self._look()
         self.header = check_file(path, warn=warn)
+        self._metadata = self.header.modules
 
     def _look(self) -> tuple[int, int, int]:
         found = self.path.stat()
@@ -376,7 +385,10 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self.header.layout[name]
-        content = torch.empty(shape, dtype=dtype, device="cpu")
+        try:
+            content = torch.empty(shape, dtype=dtype, device="cpu")
+        except RuntimeError as error:  # of no entries, and of sizes that no tensor has
+            raise FileError(f"{self.path} is damaged: {name!r} of shape {shape} is no tensor ({error})") from error
         if content.numel():
             with self.path.open("rb") as file:
                 file.seek(self.header.places[name])
@@ -412,19 +424,23 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
         raise FileError(f"{path} is truncated or no safetensors file")
     text = read(count)
     try:
-        content = json.loads(text)
-        entries = dict(content)
+        entries = json.loads(text)
+        if not isinstance(entries, dict):
+            raise ValueError(f"a {type(entries).__name__}, not an object")
         metadata = dict(entries.pop("__metadata__", None) or {})
-        layout = {n: (tuple(map(int, e["shape"])), DTYPES[e["dtype"]]) for n, e in entries.items()}
-        offsets = {n: tuple(map(int, e["data_offsets"])) for n, e in entries.items()}
+        layout = {n: (_counts(e["shape"]), DTYPES[e["dtype"]]) for n, e in entries.items()}
+        offsets = {n: _counts(e["data_offsets"]) for n, e in entries.items()}
         spans = sorted((start, stop, n) for n, (start, stop) in offsets.items())
         end = spans[-1][1] if spans else 0
         versions_ = json.loads(metadata.pop(_VERSIONS, "{}"))
+        modules = json.loads(metadata.pop(_MODULES, "null"))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise FileError(f"{path} is damaged or no safetensors file (its header: {error})") from error
     digest = metadata.pop(_DIGEST, None)
     if not all(isinstance(text, str) for text in metadata.values()) or not isinstance(versions_, dict):
         raise FileError(f"{path} is damaged or no safetensors file (its metadata are no texts)")
+    if modules is not None and not (isinstance(modules, dict) and all(isinstance(m, dict) for m in modules.values())):
+        raise FileError(f"{path} is damaged: what it says of the network's modules is no mapping")
     if (digest is None and versions_) or not (digest is None or (isinstance(digest, str) and len(digest) == 64)):
         raise FileError(f"{path} is damaged: its digest is no digest")
     if 8 + count + end != size:
@@ -436,7 +452,18 @@ def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[
     if any(stop != start for (_, stop, _), (start, _, _) in pairwise([(0, 0, ""), *spans])):
         raise FileError(f"{path} is damaged: its tensors overlap, or there are gaps between them")
     places = {name: 8 + count + start for start, _, name in spans}
-    return Header(metadata, layout, digest, versions_, places), length + text
+    return Header(metadata, layout, digest, versions_, places, modules), length + text
+
+
+def _counts(numbers: Any) -> tuple[int, ...]:
+    """Sizes or places of a header.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"{numbers} are no sizes")
+    return tuple(numbers)
 
 
 def _content(tensor: Tensor) -> memoryview:
@@ -444,6 +471,51 @@ def _content(tensor: Tensor) -> memoryview:
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     content: Any = dense.reshape(-1).view(torch.uint8).numpy()
     return memoryview(content)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Archives of torch.save
+
+
+def check_archive(path: str | os.PathLike[str]) -> None:
+    """Read a file of ``torch.save`` once and compare each of its members with its checksum.
+
+    The reader of torch leaves the checksums (CRC-32) out. They are no seal: they tell damage, and not what was written
+    on purpose. Members are stored as they are, so that reading takes no more memory than the file has bytes. What is no
+    archive (the format of torch before 1.6) has no checksums and is not looked at.
+
+    Raises:
+        FileError: an archive that is truncated, a member that was changed after it was written, or is compressed.
+        OSError: no such file, or no right to read it.
+    """
+    with Path(path).open("rb") as file:
+        if file.read(4) != b"PK\3\4":
+            return
+        size, member = os.stat(path).st_size, None
+        try:
+            with zipfile.ZipFile(file) as archive:
+                total = sum(one.file_size for one in archive.infolist())
+                packed = next((m.filename for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED), None)
+                if packed is not None or total > size:
+                    raise FileError(
+                        f"{path} would take {total} bytes of memory and has {size}: "
+                        + (f"{packed!r} is compressed" if packed is not None else "its members overlap")
+                        + ", and torch.save writes no such files; if you trust it, load it with torch and save it again"
+                    )
+                if not any(one.CRC for one in archive.infolist()):  # torch.serialization.set_crc32_options(False)
+                    return
+                for member in archive.infolist():
+                    with archive.open(member) as content:
+                        while content.read(_BLOCK):
+                            pass
+        except (zipfile.BadZipFile, RuntimeError, EOFError, struct.error, ValueError, OSError) as error:
+            if isinstance(error, FileError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
+                raise  # a place before the beginning of the file is an error of the system too
+            what = "its directory cannot be read" if member is None else f"{member.filename!r} has another checksum"
+            raise FileError(
+                f"{path} is truncated, or was changed or damaged after it was written: {what} ({error}); restore it, "
+                "or make it again"
+            ) from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------

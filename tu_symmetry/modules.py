@@ -51,7 +51,7 @@ def states_of(source: nn.Module, name: str) -> list[dict[str, Tensor]]:
         network = network_of(module, name=name, advice=lambda path: f"pass {name}.{path}.state_dict()")
         if network is not module:
             return states_of(network, f"{name}'s network")
-    return [{key: t.detach() for key, t in module.state_dict().items()}]
+    return [module.state_dict()]
 
 
 def state_of(source: nn.Module, name: str) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from tu_symmetry.files import FileError
@@ -101,19 +101,48 @@ def natural(path: Path) -> list[Any]:
 def shards_of(index: Path) -> dict[str, Path]:
     """The file of each tensor, from the index of a network that is cut into several.
 
+    An index comes from elsewhere, as weights do, and names nothing but files of weights in its own folder and below:
+    no absolute path, no ``..`` and no other index. A link that stands there is followed, as the cache of
+    ``huggingface_hub`` is made of them.
+
     Raises:
-        SourceError: no such index, or files that are not there.
+        SourceError: no such index, files that are not there, or that it may not name.
     """
     try:
-        names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        names = json.loads(index.read_bytes())["weight_map"]
+        texts = [*names.keys(), *names.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SourceError(f"{index} is no index of weights ({type(error).__name__}: {error})") from error
-    missing = sorted({file for file in names.values() if not (index.parent / file).is_file()})
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise SourceError(f"{index} is no index of weights: its weight_map is to name a file for each tensor")
+    for file in sorted(set(names.values())):
+        if _leads_out(file):
+            raise SourceError(
+                f"{index} names {file!r}, which is no file of weights ({', '.join(SUFFIXES)}) in its folder; an index "
+                "may name no others. Put the files beside it, and write their names into it"
+            )
+    missing = sorted({file for file in names.values() if not os.path.isfile(index.parent / file)})
     if missing:
         raise SourceError(
             f"{index} names files that are not there: {', '.join(missing[:4])}; copy or download them too"
         )
     return {tensor: index.parent / file for tensor, file in names.items()}
+
+
+def _leads_out(file: str) -> bool:
+    """Whether a name of an index is of anything but a file of weights below it, on any system."""
+    ways = (PurePosixPath(file), PureWindowsPath(file))
+    away = any(way.is_absolute() or way.drive or way.root or ".." in way.parts for way in ways)
+    return away or not file.isprintable() or ways[0].suffix not in SUFFIXES
+
+
+def files_of(path: Path) -> list[Path]:
+    """All files that a network is read from: itself, and those that it names if it is an index.
+
+    Raises:
+        SourceError: see :func:`shards_of`.
+    """
+    return [path, *dict.fromkeys(shards_of(path).values())] if path.name.endswith(INDEX) else [path]
 
 
 def _from_hub(text: str) -> list[Path]:

@@ -7,8 +7,11 @@ checks them here first, and the error says which tensor it is, what it is, and w
 
 from __future__ import annotations
 
+import copy
+import numbers
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import FileError, TensorFile, read_safetensors
+from tu_symmetry.files import FileError, TensorFile, check_archive
 from tu_symmetry.modules import is_source, state_of, states_of
 from tu_symmetry.sources import INDEX, is_remote, locate, shards_of
 
 State = dict[str, Tensor]
 _SUFFIX = ".safetensors"
+_EXPANDED, _FREE = 16, 1 << 24  # how much larger than their file tensors may be, and bytes that any file may have
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -42,6 +46,40 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def as_given(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> State:
+    """Tensors as a state of the type of another one, with what that one has besides its tensors.
+
+    Law: whatever makes a state of a state makes it here, so that states come back as the type they came in. The state
+    dict of a module is an ``OrderedDict`` with an attribute ``_metadata``, which holds the versions of its modules, and
+    some modules (torchvision's MNASNet) cannot be loaded without. What is no ``dict`` comes back as one; a view of a
+    state says by an attribute ``as_given`` of what.
+    """
+    given = getattr(given, "as_given", given)
+    if isinstance(given, dict):
+        made: State = copy.copy(given)
+        made.clear()
+    else:
+        made = {} if getattr(given, "_metadata", None) is None else OrderedDict()
+    made.update(tensors)
+    if isinstance(made, OrderedDict) and (metadata := getattr(given, "_metadata", None)) is not None:
+        made._metadata = copy.copy(metadata)  # type: ignore[attr-defined]
+    return made
+
+
+def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
+    """The tensors whose names start with a prefix, under the rest of their names; the versions of modules alike."""
+    names = {str(n): n for n in state if str(n).startswith(prefix)}
+    found = as_given(state, {name[len(prefix) :]: state[n] for name, n in names.items()})
+    if prefix and isinstance(metadata := getattr(found, "_metadata", None), Mapping):
+        found._metadata = _metadata_without_prefix(metadata, prefix)  # type: ignore[attr-defined]
+    return found
+
+
+def _metadata_without_prefix(metadata: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
+    """What is said of the modules below a prefix ``model.``, of the module ``model`` itself under the name ``""``."""
+    return OrderedDict((f"{k}."[len(prefix) : -1], v) for k, v in metadata.items() if f"{k}.".startswith(prefix))
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -100,6 +138,18 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
     )
 
 
+def check_number(value: Any, name: str, *, whole: bool = False) -> None:
+    """Refuse what is no number: a text, as a file or a form gives it, a truth value.
+
+    Raises:
+        TypeError: no number, or no whole one.
+    """
+    kinds = numbers.Integral if whole else numbers.Real
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r} ({type(value).__name__})")
+
+
 def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
     """A state dict of tensors, or an error that says what it is instead.
 
@@ -147,7 +197,7 @@ def unstack(
             )
         count = next(iter(counts.values()))
         assert count is not None
-        return [{name: t[k] for name, t in states.items()} for k in range(count)]
+        return [as_given(states, {name: t[k] for name, t in states.items()}) for k in range(count)]
     if not isinstance(states, Iterable):
         raise TypeError(f"states is a {type(states).__name__}, not a list of state dicts or a stack of states")
     return [read_state(s, f"states[{k}]") for k, s in enumerate(states)]
@@ -161,7 +211,8 @@ def read_state(network: Any, name: str) -> State:
         SymmetryError: values that are no tensors.
         ValueError: a routine with several networks.
     """
-    return dict(require_state(state_of(network, name) if is_source(network) else network, name))
+    state = require_state(state_of(network, name) if is_source(network) else network, name)
+    return as_given(state, state)
 
 
 def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
@@ -175,7 +226,7 @@ def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
     first = layout_of(states[0])
     for i, state in enumerate(states[1:], start=1):
         require_same(layout_of(state), first, f"states[{i}]", "states[0]")
-    return {name: torch.stack([s[name] for s in states]) for name in first}
+    return as_given(states[0], {name: torch.stack([s[name] for s in states]) for name in first})
 
 
 def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str, Layout]:
@@ -188,18 +239,25 @@ def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) ->
     """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first.
 
     Raises:
-        ValueError: no networks.
+        ValueError: no networks, or networks of several architectures.
+        SymmetryError: tensors of several kinds under one name.
     """
     members = unstack(states)
     if not members:
         raise ValueError("there is no network to take a mean of: the list of states is empty")
+    first = layout_of(members[0])
     for k in range(1, len(members)):
         require_state(members[k], f"states[{k}]", like=members[0])
         require_state(members[0], "states[0]", like=members[k])
-    return {
-        name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
-        for name, t in members[0].items()
-    }
+        layout = {n: e._replace(dtype=first[n].dtype) if n in first else e for n, e in layout_of(members[k]).items()}
+        require_same(layout, first, f"states[{k}]", "states[0]")
+    return as_given(
+        members[0],
+        {
+            name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
+            for name, t in members[0].items()
+        },
+    )
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -259,26 +317,31 @@ def load_state(
         ValueError: a LightningModule with several networks.
     """
     if isinstance(path, nn.Module):
-        own = {name: t.to(device, copy=True) for name, t in read_state(path, "the routine").items()}
+        held = read_state(path, "the routine")
+        own = as_given(held, {name: t.to(device, copy=True) for name, t in held.items()})
         if prefix and not any(name.startswith(prefix) for name in own):
             raise SampleFileError(
                 f"no name in the {type(path).__name__}'s network starts with {prefix!r}: a prefix is of names in "
                 "files; the names of a routine's network have none"
             )
-        return {name[len(prefix) :]: t for name, t in own.items() if name.startswith(prefix)}
+        return without_prefix(own, prefix)
     path = _file(path)
     content: Any
     if path.name.endswith(INDEX):
         content = _sharded(path, allow, device)
     elif path.suffix == _SUFFIX:
         try:
-            content, _ = read_safetensors(path, device=device, warn=False)  # most are other programs'
+            file = TensorFile(path, device=device, warn=False)  # most are other programs'
+            content = as_given(file, file)
         except FileError as error:
             raise SampleFileError(str(error)) from error
     else:
         try:
+            check_archive(path)
             with torch.serialization.safe_globals(list(allow)):
                 content = torch.load(path, map_location=device, weights_only=True)
+        except FileError as error:
+            raise SampleFileError(str(error)) from error
         except pickle.UnpicklingError as error:
             raise SampleFileError(
                 f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
@@ -294,19 +357,33 @@ def load_state(
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
-        held = f"a dict with keys {sorted(map(str, content))[:6]}" if isinstance(content, Mapping) else type(content)
+        what = f"a dict with keys {sorted(map(str, content))[:6]}" if isinstance(content, Mapping) else type(content)
         raise SampleFileError(
-            f"{path} holds {held}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
+            f"{path} holds {what}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
         )
     for name, t in content.items():
         if t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested:
             kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
             kind = "a quantized tensor" if t.is_quantized else kind
             raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
-    state = {str(name)[len(prefix) :]: t for name, t in content.items() if str(name).startswith(prefix)}
+    if not path.name.endswith(INDEX):
+        _require_size(path, content)
+    state = without_prefix(content, prefix)
     if not state:
         raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
     return state
+
+
+def _require_size(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are a few numbers of the file, repeated: a copy of one could fill the memory."""
+    size = sum({(t.data_ptr(), t.shape, t.stride()): t.numel() * t.element_size() for t in state.values()}.values())
+    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.values()}.values())
+    file = os.stat(path).st_size
+    if held > file or size > max(_FREE, _EXPANDED * file):
+        raise SampleFileError(
+            f"{path} has {file} bytes, and its tensors would take {max(held, size)}: they repeat a few numbers, or are "
+            "damaged; if you trust it, load it with torch.load and save contiguous copies"
+        )
 
 
 def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
@@ -339,10 +416,17 @@ def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Tensors of one or several files (or states) under other names, each read when it is asked for."""
+    """Tensors of one or several files (or states) under other names, each read when it is asked for.
 
-    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]]) -> None:
+    Args:
+        held: name to a state and the name in it.
+        prefix: what was taken off all names, see :func:`without_prefix`.
+    """
+
+    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], prefix: str = "") -> None:
         self._held = held
+        found = [getattr(state, "_metadata", None) for state, _ in list(held.values())[:1]]
+        self._metadata = _metadata_without_prefix(found[0], prefix) if found and found[0] is not None else None
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]
@@ -384,7 +468,7 @@ def _sharded(index: Path, allow: Sequence[Any], device: str | torch.device) -> S
         missing = [name for name in wanted if name not in held]
         if missing:
             raise SampleFileError(f"{index} says that {file.name} holds {missing[0]!r}, and it does not")
-        state |= {name: held[name] for name in wanted}
+        state = as_given(state or held, {**state, **{name: held[name] for name in wanted}})
     return state
 
 

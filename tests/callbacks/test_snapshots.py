@@ -130,8 +130,10 @@ def test_a_resumed_run_appends_without_repeating(tmp_path: Path) -> None:
 def test_another_run_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
     fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
     before = {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
-    with pytest.raises(FileExistsError, match=r"already holds samples of chain\(s\) \[0\]"):
+    with pytest.raises(FileExistsError, match=r"all samples of this run \(chain 0\)"):
         fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
+    with pytest.raises(FileExistsError, match="samples of chain 0 of another run already"):
+        fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=2))
     assert before == {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
     fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=1))
     assert written(tmp_path / "s") == [(0, 4), (0, 8), (0, 12), (1, 12)]

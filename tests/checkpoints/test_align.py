@@ -514,7 +514,7 @@ def test_a_checkpoint_is_never_overwritten(graph: SymmetryGraph, tmp_path: Path)
     for k, state in enumerate(states):
         save_file(state, tmp_path / f"net{k}.safetensors")
     files = find_checkpoints([str(tmp_path / "*.safetensors")])
-    with pytest.raises(AlignFilesError, match=r"net0\.safetensors is a checkpoint and would be overwritten"):
+    with pytest.raises(AlignFilesError, match=r"net0\.safetensors is read by this command and would be overwritten"):
         align_files(graph, files, tmp_path)
 
 

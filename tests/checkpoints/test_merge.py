@@ -19,7 +19,7 @@ import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.alignment import merging
 from tu_symmetry.checkpoints.files import AlignFilesError
-from tu_symmetry.checkpoints.merge import _Progress
+from tu_symmetry.checkpoints.merge import Progress
 from tu_symmetry.symmetry.verification import random_state
 
 
@@ -253,18 +253,18 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
     folder = tmp_path / "merged.merging"
-    with _Progress.of(folder, "one") as kept:
+    with Progress.of(folder, "one") as kept:
         kept["permutation/1"] = {"0": torch.arange(8)}
         kept["scores/0"] = {"loss": 0.1}
-    with _Progress.of(folder, "one") as kept:
+    with Progress.of(folder, "one") as kept:
         assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["permutation/1"]["0"], torch.arange(8))
-        with pytest.raises(AlignFilesError, match="in use"), _Progress.of(folder, "one"):
+        with pytest.raises(AlignFilesError, match="in use"), Progress.of(folder, "one"):
             pass
     path = folder / "permutation-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with _Progress.of(folder, "one") as kept, pytest.raises(AlignFilesError, match="deleting it has it found again"):
+    with Progress.of(folder, "one") as kept, pytest.raises(AlignFilesError, match="deleting it has it found again"):
         _ = kept["permutation/1"]
-    with _Progress.of(folder, "another") as kept:
+    with Progress.of(folder, "another") as kept:
         assert "permutation/1" not in kept and "scores/0" not in kept
     assert merge(paths, out) == 0 and not folder.exists()  # a third one: it begins anew
     folder.mkdir()

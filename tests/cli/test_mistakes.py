@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import io
+import itertools
+import json
 import os
+import pkgutil
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from toy_networks import net
 
+import tu_symmetry
 from tu_symmetry import cli
+from tu_symmetry.cli.ends import Signals, ended
+from tu_symmetry.files import lock_folder, read_header
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +35,8 @@ HERE = "toy_networks"
 INSPECT = ["inspect", "--model", "torch.nn.Linear", "--init", "in_features=4", "out_features=3", "--input", "1,4"]
 ALIGN = ["align", "IN/a.pt", "IN/b.pt", "--model", f"{HERE}.net", "--input", "1,4", "--out", "OUT"]
 BARRIERS = [*ALIGN, "--data", f"{HERE}.loader", "--points", "3"]
+MERGE = ["merge", "IN/a.pt", "IN/b.pt", "--model", f"{HERE}.net", "--input", "1,4", "--out", "OUT.safetensors"]
+MEASURED = [*MERGE, "--data", f"{HERE}.loader", "--points", "3"]
 TABLE = ["table", "IN/toy", "--out", "OUT"]
 
 VALUES: list[tuple[list[str], str, list[str]]] = [
@@ -52,6 +65,20 @@ VALUES: list[tuple[list[str], str, list[str]]] = [
     (BARRIERS, "--loss", ["", "nothing", "os.getcwd", "torch.nn.functional.relu"]),
     (BARRIERS, "--correction", ["foo", "batchnorm"]),
     (BARRIERS, "--data-init", ["x", "=1", "x=1", "a: b=1", "x=[", "x=*a"]),
+    (MERGE, "--out", ["", "IN/a.pt", "IN/a.pt/x.safetensors", "IN", "/dev/null", "m.pt"]),
+    (MERGE, "--reference", ["", "nothing", "IN", "IN/text.pt"]),
+    (MERGE, "--weights", ["", "x", "1", "nan", "-1", "greedy"]),
+    (MERGE, "--alpha", ["", "x", "2", "nan", "nothing=0.5"]),
+    (MERGE, "--solver", ["", "foo"]),
+    (MERGE, "--rank", ["0", "x", "2"]),
+    (MERGE, "--correction", ["foo", "repair"]),
+    (MERGE, "--only", ["nothing"]),
+    (MERGE, "--dtype", ["foo", "int8"]),
+    (MEASURED, "--data", ["", "nothing", f"{HERE}.net", f"{HERE}.raises", "os.getcwd"]),
+    (MEASURED, "--loss", ["", "nothing", "os.getcwd", "torch.nn.functional.relu"]),
+    (MEASURED, "--num-samples", ["0", "x"]),
+    (MEASURED, "--points", ["1", "2", "-1", "x"]),
+    (MEASURED, "--correction", ["batchnorm"]),
     (TABLE, "--out", ["", "IN/a.pt", "IN/a.pt/x", "/proc/x", "/dev/null", "x" * 300]),
     (TABLE, "--data-root", [""]),
     (TABLE, "--set", ["", "nothing", "=1", "x=1", "walk", "walk=3", "walk.=3", ".steps=3", "walk.command.steps"]),
@@ -179,6 +206,131 @@ def test_what_nobody_foresaw_says_where_to_look(
     monkeypatch.setenv("TU_SYMMETRY_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         cli.main(words)
+
+
+def own_errors() -> list[type[Exception]]:
+    """All classes of errors that the package defines."""
+    found = set()
+    for module in pkgutil.walk_packages(tu_symmetry.__path__, "tu_symmetry."):
+        if "__main__" not in module.name and ".experiments." not in module.name:
+            held = vars(importlib.import_module(module.name)).values()
+            found |= {c for c in held if inspect.isclass(c) and issubclass(c, Exception)}
+    own = {c for c in found if c.__module__.startswith("tu_symmetry.") and not issubclass(c, Warning)}
+    return sorted(own, key=lambda c: c.__name__)
+
+
+def test_what_the_library_has_a_class_for_is_foreseen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of its own is a line and status 2, whatever it derives from, in a thread of a run too."""
+    classes = own_errors()
+    assert {"FolderInUseError", "SymmetryError", "FileError", "MissingExtraError"} <= {c.__name__ for c in classes}
+    for kind in classes:
+        for command in ("align", "fit"):
+            error = kind.__new__(kind)
+            Exception.__init__(error, "what was seen; what to do")
+            assert ended(error, Signals(), [command]) == 2, kind
+            assert capsys.readouterr().err == "tu-symmetry: what was seen; what to do\n"
+
+
+def test_a_folder_in_use_is_a_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    with lock_folder(out):
+        assert cli.main(placed(ALIGN, folder, out)) == 2
+    assert "is in use by another run" in capsys.readouterr().err
+
+
+NAMES = [b"caf\xe9.pt", "große Datei [1].pt".encode(), b"-a\xff\xfe.pt"]
+
+
+def test_names_of_files_need_not_be_text(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed, on a terminal that knows ASCII alone, and written is text; the results bear the names."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    given = tmp_path / "in"
+    given.mkdir()
+    for k, name in enumerate(NAMES):
+        try:
+            shutil.copy(folder / f"{'ab'[k % 2]}.pt", os.path.join(os.fsencode(given), name))
+        except OSError:
+            pytest.skip("this file system takes no such names")
+    files = sorted(os.listdir(given))
+    for command, out in (("align", tmp_path / "out"), ("merge", tmp_path / "m.safetensors")):
+        words = [command, str(given), *ALIGN[3:-1], str(out), "--data", f"{HERE}.loader"]
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding="ascii") for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", streams[0])
+            patch.setattr(sys, "stderr", streams[1])
+            code = cli.main(words)
+        said = b"".join(stream.buffer.getvalue() for stream in streams if not stream.flush())
+        assert code == 0, said
+    stems = {name.removesuffix(".pt") for name in files}
+    assert stems <= {name.removesuffix(".safetensors") for name in os.listdir(tmp_path / "out")}
+    for out, suffix in itertools.product(("out/report", "m.report"), (".md", ".json")):
+        text = (tmp_path / f"{out}{suffix}").read_text(encoding="utf-8")
+        assert "caf\\udce9" in text and (suffix == ".md" or json.loads(text))
+    assert read_header(tmp_path / "m.safetensors").metadata
+    with safe_open(tmp_path / "m.safetensors", framework="pt") as file:  # readers in other languages are stricter
+        assert file.metadata()
+
+
+@pytest.mark.parametrize("command", ["inspect", "align", "merge"])
+def test_modules_of_the_folder_one_works_in_are_found(
+    command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Networks, data and losses, whichever option is read first, and without any help of Python's own path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    (tmp_path / f"mine_{command}.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def net(): return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))\n"
+        "def loader(): return [(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))]\n"
+        "def loss(outputs, targets): return outputs.square().mean()\n"
+    )
+    words = [command, *([] if command == "inspect" else [str(folder / "a.pt"), str(folder / "b.pt")])]
+    words += ["--model", f"mine_{command}.net", "--input", "1,4"]
+    if command != "inspect":
+        words += ["--data", f"mine_{command}.loader", "--loss", f"mine_{command}.loss", "--out", "m.safetensors"]
+    assert cli.main(words) == 0
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"format": "tu_symmetry.aligned"}]', '"\\"format\\": \\"tu_symmetry.aligned\\""', "[" * 99999]
+)
+def test_a_report_that_holds_something_else_is_foreign(
+    text: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "report.json").write_text(text)
+    assert cli.main(placed(ALIGN, folder, out)) == 2
+    assert "report.json was not written by this command" in capsys.readouterr().err
+    assert [p.name for p in out.iterdir()] == ["report.json"]
+
+
+def test_barriers_of_a_report_that_are_none_are_left_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    out = tmp_path / "out"
+    words = placed(ALIGN, folder, out)
+    assert cli.main(words) == 0
+    report = json.loads((out / "report.json").read_text())
+    for barriers in ([1], "x", 3, {"alignment": []}):
+        (out / "report.json").write_text(json.dumps({**report, "barriers": barriers}, indent=1))
+        assert cli.main(words) == 0
+        assert json.loads((out / "report.json").read_text()) == report
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+@pytest.mark.parametrize("name", ["mlp", "norm", "transformer"])
+def test_a_network_without_hidden_units_has_none(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    assert cli.main(["inspect", "--model", f"{HERE}.{name}", "--init", "hidden=0", "--input", "2,4"]) == 0
+    assert "permutations" in capsys.readouterr().out
 
 
 def process(words: list[str]) -> subprocess.Popen[str]:

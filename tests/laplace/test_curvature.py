@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +22,7 @@ from laplace_oracles import (
 from torch import Tensor, nn
 
 from tu_symmetry.laplace import curvature as curvature_module
-from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.model import LinearizedLaplace, ReadElsewhereWarning
 
 RTOL = 1e-9
 
@@ -503,25 +502,37 @@ def test_weights_used_twice_are_exact_without_factors(build: type[nn.Module], cu
     torch.testing.assert_close(dense_curvature(la), expected, rtol=RTOL, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("build", "words"), [(Tied, ["encode.weight", "again.weight", "tied"]), (CalledTwice, ["'layer'", "several times"])]
-)
-def test_weights_used_twice_are_refused_with_factors(build: type[nn.Module], words: Sequence[str]) -> None:
+@pytest.mark.parametrize("dense_limit", [4096, 16])
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+@pytest.mark.parametrize(("build", "used"), [(Tied, ["encode.weight"]), (CalledTwice, ["layer.weight", "layer.bias"])])
+def test_weights_used_twice_have_exact_blocks_beside_factors(
+    build: type[nn.Module], used: list[str], curvature: str, dense_limit: int
+) -> None:
+    """And their diagonal, where they are long; the other parameters have factors as ever."""
     model, (x, y) = randomize(build()), data(4, outputs=3)
-    with pytest.raises(UnsupportedLayerError) as error:
-        fitted(model, x, y)
-    assert all(word in str(error.value) for word in words)
-    head = fitted(model, x, y, parameters=["head"])  # and the way out that the message names
-    exact = exact_ggn(model, head.tangent.names, x, y, "classification")
-    own = slot(head, "head.bias")
-    torch.testing.assert_close(dense_curvature(head)[own, own], exact[own, own], rtol=RTOL, atol=1e-10)
+    with pytest.warns(ReadElsewhereWarning, match=f"{used[0]}.*tied, or called several times"):
+        la = fitted(model, x, y, curvature=curvature, dense_limit=dense_limit)
+    assert [*la.whole] == used
+    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
+    for name in used:
+        own = slot(la, name)
+        block = exact[own, own]
+        block = block if len(block) <= dense_limit else block.diagonal().diag()
+        torch.testing.assert_close(found[own, own], block, rtol=RTOL, atol=1e-10)
+    head = fitted(model, x, y, curvature=curvature, parameters=["head"], dense_limit=dense_limit)
+    for leaf in ("head.weight", "head.bias"):
+        own, alone = slot(la, leaf), slot(head, leaf)
+        torch.testing.assert_close(found[own, own], dense_curvature(head)[alone, alone], rtol=RTOL, atol=1e-10)
+    jac = jacobian(model, la.tangent.names, x)
+    covariance = torch.einsum("nci,ij,ndj->ncd", jac, dense_covariance(la), jac)
+    torch.testing.assert_close(la.function_covariance(x)[1], covariance, rtol=1e-8, atol=1e-10)
 
 
 # ---------------------------------------------------------------------- the Gaussian that the blocks make
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
-@pytest.mark.parametrize("prior", ["single", "per_layer", "per_group", "per_filter"])
+@pytest.mark.parametrize("prior", ["single", "per_layer", "per_tensor", "per_group", "per_filter"])
 def test_posterior_covariance_is_the_inverse_of_curvature_plus_prior(prior: str, curvature: str) -> None:
     model, (x, y) = cnn(), data(2, 6, 6, outputs=3, kind="regression")
     la = fitted(model, x, y, "regression", curvature=curvature, prior=prior, noise_variance=0.3)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, posterior_covariance, randomize
+from laplace_oracles import agree, data, dense_covariance, dense_curvature, jacobian, posterior_covariance, randomize
 from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -294,7 +294,7 @@ def test_files(tmp_path: Path, curvature: Any) -> None:
     again = LinearizedLaplace.load(tmp_path / "la.safetensors", problem()[0])
     assert again.prior == "diagonal" and again.prior_groups.names == la.prior_groups.names
     assert torch.equal(again.predictive(x), la.predictive(x)) and again.report() == la.report()
-    assert again.optimize_evidence() == la.optimize_evidence()
+    agree(again.optimize_evidence(), la.optimize_evidence())
 
 
 class Largest(TorchDispatchMode):

@@ -271,7 +271,7 @@ def test_observation_dot_test_and_errors():
     a = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     by_functions = LinearObservation(forward=lambda x: x @ a.mT, adjoint=lambda u: u @ a, outputs=6, values=4)
     v = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    assert torch.equal(by_functions.forward(v), LinearObservation(a).forward(v))
+    torch.testing.assert_close(by_functions.forward(v), LinearObservation(a).forward(v))
     assert torch.allclose(by_functions.matrix(6), a)
     single = LinearObservation(forward=lambda x: x @ a.float().mT, adjoint=lambda u: u @ a.float(), outputs=6, values=4)
     assert torch.allclose(single.matrix(6), a, atol=1e-6)

@@ -71,6 +71,25 @@ def test_conjugate_gradients_solve_and_the_preconditioner_saves_products():
         conjugate_gradients(lambda u: u * math.nan, right)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [1, 3, 10])
+def test_a_preconditioner_of_an_operator_without_inverse_hangs_on_no_rounding(rank, dtype):
+    """Products off by a hundred units in the last place, either way, leave it one of the identity off the range."""
+    noise, eps = 0.1, torch.finfo(dtype).eps
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        root = torch.randn(40, rank, generator=generator).to(dtype)
+        error = torch.randn(40, 40, generator=generator).to(dtype)
+        kernel = root @ root.mT
+        kernel = kernel + 100 * eps * float(kernel.norm()) / 40 * (error + error.mT)
+        low = NystromPreconditioner(lambda u, k=kernel: u @ k, 40, 15, noise, generator, root)
+        product = low(kernel + noise * torch.eye(40, dtype=dtype))
+        assert torch.linalg.eigvals(product).real.sub(noise).abs().max() < 1e5 * eps
+    for wrong in (-torch.eye(40, dtype=dtype), torch.zeros(40, 40, dtype=dtype), math.nan * kernel):
+        with pytest.raises(ValueError, match="not positive"):
+            NystromPreconditioner(lambda u, k=wrong: u @ k, 40, 15, noise, generator, root)
+
+
 @pytest.mark.parametrize("values", [7, 31, None])
 def test_samples_are_those_of_the_weight_posterior(values):
     own = case(values)
@@ -167,7 +186,7 @@ def test_variances_of_differences_are_estimated_without_bias(name):
         few, many = coefficients @ one, coefficients @ all_
         assert bool((few >= 0).all()), "an estimate of a variance is one"
         assert bool(((many - wanted).abs() <= 4.5 * math.sqrt(2 / count) * wanted).all())
-    assert torch.equal(own.outputs.reshape(-1), estimated(own, 1).outputs.reshape(-1))
+    torch.testing.assert_close(own.outputs.reshape(-1), estimated(own, 1).outputs.reshape(-1))
     with pytest.raises(ValueError, match="at least 1"):
         estimated(own, 0)
 

@@ -69,13 +69,16 @@ def test_evidence_is_that_of_bayesian_linear_regression(curvature: str) -> None:
     assert found.log_marginal_likelihood == pytest.approx(float(exact), rel=1e-8)
 
 
-@pytest.mark.parametrize("prior", ["single", "per_layer"])
+@pytest.mark.parametrize("prior", ["single", "per_layer", "per_tensor"])
 def test_evidence_of_a_network_is_that_of_its_tangent_model(prior: str) -> None:
     """A Gaussian process: y - (f - J theta~) ~ N(0, v I + J Lambda^-1 J^T)."""
     model, x, y = mlp("regression")
     la = fitted(model, x, y, "regression", prior=prior, curvature="full", noise_variance=0.2, prior_precision=3.0)
     if prior == "per_layer":
         la.set_precision({"0": 0.4, "2": 5.0})
+    if prior == "per_tensor":
+        la.set_precision(torch.tensor([0.4, 5.0, 0.7, 2.0]))
+        assert la.prior_groups.names == ("0.weight", "0.bias", "2.weight", "2.bias")
     jac, offset = tangent_problem(la, x)
     covariance = 0.2 * torch.eye(60, dtype=torch.float64) + (jac / spread(la)) @ jac.T
     exact = torch.distributions.MultivariateNormal(offset, covariance).log_prob(y.flatten())
@@ -131,9 +134,19 @@ def test_a_given_noise_variance_stays() -> None:
     assert float(la.predictive(x[:2]).variance[0, 0] - la.predictive(x[:2]).epistemic[0, 0]) == pytest.approx(0.37)
 
 
-def test_noise_of_a_perfect_fit_is_refused() -> None:
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("units", [0, 4, 1e5])
+def test_noise_of_a_perfect_fit_is_refused_whatever_its_rounding(units: float, scale: float) -> None:
     model, x, _ = linear_problem()
-    la = fitted(model, x, model(x).detach(), "regression", prior="single", evaluate_at="map")
+    model.load_state_dict({name: scale * t for name, t in model.state_dict().items()})
+    y = model(x).detach()
+    sign = torch.where(torch.arange(y.numel()).view(y.shape) % 3 == 0, -1, 1)
+    error = units * torch.finfo(torch.float64).eps * y.square().mean().sqrt()
+    la = fitted(model, x, y + sign * error, "regression", prior="single", evaluate_at="map")
+    if units > 100:
+        la.optimize_evidence()
+        assert error**2 / 2 < la.noise_variance < 2 * error**2
+        return
     with pytest.raises(ValueError, match="noise_variance"):
         la.optimize_evidence()
 

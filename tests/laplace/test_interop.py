@@ -52,19 +52,57 @@ def covariances(other: Any, x: Tensor) -> Tensor:
     return other._glm_predictive_distribution(x)[1].detach()
 
 
+@pytest.mark.parametrize("prior", ["single", "per_tensor"])
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("name", list(BUILD))
-def test_evidence_and_predictive_are_theirs(name: str, kind: str) -> None:
+def test_evidence_and_predictive_are_theirs(name: str, kind: str, prior: str) -> None:
     model, x, y = problem(name, kind)
     noise = {"sigma_noise": 0.6} if kind == "regression" else {}
-    other = theirs(model, x, y, kind, prior_precision=1.7, **noise)
+    precision = torch.full((1,), 1.7) if prior == "single" else torch.arange(1, 1 + len([*model.parameters()])) / 2
+    other = theirs(model, x, y, kind, prior_precision=precision.double(), **noise)
     own = {"noise_variance": 0.36} if kind == "regression" else {}
-    la = ours(model, x, y, kind, prior_precision=1.7, **own)
+    la = ours(model, x, y, kind, prior=prior, prior_precision=precision, **own)
     assert la.log_marginal_likelihood() == pytest.approx(evidence(other), rel=1e-8)
     torch.testing.assert_close(la.function_covariance(x)[1], covariances(other, x), rtol=1e-7, atol=1e-9)
+    if kind == "regression":
+        expected = other._glm_predictive_distribution(x[:3], joint=True)[1].detach()
+        torch.testing.assert_close(la.function_covariance(x[:3], joint=True)[1], expected, rtol=1e-7, atol=1e-9)
     if kind == "classification":
         expected = other(x, pred_type="glm", link_approx="probit").detach()
         torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
+
+
+class Plus(nn.Module):
+    """A weight as the sum of what is trained and a constant."""
+
+    def __init__(self, mean: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", mean)
+
+    def forward(self, difference: Tensor) -> Tensor:
+        return difference + self.mean
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight - self.mean
+
+
+def test_a_parametrization_is_their_prior_mean() -> None:
+    model, x, y = problem("mlp", "classification")
+    generator = torch.Generator().manual_seed(3)
+    means = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
+    flat = torch.cat([mean.flatten() for mean in means.values()])
+    options = {"subset_of_weights": "all", "hessian_structure": "full", "prior_precision": 1.7}
+    expected = []
+    for mean in (0.0, flat):
+        other = laplace.Laplace(model, "classification", prior_mean=mean, **options)
+        other.fit(DataLoader(TensorDataset(x, y), 4))
+        expected.append(evidence(other))
+    for name, mean in means.items():
+        layer, leaf = name.split(".")
+        nn.utils.parametrize.register_parametrization(model.get_submodule(layer), leaf, Plus(mean))
+    la = ours(model, x, y, "classification", curvature="full", bias="exact", prior_precision=1.7)
+    assert la.log_marginal_likelihood() == pytest.approx(expected[1], rel=1e-8)
+    assert expected[0] != pytest.approx(expected[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("prior", ["single", "per_layer"])

@@ -154,6 +154,84 @@ def test_covariance_of_a_frozen_network_covers_the_rest_alone() -> None:
     torch.testing.assert_close(la.function_covariance(x)[1], each(exact(la, x)[1]), rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("name", "curvature"),
+    [*((n, c) for n in NETWORKS for c in ("kfac", "ekfac", "full", "diag", "lowrank")), ("mlp", "last_layer")],
+)
+def test_covariance_between_inputs(name: str, curvature: str) -> None:
+    la, x = fitted(name, curvature=curvature)
+    mean, covariance = exact(la, x)
+    found = la.function_covariance(x, joint=True)
+    torch.testing.assert_close(found[0], mean)
+    torch.testing.assert_close(found[1], covariance.reshape(mean.numel(), -1), rtol=1e-8, atol=1e-10)
+
+
+def flat(found: Any) -> Tensor:
+    return torch.cat([own.reshape(-1) for own in (found if isinstance(found, tuple) else (found,))])
+
+
+WAYS: dict[str, Callable[[LinearizedLaplace, Any], Any]] = {
+    "mc": lambda la, x: la.predictive(x, covariance="exact"),
+    "mc, samples": lambda la, x: la.predictive(x, covariance="samples", num_samples=9),
+    "probit": lambda la, x: la.predictive(x, link_approx="probit"),
+    "mean": lambda la, x: la.predictive(x, link_approx="mean"),
+    "joint": lambda la, x: la.predictive(x, joint=True, num_samples=9),
+    "function_samples": lambda la, x: la.function_samples(x, 9),
+    "function_covariance": lambda la, x: la.function_covariance(x),
+    "between inputs": lambda la, x: la.function_covariance(x, joint=True),
+}
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary", "regression", "heteroscedastic"])
+@pytest.mark.parametrize(
+    ("name", "curvature"),
+    [*(("mlp", c) for c in ("kfac", "ekfac", "full", "diag", "lowrank", "last_layer")), ("cnn", "kfac"),
+     ("two_inputs", "kfac"), ("recurrent", "diag")],
+)  # fmt: skip
+def test_predictions_have_gradients_of_inputs(name: str, curvature: str, kind: str) -> None:
+    """Where these require one: the same values, and slopes by finite differences along a direction."""
+    recurrent = {"recurrent": (lambda: randomize(Recurrent()), lambda: data(3, 4, outputs=3)[0])}
+    build, inputs = (NETWORKS | recurrent)[name] if kind != "heteroscedastic" else (lambda: mlp(6), NETWORKS["mlp"][1])
+    x, y = inputs(), data(1, outputs=3, kind="classification" if kind == "classification" else "regression")[1]
+    y = (y > 0).double() if kind == "binary" else y
+    la = LinearizedLaplace(build(), kind, prior="single", curvature=curvature).fit([(x, y)])  # type: ignore[arg-type]
+    la = LinearizedLaplace.from_fitted(replace(la.fitted, temperature=0.7))
+    generator = torch.Generator().manual_seed(1)
+
+    def moved(step: float, requires: bool = False) -> Any:
+        found = [own + step * v for own, v in zip(parts, directions, strict=True)]
+        found = [own.requires_grad_(requires) for own in found]
+        return tuple(found) if isinstance(x, tuple) else found[0]
+
+    parts = [own[:3] for own in (x if isinstance(x, tuple) else (x,))]
+    directions = [torch.randn(own.shape, generator=generator, dtype=own.dtype) for own in parts]
+    for way, predict in WAYS.items():
+        there = moved(0.0, True)
+        found = flat(predict(la, there))
+        torch.testing.assert_close(found.detach(), flat(predict(la, moved(0.0))), rtol=1e-9, atol=1e-11)
+        weights = torch.randn(found.shape, generator=generator, dtype=found.dtype)
+        slopes = torch.autograd.grad(found @ weights, there)
+        slope = sum((s * v).sum() for s, v in zip(slopes, directions, strict=True))
+        ahead, back = (flat(predict(la, moved(step))) @ weights for step in (1e-6, -1e-6))
+        assert float(slope) == pytest.approx(float(ahead - back) / 2e-6, rel=2e-5, abs=2e-7), way
+        assert float(slope) != 0, way
+        with torch.no_grad():
+            assert not flat(predict(la, there)).requires_grad
+        assert not flat(predict(la, moved(0.0))).requires_grad
+    assert all(p.grad is None for p in la.model.parameters())
+
+
+def test_gradients_of_samples_where_covariances_are_equal_or_zero() -> None:
+    """Of the symmetric root, whose eigenvectors have none."""
+    root = torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    diagonal = torch.ones(3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda r: gaussian_samples(r @ r.mT + diagonal.diag(), 3, 0), (root,))
+    for flat_one in (diagonal.diag(), torch.zeros(3, 3, dtype=torch.float64)):
+        leaf = flat_one.clone().requires_grad_()
+        gaussian_samples(leaf, 3, 0).sum().backward()
+        assert leaf.grad is not None and leaf.grad.isfinite().all()
+
+
 # ---------------------------------------------------------------------- samples
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, randomize
+from laplace_oracles import agree, data, randomize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def test_what_is_loaded_is_bit_equal(tmp_path: Path, kind: str, options: dict[st
     assert (loaded.prior, loaded.evaluate_at, loaded.options) == (la.prior, la.evaluate_at, la.options)
     assert loaded.prior_groups.names == la.prior_groups.names
     first, second = (m.optimize_evidence([(x, y)], max_iterations=2) for m in (la, loaded))  # and it can go on
-    assert first == second
+    agree(first, second)
 
 
 @pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
@@ -110,7 +110,7 @@ def test_before_the_mode_is_known(tmp_path: Path) -> None:
     loaded = LinearizedLaplace.load(tmp_path / "a.safetensors", cnn())
     with pytest.raises(ValueError, match="train_loader"):
         loaded.log_marginal_likelihood()
-    assert loaded.log_marginal_likelihood([(x, y)]) == la.log_marginal_likelihood()
+    assert loaded.log_marginal_likelihood([(x, y)]) == pytest.approx(la.log_marginal_likelihood(), rel=1e-12)
 
 
 def test_weights_are_not_in_the_file(tmp_path: Path) -> None:

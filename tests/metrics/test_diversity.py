@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -52,10 +51,6 @@ def test_mutual_information_accumulates() -> None:
     expected = pairwise_mutual_information(p)
     torch.testing.assert_close(matrix.compute(), expected)
     torch.testing.assert_close(mean.compute(), expected[torch.ones(4, 4).triu(1).bool()].mean())
-    torch.testing.assert_close(pickle.loads(pickle.dumps(matrix)).compute(), expected)
-    half = PairwiseMutualInformation(4, reduction="none")
-    half.update(p.half())
-    torch.testing.assert_close(half.compute(), expected, atol=2e-3, rtol=0)
 
 
 def test_mutual_information_errors() -> None:
@@ -150,7 +145,6 @@ def test_mmd_of_states_accumulates_over_tensors_and_batches() -> None:
     assert by_part.keys() == expected.keys()
     torch.testing.assert_close(by_part, expected)
     torch.testing.assert_close(metric.compute(), (expected["w"] + expected["b"]) / 2)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(metric)).compute(), metric.compute())
     metric.reset()
     metric.update({n: t[:4] for n, t in samples.items()}, reference=False)
     assert sum(map(len, metric.reference)) == 12 and sum(map(len, metric.samples)) == 4

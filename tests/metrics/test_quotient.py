@@ -1,11 +1,10 @@
-"""Quotient distances, functional diversity, where the largest weight is, and the plots of all metrics."""
+"""Quotient distances, functional diversity, and where the largest weight is."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -25,8 +24,6 @@ from tu_symmetry.metrics.functional import (
 )
 from tu_symmetry.metrics.functional import quotient as quotient_module
 from tu_symmetry.metrics.functional.quotient import vector_distances
-
-matplotlib.use("Agg")
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -179,53 +176,6 @@ def test_uniform_p_values_of_the_largest_weight() -> None:
     for level in (0.1, 0.5):  # counts are discrete, so that p-values are conservative
         assert float((shares <= level).double().mean()) < level + 3 * (level * (1 - level) / 150) ** 0.5
     assert float(shares.min()) < 0.2
-
-
-def filled() -> dict[str, metrics.__class__]:
-    stack = states(12, 0)
-    p, q = probabilities(3, 20, 1.0, 0), probabilities(1, 20, 1.0, 5)[0]
-    made = {
-        "PredictiveAgreement": metrics.PredictiveAgreement(),
-        "PredictiveTotalVariation": metrics.PredictiveTotalVariation(),
-        "PairwiseMutualInformation": metrics.PairwiseMutualInformation(3, reduction="none"),
-        "FunctionalDiversity": metrics.FunctionalDiversity(3),
-        "TranspositionCount": metrics.TranspositionCount(),
-        "RepresentationCost": metrics.RepresentationCost(GRAPH),
-        "MaximumMeanDiscrepancy": metrics.MaximumMeanDiscrepancy(graph=GRAPH),
-        "MarginalHomogeneity": metrics.MarginalHomogeneity(GRAPH, num_resamples=9, keep_largest=True),
-        "QuotientDistance": metrics.QuotientDistance(GRAPH, {n: t[0] for n, t in stack.items()}),
-    }
-    made["PredictiveAgreement"].update(p, q)
-    made["PredictiveTotalVariation"].update(p, q)
-    made["PairwiseMutualInformation"].update(p)
-    made["FunctionalDiversity"].update(p, ood=False)
-    made["FunctionalDiversity"].update(p.flip(0), ood=True)
-    made["TranspositionCount"].update({"hidden": torch.tensor([1, 0, 2])})
-    made["RepresentationCost"].update(stack)
-    made["MarginalHomogeneity"].update(stack)
-    for name in ("MaximumMeanDiscrepancy", "QuotientDistance"):
-        made[name].update(stack, reference=True)
-        made[name].update(states(5, 30), reference=False)
-    return made
-
-
-def test_every_metric_of_the_package_has_a_plot() -> None:
-    from matplotlib import pyplot as plt
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    made = filled()
-    assert made.keys() == set(metrics.__all__)
-    for name, metric in made.items():
-        figure, axes = metric.plot()
-        assert isinstance(figure, Figure), name
-        assert all(isinstance(a, Axes) for a in np.ravel(np.asarray(axes, dtype=object))), name
-        drawn = [len(a.lines) + len(a.collections) + len(a.images) for a in np.ravel(np.asarray(axes, dtype=object))]
-        assert min(drawn) > 0, name
-        given, ax = plt.subplots()
-        again, own = metric.plot(metric.compute(), ax) if name != "RepresentationCost" else metric.plot(ax=ax)
-        assert (again is given or again is None) and own is ax, name
-        plt.close("all")
 
 
 @pytest.mark.parametrize("entries", [1, 20, 37, 10**6])

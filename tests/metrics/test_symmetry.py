@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import pickle
 
 import numpy as np
 import pytest
@@ -103,7 +101,7 @@ def test_discrepancy_with_a_graph_sees_functions_and_not_orbits() -> None:
     assert network_discrepancy(shifted, y, graph=graph) > value + 1e-2
 
 
-def test_discrepancy_metric_accumulates_and_travels() -> None:
+def test_discrepancy_metric_accumulates() -> None:
     _, graph = network()
     x, y = ensemble(6, 0), ensemble(5, 1)
     for options in ({"graph": graph}, {"graph": graph, "level": "layer", "reduction": "max"}, {"level": "network"}):
@@ -113,7 +111,6 @@ def test_discrepancy_metric_accumulates_and_travels() -> None:
         metric.update(y, reference=False)
         expected = network_discrepancy(y, x, **options)  # type: ignore[arg-type]
         torch.testing.assert_close(metric.compute(), expected)
-        torch.testing.assert_close(pickle.loads(pickle.dumps(metric)).compute(), expected)
     by_hand = MaximumMeanDiscrepancy(functools.partial(tus.remove_symmetries, graph, sort="first", scale=None))
     by_hand.update(x, reference=True)
     by_hand.update(y, reference=False)
@@ -152,8 +149,6 @@ def test_representation_costs_of_stacks() -> None:
     metric.update({n: t[1:] for n, t in stack.items()})
     expected = {"mass": costs.mass.mean(), "minimal_mass": costs.minimal_mass.mean(), "ratio": costs.ratio.mean()}
     torch.testing.assert_close(metric.compute(), expected)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(metric)).compute(), expected)
-    torch.testing.assert_close(copy.deepcopy(metric).compute(), expected)
     counted = RepresentationCost(graph, parameters="*.weight", normalizations="unit_norm")
     counted.update(stack)
     by_hand = [tus.representation_cost(graph, s, parameters="*.weight", normalizations="unit_norm") for s in singles]
@@ -261,7 +256,6 @@ def test_homogeneity_of_networks() -> None:
         metric.update({n: t[part] for n, t in stack.items()})
     assert metric.compute_by_group().keys() == {g.name for g in graph.permutations}
     assert float(metric.compute()) > 0.05
-    torch.testing.assert_close(pickle.loads(pickle.dumps(metric)).compute(), metric.compute())
     metric.reset()
     metric.update(tus.remove_symmetries(graph, stack))  # one mode of the equivalent ones
     assert float(metric.compute()) == pytest.approx(2 / 200)

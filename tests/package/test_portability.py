@@ -40,6 +40,15 @@ def test_files(tmp_path):
         found = [load_file(tmp_path / "a")["a"], file.get_tensor("a"), file.get_slice("a")[:]]
     assert all(torch.equal(a, t) and t.data_ptr() % 64 == 8 for t in found)
 """
+SHAPES = """
+import torch
+
+def test_shapes():
+    a = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = a @ a
+    assert torch.equal(whole, a @ a.clone()) and not torch.equal(whole[:4], a[:4] @ a)
+    assert torch.allclose(whole[:4], a[:4] @ a, rtol=1e-12) and torch.equal(torch.eye(8) @ torch.eye(8), torch.eye(8))
+"""
 WARNING = """
 import pytest, warnings
 
@@ -53,9 +62,10 @@ def test_it(kind):
     ("content", "options", "outcome"),
     [
         (ELSEWHERE, ["--perturb-products", "--displace-files"], "11 passed"),
+        (SHAPES, ["--perturb-shapes"], "1 passed"),
         (WARNING, ["--warnings-are-errors"], "2 failed"),
     ],
-    ids=["elsewhere", "warnings"],
+    ids=["elsewhere", "shapes", "warnings"],
 )
 def test_the_plugin_does_what_its_options_say(content: str, options: list[str], outcome: str, tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(content)
@@ -68,12 +78,13 @@ def test_the_plugin_does_what_its_options_say(content: str, options: list[str], 
 def test_the_order_is_that_of_the_seed() -> None:
     nodes = [f"{module}.py::test_{k}" for module in "abc" for k in range(9)]
 
-    def order(seed: int | None) -> list[str]:
+    def order(seed: int | None, part: str | None = None) -> list[str]:
         items = [SimpleNamespace(nodeid=node) for node in nodes]
-        pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(shuffle=seed)), items)
+        pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(shuffle=seed, part=part)), items)
         return [item.nodeid for item in items]
 
     assert order(None) == nodes and order(1) == order(1) != order(2)
+    assert sorted(node for k in range(4) for node in order(None, f"{k}/4")) == nodes
     assert sorted(order(1)) == nodes and [node[0] for node in order(1)[::9]] != list("abc")
 
 
@@ -86,6 +97,17 @@ def test_the_settings_of_this_run_have_reached_torch() -> None:
 def test_commits_go_through_the_combinations_in_turn() -> None:
     chosen = {choose(f"commit:{number:08x}aa")[0] for number in range(100)}
     assert chosen == {name for name, combination in COMBINATIONS.items() if combination.turns}
-    assert choose("shuffled:5EED") == ("shuffled", 0x5EED)
+    assert choose("shuffled:5EED") == ("shuffled", COMBINATIONS["shuffled"], 0x5EED)
     with pytest.raises(SystemExit, match="choose one of products"):
         choose("nothing")
+
+
+def test_combinations_are_joined() -> None:
+    name, both, number = choose("threads-4+elsewhere+products+shuffled:1")
+    assert (name, number) == ("threads-4+elsewhere+products+shuffled", 1)
+    assert both.environment == COMBINATIONS["threads-4"].environment | COMBINATIONS["elsewhere"].environment
+    assert both.options == ("--perturb-products", "--shuffle={number}") and both.elsewhere and both.torch is None
+    with pytest.raises(SystemExit, match="no combination 'nothing'"):
+        choose("files+nothing")
+    with pytest.raises(SystemExit, match="alone"):
+        choose("files+torch-2.11")

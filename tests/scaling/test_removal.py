@@ -67,7 +67,7 @@ def test_stacks_are_treated_sample_by_sample() -> None:
         found = tus.remove_symmetries(graph, stack, **options)  # type: ignore[arg-type]
         for i, state in enumerate(states):
             single = tus.remove_symmetries(graph, state, **options)  # type: ignore[arg-type]
-            assert all(torch.equal(found[n][i], t) for n, t in single.items())
+            assert_equal_states({n: t[i] for n, t in found.items()}, single)
     with pytest.raises(ValueError, match="2 sample axes"):
         tus.remove_symmetries(graph, {n: t.unsqueeze(0) for n, t in stack.items()})
     with pytest.raises(ValueError, match="unknown key 'least'"):

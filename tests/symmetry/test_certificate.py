@@ -192,3 +192,32 @@ def test_copies_and_files_of_a_graph_hold_no_module(tmp_path: Path) -> None:
         assert lost.verified and lost.probe is not None
         moved = tus.apply_permutation(lost, p, model.state_dict())
         assert tus.certify(lost, model.state_dict(), moved).holds
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("form", ["coo", "csr", "transposed", "float32"])
+def test_states_of_every_layout_are_certified(form: str) -> None:
+    class Net(nn.Module):
+        mixing: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+            mixing = torch.randn(3, 3).T if form == "transposed" else torch.eye(3) + torch.ones(3, 3).triu()
+            self.register_buffer(
+                "mixing", {"coo": mixing.to_sparse, "csr": mixing.to_sparse_csr}.get(form, mixing.clone)()
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.mixing @ self.second(self.first(x).relu()).T).T
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(4, 5)
+    graph = tus.discover_symmetries(model, x)
+    assert 8 in [g.size for g in graph.permutations]
+    state = model.state_dict()
+    moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
+    given = {n: t.clone() for n, t in moved.items()}
+    certificate = tus.certify(graph, state, moved)
+    assert certificate.holds and not tus.certify(graph, state, damaged(moved, graph.permutations[0])).holds
+    assert all(torch.equal(given[n].to_dense(), t.to_dense()) for n, t in moved.items())

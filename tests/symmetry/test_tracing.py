@@ -9,10 +9,13 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from oracle import judge
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo import Net
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.algebra import Value
@@ -465,3 +468,78 @@ def test_weights_that_are_no_tensors_are_refused_in_words() -> None:
 
     with pytest.raises(tus.SymmetryError, match=r"0\._extra_state.* no tensor .*quantized"):
         tus.discover_symmetries(nn.Sequential(Packed(4, 3)), torch.randn(2, 4))
+
+
+# -- recorded programs ------------------------------------------------------------------------------------------------
+
+LEAVES = {
+    "tolist": lambda h: torch.tensor(h.tolist()),
+    "numpy": lambda h: torch.from_numpy(h.numpy()),
+    "array": lambda h: torch.as_tensor(np.asarray(h)),
+    "a list of tensors": lambda h: torch.tensor([[row[0]] for row in h]),
+    "a number": lambda h: h.new_tensor([[float(row[0])] for row in h]),
+    "data": lambda h: h.data,
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
+def test_numbers_that_leave_a_recorded_program_are_no_constants(leave: str) -> None:
+    """The largest unit is a factor: permutations leave it alone, and positive factors do not."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = torch.relu(m.a(x)) if x.sum() > 0 else m.a(x)
+        return m.b(h * LEAVES[leave](h.amax(1, keepdim=True)).to(h))
+
+    model, x = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.rand(3, 4)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert sizes(graph) == {"a": 8} and len(graph.scales) == (leave == "data")  # the largest unit and all others alike
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+
+
+def routed(m: Net, x: Tensor) -> Tensor:
+    """Hugging Face's experts, in a loop over those that were hit."""
+    weights, chosen = m.router(x).softmax(-1).topk(2, -1)
+    out, hit = torch.zeros(len(x), 3).to(x), F.one_hot(chosen, 3).permute(2, 1, 0)
+    for expert in (hit.sum((-1, -2)) > 0).nonzero():
+        rank, token = torch.where(hit[expert[0]])
+        up = torch.relu(F.linear(x[token], m.up.weight.view(3, 6, 4)[expert[0]]))
+        down = F.linear(up, m.down.weight.view(3, 3, 6)[expert[0]]) * weights[token, rank, None]
+        out.index_add_(0, token, down)
+    return out
+
+
+def test_experts_in_a_loop_over_those_that_were_hit_are_recorded() -> None:
+    model = Net(routed, router=nn.Linear(4, 3), up=nn.Linear(4, 18, bias=False), down=nn.Linear(6, 9, bias=False))
+    x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(tus.SymmetryError, match="for expert in"):
+        tus.discover_symmetries(model, x)
+    graph = tus.discover_symmetries(model, x, branches="record")
+    assert graph.unknown_operators == () and any(g.size == 6 for g in graph.permutations)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    for seed in (0, 1):
+        assert not judge(graph, model, (x,), seed=seed).wrong
+
+
+@pytest.mark.parametrize("sort", [True, False])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_packed_sequence_is_an_input(layer: type[nn.RNNBase], sort: bool) -> None:
+    model = Net(lambda m, x: m.c(m.r(x)[0].data), r=layer(5, 6), c=nn.Linear(6, 3))
+    lengths = torch.tensor([4, 3, 2] if sort else [3, 4, 2])
+    x = nn.utils.rnn.pack_padded_sequence(torch.randn(4, 3, 5), lengths, enforce_sorted=sort)
+    with pytest.raises(tus.SymmetryError, match="record"):
+        tus.discover_symmetries(model, (x,))
+    graph = tus.discover_symmetries(model, (x,), branches="record")
+    assert graph.unknown_operators == () and sizes(graph) == {"r": 6}
+    tus.verify_symmetries(graph, model, (x,), on_failure="raise")
+
+
+def test_gradients_that_are_turned_off_and_on_are_no_operator() -> None:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = m.a(x)
+        return m.b(torch.relu(h)) if x.sum() > 0 else m.b(h)
+
+    graph = tus.discover_symmetries(
+        Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.rand(3, 4), branches="record"
+    )
+    assert graph.unknown_operators == () and sizes(graph) == {"a": 8}

@@ -181,6 +181,44 @@ def test_passes_move_each_of_two_groups_without_the_other(count: int) -> None:
             assert a == b or (moving[:, a] & ~moving[:, b]).any(), (a, b)
 
 
+def wide(units: int, layers: int = 3) -> tuple[nn.Module, Tensor]:
+    """Layers of so many units each with a normalization, whose scales hold up to its epsilon."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.LazyLinear(units), nn.BatchNorm1d(units), nn.ReLU()]
+    model = nn.Sequential(*parts, nn.LazyLinear(3)).eval()
+    x = torch.randn(4, 5)
+    model(x)
+    return model, x
+
+
+@pytest.mark.parametrize("units", [verification.FEW - 1, verification.FEW, 40])
+def test_halves_of_symmetries_of_many_units_are_refused_by_name_however_many_they_are(units: int) -> None:
+    model, x = wide(units)
+    graph = tus.discover_symmetries(model, x)
+    every = [half for g in graph.permutations for half in split(g)]
+    named = [replace(half, name=f"{half.name}-{k}") for k, half in enumerate(every)]
+    claim = only(graph, *named)
+    with pytest.warns(tus.SymmetryWarning):
+        tus.verify_symmetries(claim, model, x)
+    assert not claim.permutations and set(claim.failed) == {half.name for half in named}
+
+
+def test_many_units_take_no_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[bool] = []
+    attempt = Probe._attempt
+    monkeypatch.setattr(Probe, "_attempt", lambda self, *a: runs.append(self._guarded) or attempt(self, *a))
+    model, x = wide(verification.FEW, layers=12)
+    graph = tus.discover_symmetries(model, x)
+    assert len(graph.permutations) == 12 and graph.normalizations
+    runs.clear()
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    # each half: the outputs, once more under noise, two passes; and once the same again
+    assert runs == [False] * 5 + [True] * 4
+    assert len(list(verification._passes(graph.permutations, torch.Generator()))) == 4
+
+
 def test_elements_move_every_block_of_a_pass_and_no_other() -> None:
     index = torch.arange(6).reshape(3, 2, 1)
     group = tus.PermutationGroup("g", 2, (PermutationMember("w", 0, index),), None, (3,))
@@ -662,3 +700,73 @@ def test_large_networks_are_verified_and_certified_like_others(case: Case, monke
     broken[name] = broken[name] * (1 + 1e-2 * torch.rand(broken[name].shape, generator=generator))
     certificate = tus.certify(alone, state, broken, model=model, example_inputs=inputs)
     assert certificate.change > 100 * tus.certify(alone, state, moved, model=model, example_inputs=inputs).change
+
+
+@pytest.mark.parametrize("space", [1, 2, 3])
+def test_convolutions_in_double_precision_are_those_of_pytorch(space: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = torch.ops.aten.convolution.default
+    generator = torch.Generator().manual_seed(0)
+    for columns in (probe_module._COLUMNS, 200):  # all samples at once, and one after the other
+        monkeypatch.setattr(probe_module, "_COLUMNS", columns)
+        for samples, kernel, stride, padding, dilation in itertools.product((1, 3), (1, 3), (1, 2), (0, 2), (1, 2)):
+            x = torch.randn(samples, 4, *[9] * space, generator=generator, dtype=torch.float64)
+            weight = torch.randn(5, 4, *[kernel] * space, generator=generator, dtype=torch.float64)
+            options: tuple[Any, ...] = ([stride] * space, [padding] * space, [dilation] * space, False, [0] * space, 1)
+            for bias in (None, torch.randn(5, generator=generator, dtype=torch.float64)):
+                found, expected = (f(x, weight, bias, *options) for f in (probe_module._convolution, reference))
+                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+                assert found.stride() == expected.stride()
+    x, weight = torch.randn(2, 4, *[5] * space).double(), torch.randn(6, 2, *[3] * space).double()
+    options = ([1] * space, [0] * space, [1] * space, False, [0] * space, 2)
+    torch.testing.assert_close(
+        probe_module._convolution(x, weight, None, *options), reference(x, weight, None, *options)
+    )
+
+
+class Durations(nn.Module):
+    """As in speech models: how long the output is follows from the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.length = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        return self.length(hidden).exp().mean() * hidden.new_ones(2000).sum()
+
+
+def test_a_tensor_that_would_fill_the_memory_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Durations(), torch.randn(4, 3)
+    graph = tus.discover_symmetries(model, x)
+    monkeypatch.setattr(probe_module, "free_memory", lambda device: 4 * 8 * 1999)
+    with pytest.raises(
+        tus.SymmetryError, match=r"makes a tensor of shape \(2000,\).*were free.*smaller example inputs"
+    ):
+        tus.verify_symmetries(graph, model, x)
+    assert not graph.verified
+    monkeypatch.setattr(probe_module, "free_memory", lambda device: 4 * 8 * 2000)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+
+
+def test_a_network_with_batch_norm_may_be_on_the_meta_device() -> None:
+    model, x = wide(6)
+    real = tus.discover_symmetries(model, x)
+    graph = tus.discover_symmetries(copy.deepcopy(model).to("meta"), x.to("meta"))
+    assert str(graph) == str(real)
+    graph.require_verified()
+    states = [random_state(model, torch.Generator().manual_seed(k)) for k in range(2)]
+    assert tus.certify(graph, states[0], tus.apply_permutation(graph, tus.random_permutation(graph), states[0])).holds
+
+    class Indexed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("index", torch.tensor([0, 2]))
+            self.head = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x[:, self.index])
+
+    with pytest.raises(
+        tus.SymmetryError, match=r"shape \(2,\) and dtype torch.int64.*no weight.*meta device.*on the CPU"
+    ):
+        tus.discover_symmetries(Indexed().to("meta"), x.to("meta"))

@@ -42,8 +42,8 @@ trainer:
   enable_model_summary: false
   default_root_dir: runs/toy/line
   callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args: {dirpath: runs/toy/line/checkpoints, every_n_epochs: 1, save_last: true, save_top_k: 0}
+    - class_path: tu_symmetry.callbacks.LastCheckpoint
+      init_args: {every_seconds: 0}
 routine: {class_path: toy_commands.Line, init_args: {out: runs/toy/line}}
 data: {class_path: toy_commands.Points, init_args: {root: data}}
 """
@@ -118,6 +118,7 @@ class Stop(Callback):
     """Fails in the second epoch."""
 
     def on_train_epoch_start(self, trainer, pl_module) -> None:
+        toy_commands.CALLS.append(f"epoch {trainer.current_epoch}")
         if trainer.current_epoch == 1 and not (Path(pl_module.out) / "second").exists():
             Path(pl_module.out).mkdir(parents=True, exist_ok=True)
             (Path(pl_module.out) / "second").touch()
@@ -133,8 +134,42 @@ def test_a_cut_training_resumes_from_its_checkpoint(recipe: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         run(recipe)
     results, calls, text = run(recipe)
-    assert "resuming" in text and calls == ["fit 3", "double"]
+    assert "resuming" in text and calls == ["epoch 1", "epoch 2", "fit 3", "double"]
     assert results["double"]["value"] == whole["double"]["value"]
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "predict", "run"])
+def test_what_was_cut_without_a_checkpoint_starts_anew_in_an_empty_folder(
+    recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a function, which knows its own parts, and a training with a checkpoint find what they had written."""
+    table = TABLE[: TABLE.index("  - {name: double")].replace("command: fit", f"command: {command}")
+    (recipe / "table.yaml").write_text(table)
+    if command == "run":
+        (recipe / "line.yaml").write_text(DOUBLE.replace("out: runs/toy/double", "out: runs/toy/line"))
+    target, seen = recipe.parent / "out" / "line", []
+
+    def execute(words: list[str], deadline: float | None) -> dict[str, Any]:
+        seen.append((sorted(p.name for p in target.glob("*")), [w for w in words if "ckpt" in w]))
+        target.mkdir(exist_ok=True)
+        (target / f"{len(seen)}.txt").touch()
+        (target / ".1.txt.0123abcd.tmp").touch()
+        if len(seen) < 3:
+            raise RuntimeError("killed")
+        (target / ".1.txt.0123abcd.tmp").unlink()
+        return {"results": {}, "headline": ""}
+
+    monkeypatch.setattr("tu_symmetry.tables.commands._execute", execute)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="killed"):
+            run(recipe)
+    (target / "checkpoints").mkdir()
+    (target / "checkpoints" / "last.ckpt").touch()
+    run(recipe)
+    kept = ["1.txt"] if command == "run" else []
+    assert seen[:2] == [([], []), (kept, [])]
+    found = {"fit": ["2.txt", "checkpoints"], "run": ["1.txt", "2.txt", "checkpoints"]}.get(command, [])
+    assert seen[2] == (found, [f"--ckpt_path={target}/checkpoints/last.ckpt"] if command == "fit" else [])
 
 
 class Slow(Callback):

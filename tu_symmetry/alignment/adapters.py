@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, SymmetryError, require_state
+from tu_symmetry.states import State, SymmetryError, as_given, check_number, require_state
 
 # names of the two factors: PEFT (also with the adapter's name), its embeddings, diffusers, kohya
 _PAIRS = (
@@ -128,17 +128,25 @@ def merge_adapters(
         rank: bound on the rank of each layer of the merged adapter; the sum of the ranks if left out, which is exact.
 
     Raises:
-        SymmetryError: tensors that are no adapter, layers of other shapes.
+        TypeError: weights or a rank that are no numbers.
+        SymmetryError: tensors that are no adapter, layers of other shapes, NaN or infinite values.
         ValueError: no adapters, weights or scales of another number, a rank below 1.
     """
     held = [dict(require_state(a, f"adapters[{k}]")) for k, a in enumerate(adapters)]
+    for k, adapter in enumerate(held):
+        for name, tensor in adapter.items():
+            _require_finite(tensor, f"adapters[{k}][{name!r}]")
     if not held:
         raise ValueError("there is no adapter to merge: the list is empty")
+    for value in () if weights is None else weights:
+        check_number(value, "a weight")
     shares = [1 / len(held)] * len(held) if weights is None else [float(w) for w in weights]
     if len(shares) != len(held) or not all(math.isfinite(w) for w in shares):
         raise ValueError(f"weights must be {len(held)} finite numbers, got {shares}")
     if scales is not None and len(scales) != len(held):
         raise ValueError(f"scales must be {len(held)} mappings, one for each adapter, got {len(scales)}")
+    if rank is not None:
+        check_number(rank, "rank", whole=True)
     if rank is not None and rank < 1:
         raise ValueError(f"rank must be at least 1, got {rank}")
     pairs = [factor_names(list(a)) for a in held]
@@ -169,7 +177,14 @@ def merge_adapters(
     alphas = {f"{layer}.alpha" for layer in ranks}
     for name in dict.fromkeys(n for a in held for n in a if n not in parts and n not in alphas):
         state[name] = _mean([(shares[k], held[k][name]) for k in range(len(held)) if name in held[k]], name)
-    return MergedAdapters(state, ranks, errors, naive)
+    for name, tensor in state.items():
+        _require_finite(tensor, f"the merged {name!r} (in {tensor.dtype})")
+    return MergedAdapters(as_given(adapters[0], state), ranks, errors, naive)
+
+
+def _require_finite(tensor: Tensor, what: str) -> None:
+    if not torch.isfinite(tensor).all():
+        raise SymmetryError(f"{what} holds NaN or infinite values; a diverged run or a damaged file may be the cause")
 
 
 def _factors(

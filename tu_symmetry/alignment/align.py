@@ -16,7 +16,7 @@ from tu_symmetry.alignment.consensus import AlignSolver, Consensus, medoid_candi
 from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, mean_state, read_state, unstack
+from tu_symmetry.states import State, as_given, check_number, mean_state, read_state, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -104,9 +104,9 @@ def align(
             consistent along every cycle by construction). Or a state dict.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
-        solver: how weights are matched: ``frank_wolfe``, or ``descent``, which is faster and misses more. For a
-            universe also ``synchronized``: it begins with the relaxation of all networks together, which often ends
-            higher on trained networks, and takes four copies of all in memory.
+        solver: how weights are matched: ``frank_wolfe``, or ``descent``, from the identity, which misses more
+            where networks were permuted. For a universe also ``synchronized``: it begins with the relaxation of all
+            networks together, which often ends higher on trained networks, and takes four copies of all in memory.
         restarts: starts of each ``descent``, see :func:`weight_matching`.
         similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
@@ -127,7 +127,7 @@ def align(
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs of a permuted network that
             changed by more than rounding explains.
-        TypeError: members that are not state dicts.
+        TypeError: members that are not state dicts, counts that are no whole numbers.
         ValueError: fewer than two networks, an unknown word, matching by activations without a model and data, or
             options that nothing reads.
     """
@@ -140,6 +140,7 @@ def align(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
             "other as reference=state"
         )
+    check_number(threads, "threads", whole=True)
     _check_words(reference, match_on, solver, restarts, similarity, candidates, max_iterations)
     graph.require_verified()
     for k, member in enumerate(members):
@@ -186,7 +187,7 @@ def align(
     certificates, uncertified = _certificates(graph, members, aligned, permutations, certify)
     result: Any = aligned
     if isinstance(states, Mapping):
-        result = {name: torch.stack([a[name] for a in aligned]) for name in states}
+        result = as_given(states, {name: torch.stack([a[name] for a in aligned]) for name in states})
     return Alignment(
         states=result,
         permutations=permutations,
@@ -214,6 +215,8 @@ def _check_words(
         raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe', 'descent', or, for a universe, 'synchronized'")
     if solver == "synchronized" and not (isinstance(reference, str) and reference == "universe"):
         raise ValueError("solver='synchronized' relaxes all networks together, for reference='universe' only")
+    for value, what in ((candidates, "candidates"), (max_iterations, "max_iterations"), (restarts, "restarts")):
+        check_number(value, what, whole=True)
     if candidates < 2 or max_iterations < 1 or restarts < 1:
         raise ValueError(
             "candidates must be at least 2, max_iterations and restarts at least 1; got "

@@ -21,7 +21,7 @@ from tu_symmetry.evaluation import (
     on_device,
     reusable,
 )
-from tu_symmetry.states import mean_state, require_state, unstack
+from tu_symmetry.states import as_given, check_number, mean_state, require_state, unstack
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -76,6 +76,7 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
     Raises:
         ValueError: states of different networks.
     """
+    check_number(ratio, "ratio")
     require_state(state_a, "state_a")
     require_state(state_b, "state_b")
     require_state(state_a, "state_a", like=state_b)
@@ -85,10 +86,13 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
     shapes = [(n, tuple(a.shape), tuple(state_b[n].shape)) for n, a in state_a.items() if a.shape != state_b[n].shape]
     if shapes:
         raise ValueError(f"the two states have different shapes, so nothing lies between them: {shapes[:3]}")
-    return {
-        name: between(a, state_b[name].to(a), ratio) if a.is_floating_point() or a.is_complex() else a
-        for name, a in state_a.items()
-    }
+    return as_given(
+        state_a,
+        {
+            name: between(a, state_b[name].to(a), ratio) if a.is_floating_point() or a.is_complex() else a
+            for name, a in state_a.items()
+        },
+    )
 
 
 def between(a: Tensor, b: Tensor, ratio: float) -> Tensor:

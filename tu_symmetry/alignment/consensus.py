@@ -156,7 +156,7 @@ class Consensus:
         """The network's new permutation; ``old`` is the one that it has, None in the first pass."""
         if old is not None:
             others = self._mean_of_others(state, old, self.count - 1)
-            return weight_matching(self.graph, others, state, solver="descent", init=old).permutation
+            return weight_matching(self.graph, others, state, solver="descent", look_again=False, init=old).permutation
         if self.relaxed:
             if self._start is None:
                 networks = _parameters(self.graph, [load(j) for j in range(self.count)])

@@ -8,7 +8,8 @@ followed by assignment and a descent to polish, finds planted permutations relia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -143,6 +144,7 @@ def weight_matching(
     *,
     solver: Solver = "frank_wolfe",
     restarts: int = 1,
+    look_again: bool = True,
     max_iterations: int = 100,
     init: Permutation | None = None,
     generator: torch.Generator | None = None,
@@ -154,8 +156,10 @@ def weight_matching(
         graph: the architecture's symmetry graph (verified on first use).
         reference_state: state dict that stays as it is.
         state: state dict to be permuted.
-        solver: ``frank_wolfe`` (relaxation from the barycenter, assignment, descent), or ``descent`` from ``init``.
+        solver: ``frank_wolfe`` (relaxation from the barycenter, assignment, descent), or ``descent`` from ``init``: one
+            group after the other until none gains. Which optimum that is depends on the start and on their order.
         restarts: for ``descent``: number of starts, all but the first random; the best result is kept.
+        look_again: for ``descent``: look for a better optimum around each group, which takes a few times as long.
         max_iterations: bound on the sweeps of each descent.
         init: where a descent starts; the identity if left out.
         generator: for random starts and the order of groups (a fixed order without one).
@@ -193,6 +197,7 @@ def weight_matching(
             *pair,
             solver=solver,
             restarts=restarts,
+            look_again=look_again,
             max_iterations=max_iterations,
             init=init,
             generator=generator,
@@ -205,6 +210,7 @@ def weight_matching(
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
     similarities = KeptSimilarities.of(graph, reference_state, state)
     family_list = similarities.plan.families
+    norms = math.prod(inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
     best: Matching | None = None
     for attempt in range(restarts if solver == "descent" else 1):
         iterations = 0
@@ -216,6 +222,14 @@ def weight_matching(
         else:
             start = random_permutation(graph, generator=generator)
         permutation, sweeps, converged = descend(similarities, family_list, start, max_iterations, generator, progress)
+        if solver == "descent" and look_again:
+
+            def value(trial: Permutation) -> float:
+                return inner_product(graph, reference_state, permute_tensors(graph, trial, state))
+
+            least = _ROUNDING * norms
+            permutation, more = _look_again(similarities, family_list, start, permutation, value, least, max_iterations)
+            sweeps += more
         moved = permute_tensors(graph, permutation, state)
         objective = inner_product(graph, reference_state, moved)
         if best is None or objective > best.objective:
@@ -232,14 +246,24 @@ def descend(
     max_iterations: int,
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
+    stale: Iterable[str] | None = None,
 ) -> tuple[Permutation, int, bool]:
     """Coordinate descent over families until nothing changes; a family is looked at again only if a neighbor moved.
+
+    Args:
+        similarities: what is maximized.
+        family_list: the families, in the order of a sweep.
+        start: where the descent starts.
+        max_iterations: bound on the sweeps.
+        generator: for another order in each sweep.
+        progress: called after each sweep.
+        stale: roots of the families that may improve at the start; all, if left out.
 
     Returns:
         The permutation, the number of sweeps, and whether it converged.
     """
     permutation = {k: v.clone() for k, v in start.items()}
-    stale = {f.root.name for f in family_list}
+    stale = {f.root.name for f in family_list} if stale is None else set(stale)
     for sweep in range(1, max_iterations + 1):
         order = list(range(len(family_list)))
         if generator is not None:
@@ -260,6 +284,37 @@ def descend(
         if not changed:
             return permutation, sweep, True
     return permutation, max_iterations, False
+
+
+def _look_again(
+    similarities: Similarities,
+    family_list: list[Family],
+    start: Permutation,
+    found: Permutation,
+    value: Callable[[Permutation], float],
+    least_gain: float,
+    max_iterations: int,
+) -> tuple[Permutation, int]:
+    """Leave the optimum that the order of a descent led to, if a better one is near.
+
+    One family after the other goes back to the start, its neighbors are matched without what it has found, and then it
+    is matched again. What comes of that is kept where the whole gains.
+
+    Returns:
+        The permutation, and the number of sweeps.
+    """
+    best, sweeps = value(found), 0
+    for family in family_list:
+        if all(torch.equal(found[g.name], start[g.name]) for g in family.groups):
+            continue
+        trial = found | {g.name: start[g.name] for g in family.groups}
+        order = [f for f in family_list if f is not family] + [family]
+        near = {family.root.name, *family.neighbors}
+        trial, more, _ = descend(similarities, order, trial, max_iterations, stale=near)
+        sweeps += more
+        if (now := value(trial)) > best + least_gain:
+            found, best = trial, now
+    return found, sweeps
 
 
 def solve_family(similarities: Similarities, family: Family, permutation: Permutation) -> bool:

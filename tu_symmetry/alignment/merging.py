@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -35,7 +36,7 @@ from tu_symmetry.alignment.repair import Correction, corrected
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.modules import is_source
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, load_state, open_state, read_state, unstack
+from tu_symmetry.states import State, as_given, check_number, load_state, open_state, read_state, unstack
 from tu_symmetry.symmetry.action import Permuted, permute_entries, permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -167,7 +168,7 @@ def merge(
         resume: takes the permutations and scores as they are found, and gives them back: a merge that was interrupted
             goes further where it is called again with the same mapping and arguments. Permutations that come from it
             are certified again.
-        progress: called with ``{"step", "done", "total"}``; steps are ``align``, ``measure`` and ``average``.
+        progress: called with ``{"step", "done", "total"}``; steps are ``measure``, ``align`` and ``average``.
 
     Returns:
         The merged network with its scores.
@@ -175,8 +176,10 @@ def merge(
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights, outputs that a permutation changed.
         SampleFileError: a file that cannot be used.
+        TypeError: weights or points that are no numbers.
         ValueError: fewer than two networks, weights that do not fit, a correction without data, greedy weights or
-            points without a loss and data, one or two points, or a network without the statistics to be corrected.
+            points without a loss and data, one or two points, a network without the statistics to be corrected; a
+            network whose loss is NaN, or statistics that are NaN or infinite (the message names the batch).
     """
     graph = permutations_alone(graph, only) if only else graph
     members = _Networks(states)
@@ -191,6 +194,15 @@ def merge(
         assert held is not None
         return mean_scores(model, state, held, functions)
 
+    def measure_member(k: int) -> Scores:
+        network = members[k]
+        graph.check_state(network, name=f"states[{k}]")
+        found = measure(network)
+        if math.isnan(found["loss"]):
+            assert held is not None and loss is not None
+            raise ValueError(f"states[{k}]: {_nan_batch(model, network, held, loss)}")
+        return found
+
     def tell(step: str, done: int) -> None:
         if progress is not None:
             progress({"step": step, "done": done, "total": len(members)})
@@ -203,12 +215,11 @@ def merge(
         "dataloader": data,
     }
     options["certify"] = certify
-    permutations, certificates, uncertified = _align(graph, members, reference, options, done, tell)
     own: list[Scores] = []
-    if functions:
-        for k in range(len(members)):
-            own.append(_once(done, f"scores/{k}", partial(_measured, measure, members, k)))
-            tell("measure", k + 1)
+    for k in range(len(members) if functions else 0):  # before the long work: the data may be of no use
+        own.append(_once(done, f"scores/{k}", partial(measure_member, k)))
+        tell("measure", k + 1)
+    permutations, certificates, uncertified = _align(graph, members, reference, options, done, tell)
     aligned = members.permuted(graph, permutations)
 
     def correct(state: State, chosen: Sequence[int], ratios: Sequence[float]) -> State:
@@ -370,6 +381,7 @@ def _check(
     validation: Iterable[Any] | None,
     points: int,
 ) -> None:
+    check_number(points, "points", whole=True)
     if points < 0 or 0 < points < 3:
         raise ValueError(f"points={points}: a line has at least 3 points, its ends included; 0 measures none")
     if count < 2:
@@ -420,9 +432,13 @@ def _plan(graph: SymmetryGraph, weights: Weights, count: int) -> list[_Part]:
 def _normalized(weights: Any, count: int) -> list[float]:
     if isinstance(weights, str):
         return [1 / count] * count
+    for number in (weights := list(weights)):
+        check_number(number, "a weight")
     numbers = [float(w) for w in weights]
-    if len(numbers) != count or not all(math.isfinite(w) and w >= 0 for w in numbers) or not sum(numbers) > 0:
+    if len(numbers) != count or not all(math.isfinite(w) and w >= 0 for w in numbers) or not any(numbers):
         raise ValueError(f"weights must be {count} finite numbers, none below 0 and not all 0; got {numbers}")
+    if math.isinf(sum(numbers)):
+        numbers = [w / max(numbers) for w in numbers]
     return [w / sum(numbers) for w in numbers]
 
 
@@ -499,8 +515,8 @@ def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], N
         return weights[k] / sum(weights[: k + 1]) if weights[k] > 0 else 0.0
 
     opened = {k: networks.by_tensor(k) for k in chosen}
-    mean: State = {}
     first = opened[chosen[0]]
+    mean: State = {} if first is None else as_given(first, {})
     if first is not None and all(network is not None for network in opened.values()):
         for name in first:
             dtype, total = None, None
@@ -520,6 +536,7 @@ def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], N
     for k in range(len(networks)):
         if k in chosen:
             network = networks[k]
+            mean = mean or as_given(network, {})
             for name in list(network):
                 tensor = network.pop(name)
                 like.setdefault(name, tensor.dtype)
@@ -528,7 +545,10 @@ def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], N
                 del tensor
             del network  # before the next one is read
         tell(k + 1)
-    return {n: mean.pop(n).to(dtype) for n, dtype in like.items()}
+    narrow = as_given(mean, {})
+    for name, dtype in like.items():
+        narrow[name] = mean.pop(name).to(dtype)
+    return narrow
 
 
 def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:
@@ -546,8 +566,14 @@ _HALF = (torch.float16, torch.bfloat16)
 _PIECE = 2**18  # entries that are worked on at a time
 
 
-def _measured(measure: Callable[[State], Scores], networks: Sequence[State], k: int) -> Scores:
-    return measure(networks[k])
+def _nan_batch(model: nn.Module, state: Mapping[str, Tensor], data: Iterable[Any], loss: Loss) -> str:
+    """The first batch on which the loss is NaN, in words."""
+    for k, batch in enumerate(data):
+        if math.isnan(mean_loss(model, state, [batch], loss)):
+            finite = all(bool(torch.isfinite(t).all()) for t in batch)
+            why = "its numbers are finite: the network diverges" if finite else "it holds such numbers itself"
+            return f"the loss is NaN on batch {k} of the data (counted from 0), and {why}"
+    return "the loss is NaN"
 
 
 def _greedy(
@@ -575,6 +601,8 @@ def _greedy(
         else:
             candidate = _step(soup, aligned, k, share)
         found = _once(done, key, partial(measure, candidate, trial, [share] * len(trial)))
+        if math.isnan(found["loss"]):
+            warnings.warn(f"the mean of the networks {trial} has a loss of NaN: {k} is left out", stacklevel=3)
         if found["loss"] <= best:
             best, soup, chosen = found["loss"], candidate, trial
         del candidate
@@ -585,6 +613,6 @@ def _step(mean: State, networks: _Networks, k: int, share: float) -> State:
     """The mean with one more network, which is let go tensor by tensor."""
     network = networks.by_tensor(k)
     if network is not None:
-        return {n: _towards(_towards(None, t, 1.0), network[n], share) for n, t in mean.items()}
+        return as_given(mean, {n: _towards(_towards(None, t, 1.0), network[n], share) for n, t in mean.items()})
     whole = networks[k]
-    return {n: _towards(_towards(None, t, 1.0), whole.pop(n), share) for n, t in mean.items()}
+    return as_given(mean, {n: _towards(_towards(None, t, 1.0), whole.pop(n), share) for n, t in mean.items()})

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device, reusable
-from tu_symmetry.states import State, require_state
+from tu_symmetry.states import State, as_given, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Correction = Literal["none", "batchnorm", "repair"]
@@ -44,6 +44,10 @@ class _Moments:
             self.scatter = self.scatter + scatter + delta.square() * (self.count * count / total)
         self.count = total
 
+    def finite(self) -> Tensor:
+        """Whether all are numbers; NaN and infinity stay once they are there."""
+        return torch.isfinite(self.mean).all() & torch.isfinite(self.scatter).all()
+
     @property
     def std(self) -> Tensor:
         return (self.scatter / self.count).sqrt()
@@ -66,7 +70,8 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
         A new state: ``running_mean`` and ``running_var`` are replaced, all else is shared with the input.
 
     Raises:
-        ValueError: an empty loader, or a network without running statistics.
+        ValueError: an empty loader, a network without running statistics, or statistics that would be NaN or infinite;
+            the message names the batch.
     """
     layers = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
     if not layers:
@@ -86,18 +91,17 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
         with evaluating(model):
             for module in layers.values():
                 module.training = True
-            for inputs in input_batches(dataloader, device):
-                forward(model, scratch, inputs)
+            _watch(model, scratch, dataloader, device, moments)
     finally:
         for handle in handles:
             handle.remove()
-    result = dict(state)
+    result = as_given(state, state)
     for path, found in moments.items():
         if found.count == 0:
             continue  # a layer that this forward pass does not use
         prefix = f"{path}." if path else ""
         for name, value in (("running_mean", found.mean), ("running_var", found.scatter / max(found.count - 1, 1))):
-            result[prefix + name] = value.to(state[prefix + name])
+            result[prefix + name] = _held(value, state[prefix + name], prefix + name)
     return result
 
 
@@ -133,7 +137,8 @@ def repair(
         A new state. Layers without bias are rescaled only. Units that are constant are shifted only.
 
     Raises:
-        ValueError: ratios that do not fit, an empty loader, or layers that cannot be corrected.
+        ValueError: ratios that do not fit, an empty loader, layers that cannot be corrected, or statistics that are NaN
+            or infinite; the message names the batch.
     """
     if len(states) != len(ratios) or not states or abs(sum(ratios) - 1) > 1e-6:
         raise ValueError(
@@ -141,7 +146,7 @@ def repair(
         )
     own = model.state_dict()
     batches = reusable(dataloader)
-    result = dict(require_state(merged_state, "merged_state", like=own))
+    result = as_given(merged_state, require_state(merged_state, "merged_state", like=own))
     if any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
         result = reestimate_batchnorm(model, result, batches)
     todo = _correctable(model, result, batches) if layers is None else list(layers)
@@ -166,10 +171,11 @@ def repair(
         goal_std = sum(r * end[path].std for r, end in zip(ratios, ends, strict=True))
         factor = torch.where(now.std > 0, goal_std / now.std.clamp_min(1e-300), torch.ones_like(now.std))
         weight = result[f"{path}.weight"]
-        result[f"{path}.weight"] = (weight.double() * factor.reshape(-1, *[1] * (weight.ndim - 1))).to(weight.dtype)
+        scaled = weight.double() * factor.reshape(-1, *[1] * (weight.ndim - 1))
+        result[f"{path}.weight"] = _held(scaled, weight, f"{path}.weight")
         bias = result.get(f"{path}.bias")
         if bias is not None:
-            result[f"{path}.bias"] = ((bias.double() - now.mean) * factor + goal_mean).to(bias.dtype)
+            result[f"{path}.bias"] = _held((bias.double() - now.mean) * factor + goal_mean, bias, f"{path}.bias")
         if progress is not None:
             progress({"done": len(states) + k + 1, "total": total})
     return result
@@ -194,10 +200,54 @@ def corrected(
         correction: which of the three.
     """
     if correction == "none":
-        return dict(merged_state)
+        return as_given(merged_state, merged_state)
     if correction == "batchnorm":
         return reestimate_batchnorm(model, merged_state, dataloader)
     return repair(model, states, ratios, merged_state, dataloader)
+
+
+def _watch(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    dataloader: Iterable[Any],
+    device: torch.device,
+    moments: Mapping[str, _Moments],
+) -> None:
+    """Run a network over the data while its hooks fill the moments.
+
+    Raises:
+        ValueError: an empty loader; moments that are NaN or infinite, with the first batch that makes them so.
+    """
+    sound: list[Tensor] = []  # for each batch, whether its inputs are finite, and all moments so far
+    for inputs in input_batches(dataloader, device):
+        forward(model, weights, inputs)
+        finite = torch.isfinite(inputs).all()
+        so_far = [found.finite().to(device) for found in moments.values() if found.count]
+        sound.append(torch.stack([finite, torch.stack(so_far).all() if so_far else torch.ones_like(finite)]))
+    table = torch.stack(sound).tolist()
+    if table[-1][1]:
+        return
+    batch = next(k for k, (_, whole) in enumerate(table) if not whole)
+    path = next(path for path, found in moments.items() if found.count and not found.finite())
+    why = "its inputs are finite: the network diverges" if table[batch][0] else "it holds such numbers itself"
+    raise ValueError(
+        f"the activations at {path!r} are NaN or infinite on batch {batch} of the data (counted from 0), and {why}"
+    )
+
+
+def _held(value: Tensor, given: Tensor, name: str) -> Tensor:
+    """A corrected tensor in the dtype of the given one.
+
+    Raises:
+        ValueError: NaN or infinite values, in that dtype.
+    """
+    held = value.to(given)
+    if not torch.isfinite(held).all():
+        raise ValueError(
+            f"the corrected {name!r} would hold values as large as {float(value.abs().max()):.1e}, which {given.dtype} "
+            "does not hold; merge the networks in a wider precision, or without this correction"
+        )
+    return held
 
 
 def _measure(
@@ -214,8 +264,7 @@ def _measure(
     handles = [modules[path].register_forward_hook(watch(path)) for path in paths]
     try:
         with evaluating(model):
-            for inputs in input_batches(dataloader, device):
-                forward(model, weights, inputs)
+            _watch(model, weights, dataloader, device, moments)
     finally:
         for handle in handles:
             handle.remove()

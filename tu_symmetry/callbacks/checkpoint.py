@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, Trainer
@@ -15,8 +17,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import DoublePrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+
+from tu_symmetry.files import clear_scratch, replacing
 
 _RANDOM = "global_random_states"
+_METRICS = "callback_metrics"
+_COUNTS = "optimizer_counts"
 
 
 class LastCheckpoint(ModelCheckpoint):
@@ -32,6 +39,11 @@ class LastCheckpoint(ModelCheckpoint):
     * With manual optimization it takes no interval of time.
     * Global random states are not saved. Here they are, in runs of one process: dropout and augmentation go on as they
       would have.
+    * What an optimizer counts outside of its ``state_dict`` (TorchUncertainty's ``SGHMC`` its burn-in) starts at zero
+      again. Here it goes on.
+    * What was logged before the cut is not in ``trainer.callback_metrics`` of the resumed run. Here it is.
+    * Where the folder for temporary files is on another disk, the file is copied, and a kill leaves half of it. Here it
+      is written beside the old one and renamed.
     * With ``precision: 64-true`` the weights are rounded to float32 on their way back. Here they are not.
 
     In the middle of an epoch a checkpoint is written only where the training loader keeps its place (``state_dict``
@@ -60,17 +72,33 @@ class LastCheckpoint(ModelCheckpoint):
         self.every_seconds = every_seconds
         self._saved_at = 0.0
         self._random: dict[str, Any] | None = None
+        self._metrics: dict[str, Any] = {}
+        self._counts: list[dict[str, Any]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Choose the folder, and give the weights the precision of a run before a checkpoint is read into them."""
         self._choose_folder(trainer)
         super().setup(trainer, pl_module, stage)
+        if stage == "fit" and trainer.is_global_zero and "://" not in str(self.dirpath):
+            clear_scratch(str(self.dirpath), of=[self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION])
         if isinstance(trainer.precision_plugin, DoublePrecision):
             pl_module.double()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start counting."""
+        """Start counting, with what was logged and what optimizers had counted before the cut."""
         self._saved_at = time.monotonic()
+        self._say_what_was_logged(trainer)
+        for optimizer, counts in zip(trainer.optimizers, self._counts, strict=False):
+            vars(optimizer).update(counts)
+        self._counts = []
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what was logged, of a fit that was resumed at its end."""
+        self._say_what_was_logged(trainer)
+
+    def _say_what_was_logged(self, trainer: Trainer) -> None:
+        trainer.callback_metrics.update(self._metrics)
+        self._metrics = {}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -107,7 +135,13 @@ class LastCheckpoint(ModelCheckpoint):
         path = os.path.join(str(self.dirpath), self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
         self.last_model_path = path
         self._saved_at = time.monotonic()
-        self._save_checkpoint(trainer, path)
+        if "://" in path or not one_file(trainer):
+            self._save_checkpoint(trainer, path)
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) if trainer.is_global_zero else nullcontext(Path(path)) as temporary:
+            self._save_checkpoint(trainer, str(temporary))
+        self._last_checkpoint_saved = path
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save nothing: validation is part of an epoch."""
@@ -121,10 +155,14 @@ class LastCheckpoint(ModelCheckpoint):
             states = _collect_rng_states()
             name, keys, *rest = states["numpy"]
             checkpoint[_RANDOM] = states | {"numpy": [name, keys.tolist(), *rest]}  # no array: `weights_only` loads it
+        checkpoint[_COUNTS] = [_counts(optimizer) for optimizer in trainer.optimizers]
+        checkpoint[_METRICS] = {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Take the global random states, for a fit that is resumed."""
-        self._random = checkpoint.get(_RANDOM) if trainer.state.fn == TrainerFn.FITTING else None
+        """Take the global random states and what was logged, for a fit that is resumed."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._random, self._metrics = checkpoint.get(_RANDOM), checkpoint.get(_METRICS, {})
+            self._counts = checkpoint.get(_COUNTS, [])
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the random states in place, before the first epoch draws from them."""
@@ -140,6 +178,19 @@ class LastCheckpoint(ModelCheckpoint):
     def _choose_folder(self, trainer: Trainer) -> None:
         if self.dirpath is None:
             self.dirpath = os.path.join(os.path.realpath(trainer.default_root_dir), "checkpoints")
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Numbers that an optimizer keeps as its attributes."""
+    kept = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    copied = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in kept.items()}
+    return {name: v for name, v in copied.items() if isinstance(v, (int, float, Tensor))}
+
+
+def one_file(trainer: Trainer) -> bool:
+    """Whether a checkpoint is one file, and not a folder of each process's shards."""
+    strategy = type(trainer.strategy).__name__
+    return not any(word in strategy for word in ("FSDP", "DeepSpeed", "ModelParallel"))
 
 
 def keeps_its_place(trainer: Trainer) -> bool:

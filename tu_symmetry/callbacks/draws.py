@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,7 +21,7 @@ from tu_symmetry.callbacks.training_data import in_precision
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
 from tu_symmetry.posterior.network import derived_seed, seeded
-from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.posterior.samples import RunMark, SampleStore
 from tu_symmetry.routines.predictive import training_points
 from tu_symmetry.routines.variational import VariationalRoutine
 from tu_symmetry.states import stack_states
@@ -91,7 +92,8 @@ class PosteriorDraws(Callback):
         data: Any = getattr(trainer, "datamodule", None)
         if getattr(swag, "need_bn_update", False) and data is not None and _has_statistics(swag.core_model):
             data.setup("fit")
-            swag.bn_update(data.train_dataloader(), device=pl_module.device)
+            with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
+                swag.bn_update(data.train_dataloader(), device=pl_module.device)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end.
@@ -136,7 +138,9 @@ class PosteriorDraws(Callback):
         there = folder.is_dir() and any(folder.iterdir())
         store = SampleStore.open(folder) if there else None
         if store is not None and self.chain in store.chains:
-            return  # a resumed run whose fit had ended
+            mark = store.marked(self.chain)
+            if mark is None or mark.step == trainer.global_step:
+                return  # a resumed run whose fit had ended
         with on_training_device(trainer, pl_module):
             drawn = self._draws(trainer, pl_module)
             whole = self._with_statistics(trainer, pl_module, drawn)
@@ -146,7 +150,9 @@ class PosteriorDraws(Callback):
             store = SampleStore.create(folder, architecture=architecture, method=drawn.method, seed=self.seed)
         apart = len(set(drawn.members)) > 1  # members of an ensemble and checkpoints are chains of their own
         ensemble = apart and drawn.method in ("deep_ensemble", "laplace")
-        chain = [self.chain + m for m in drawn.members] if ensemble else self.chain
+        chain = [self.chain + m if ensemble else self.chain for m in drawn.members]
+        store.discard(set(chain))  # those of a run that went on after its end
+        store.mark(self.chain, RunMark(drawn.method, done=True, step=trainer.global_step))
         store.append(states, chain=chain, step=range(len(drawn.members)))
         rank_zero_info("%d networks of %s in %s", len(drawn.members), drawn.method, folder)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from tu_symmetry import modules
@@ -138,13 +139,16 @@ def require_whole_weights(trainer: Trainer) -> None:
 def on_training_device(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """The LightningModule on the device of the training, from which Lightning takes it before ``on_fit_end``.
 
+    What is drawn meanwhile, by loaders for one, leaves the global random states as they were.
+
     What is fitted to the weights of a run has to wait for ``on_fit_end``: in ``on_train_end`` a weight average of a
     callback that stands later in the list has not taken the network's place yet.
     """
     before = pl_module.device
     pl_module.to(trainer.strategy.root_device)
     try:
-        yield
+        with isolate_rng(include_cuda=trainer.strategy.root_device.type == "cuda"):
+            yield
     finally:
         pl_module.to(before)
 

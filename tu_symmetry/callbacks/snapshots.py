@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
 from tu_symmetry.callbacks.compact import trained_networks
 from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, require_whole_weights
 from tu_symmetry.callbacks.schedule import ScheduledCallback
-from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines.runs import StoredRun, fingerprint_of
 
 
 class PosteriorSnapshots(ScheduledCallback):
@@ -20,8 +19,8 @@ class PosteriorSnapshots(ScheduledCallback):
 
     One network is one chain; the members of an ensemble are one chain each, numbered from ``chain`` on. Parameters
     and buffers are written as they are between two optimizer steps, by rank 0. A resumed run appends to the store
-    that it has begun, and leaves out what is there already (a run that stopped after its last checkpoint repeats a
-    few steps).
+    that it has begun; what it had written after its last checkpoint is taken back and made anew, all of it where it was
+    cut before its first checkpoint and is started again with the same weights and options.
 
     Args:
         folder: folder of the store; a store that is there must be of the same architecture.
@@ -80,13 +79,17 @@ class PosteriorSnapshots(ScheduledCallback):
     def forget(self) -> None:
         """Drop what earlier runs left."""
         super().forget()
-        self._resumed = False
-        self._store: SampleStore | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._stored: StoredRun | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the schedule, and what has been stored."""
+        return super().state_dict() | {"stored": {} if self._stored is None else self._stored.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at the checkpoint's place in the schedule, in the store that is there."""
         super().load_state_dict(state_dict)
-        self._resumed = True
+        self._resumed = state_dict.get("stored", {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the members and the folder before the first step.
@@ -99,32 +102,27 @@ class PosteriorSnapshots(ScheduledCallback):
         require_whole_weights(trainer)
         members = trained_networks(pl_module, self.members)
         check_same_architecture(members)
-        self._store = self._open(members[0])
-        chains = range(self.chain, self.chain + len(members))
-        taken = sorted({record.chain for record in self._store.records} & set(chains)) if self._store else []
-        if taken and not self._resumed:
-            raise FileExistsError(
-                f"{self.folder} already holds samples of chain(s) {taken} of another run; resume that run from its "
-                "checkpoint, or give another folder or chain="
-            )
+        states = [m.state_dict() for m in members]
+        kind = self.architecture or type(members[0]).__name__
+        schedule = (self.every_n_epochs, self.every_n_steps, self.at_epochs, self.at_end, self.start)
+        self._stored = StoredRun(
+            self.folder,
+            range(self.chain, self.chain + len(members)),
+            fingerprint_of(states, architecture=kind, schedule=schedule, seed=self.seed, by=trainer.optimizers),
+            states[0],
+            architecture=kind,
+            method=self.method,
+            seed=self.seed,
+        )
+        self._stored.begin(trainer, self._resumed, step=self._last_step)
 
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
         """Append the weights of every member."""
-        if not trainer.is_global_zero:
-            return
-        members = trained_networks(pl_module, self.members)
-        if self._store is None:  # another chain may have made it since this run began
-            self._store = self._open(members[0])
-        if self._store is None:
-            architecture = self.architecture or type(members[0]).__name__
-            self._store = SampleStore.create(self.folder, architecture=architecture, method=self.method, seed=self.seed)
-        step = trainer.global_step
-        written = {record.chain for record in self._store.records if record.step == step}
-        new = {c: m for c, m in enumerate(members, start=self.chain) if c not in written}
-        if new:
-            self._store.append([m.state_dict() for m in new.values()], chain=list(new), step=[step] * len(new))
+        if trainer.is_global_zero and self._stored is not None:
+            states = [m.state_dict() for m in trained_networks(pl_module, self.members)]
+            self._stored.append(states, chain=self._stored.chains, step=[trainer.global_step] * len(states))
 
-    def _open(self, member: nn.Module) -> SampleStore | None:
-        if not self.folder.is_dir() or not any(self.folder.iterdir()):
-            return None
-        return SampleStore.open(self.folder, like=member.state_dict())
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say in the store that the run has come to its end."""
+        if trainer.is_global_zero and self._stored is not None:
+            self._stored.finish(trainer.global_step)

@@ -204,14 +204,15 @@ def _require_repeatable(dataset: Any, collate: Callable[[list[Any]], Any] | None
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+        both = isinstance(b, Tensor) and a.shape == b.shape
+        return both and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN reads the same as NaN
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, Sequence) and not isinstance(a, (str, bytes)):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if hasattr(a, "__array__"):
         return _same(torch.as_tensor(a, device="cpu"), torch.as_tensor(b, device="cpu"))
-    return bool(a == b)
+    return bool(a == b or (a != a and b != b))
 
 
 def _asks_for_data(seen: str) -> str:

@@ -134,7 +134,8 @@ class EvidenceWeightDecay(Callback):
             _require_decay(optimizer)
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
-        groups: PriorGroups = laplace.group(self._loader(trainer, pl_module))
+        with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
+            groups: PriorGroups = laplace.group(self._loader(trainer, pl_module))
         self._graph = laplace.graph
         labels = {
             id(p): groups.names[int(groups.of[name])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tu_symmetry.alignment.adapters import MergedAdapters, factor_names, is_adapter, merge_adapters
-from tu_symmetry.checkpoints.files import AlignFilesError, read_state, refuse_foreign, write_owned
-from tu_symmetry.files import FileError, read_header, write_json
+from tu_symmetry.checkpoints.files import AlignFilesError, clear_left, read_state, refuse_foreign, write_owned
+from tu_symmetry.checkpoints.merge import Progress
+from tu_symmetry.files import FileError, digest_of, read_header, read_json, write_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.sources import INDEX
 from tu_symmetry.states import State, SymmetryError
@@ -102,11 +102,11 @@ def merge_adapter_files(
     states = [read_state(path, "") for path in files]
     configs = [_config(path) for path in files]
     beside = out.with_name(CONFIG)
-    if any(configs):
-        refuse_foreign([out], {beside: f'"{_MERGED}": "{_MARK}"'}, files)
-    else:
-        refuse_foreign([out], {}, files)
-    shares = [1 / len(files)] * len(files) if weights == "equal" else [w / sum(weights) for w in weights]
+    texts = {beside: f'"{_MERGED}": "{_MARK}"'} if any(configs) else {}
+    working = out.with_name(f"{out.stem}.merging")
+    read = [path.with_name(CONFIG) for path, config in zip(files, configs, strict=True) if config]
+    refuse_foreign([out], texts, [*files, *read], others=[working])
+    shares = _shares(weights, len(files))
     try:
         scales = [_scales(state, config) for state, config in zip(states, configs, strict=True)]
         merged = merge_adapters(states, weights=shares, scales=scales, rank=rank)
@@ -114,15 +114,33 @@ def merge_adapter_files(
         raise AlignFilesError(str(error)) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     about = {"files": [str(f) for f in files], "weights": shares, "ranks": sorted(set(merged.ranks.values()))}
-    write_owned(out, merged.state, {"adapters": about})
-    first = next((config for config in configs if config), None)
-    if first is not None:
-        usual = max(merged.ranks.values())
-        other = {layer: r for layer, r in merged.ranks.items() if r != usual}
-        names = {re.escape(layer.removeprefix("base_model.model.")): r for layer, r in other.items()}
-        changed = {"r": usual, "lora_alpha": usual, "rank_pattern": names, "alpha_pattern": names, "use_rslora": False}
-        write_json(beside, {**first, **changed, _MERGED: _MARK})
+    with Progress.of(working, digest_of(about)):
+        clear_left([out], texts)
+        write_owned(out, merged.state, {"adapters": about})
+        first = next((config for config in configs if config), None)
+        if first is not None:
+            usual = max(merged.ranks.values())
+            other = {layer: r for layer, r in merged.ranks.items() if r != usual}
+            names = {re.escape(layer.removeprefix("base_model.model.")): r for layer, r in other.items()}
+            changed = {"r": usual, "lora_alpha": usual, "rank_pattern": names, "alpha_pattern": names}
+            write_json(beside, {**first, **changed, "use_rslora": False, _MERGED: _MARK})
     return MergedFiles(merged, files, shares)
+
+
+def _shares(weights: Any, count: int) -> list[float]:
+    """Weights that sum to one; one may be negative.
+
+    Raises:
+        AlignFilesError: no finite numbers, or a sum of zero.
+    """
+    if weights == "equal":
+        return [1 / count] * count
+    numbers = [float(w) for w in weights]
+    largest = max(map(abs, numbers), default=0.0)
+    total = sum(w / largest for w in numbers) if largest else 0.0
+    if not (math.isfinite(largest) and math.isfinite(total) and total):
+        raise AlignFilesError(f"weights must be finite numbers whose sum is not 0, got {numbers}")
+    return [w / largest / total for w in numbers] if math.isinf(sum(numbers)) else [w / sum(numbers) for w in numbers]
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -130,9 +148,15 @@ def _config(path: Path) -> dict[str, Any]:
     if not beside.is_file():
         return {}
     try:
-        content: dict[str, Any] = json.loads(beside.read_bytes())
-    except ValueError as error:
-        raise AlignFilesError(f"{beside} is no JSON ({error})") from error
+        content = read_json(beside)[0]
+    except FileError as error:
+        raise AlignFilesError(str(error)) from error
+    for key in ("alpha_pattern", "rank_pattern"):
+        if not isinstance(content.get(key) or {}, dict):
+            raise AlignFilesError(f"{beside} is of no adapter: {key} is {content[key]!r}, not a mapping")
+    for value in (content.get("lora_alpha", 8), *(content.get("alpha_pattern") or {}).values()):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise AlignFilesError(f"{beside} is of no adapter: an alpha in it is {value!r}, not a finite number")
     if content.get("use_dora") or content.get("peft_type", "LORA") != "LORA":
         raise AlignFilesError(
             f"{beside} is of {'DoRA' if content.get('use_dora') else content['peft_type']}, which is no product of two "
@@ -147,7 +171,11 @@ def _scales(state: State, config: Mapping[str, Any]) -> dict[str, float]:
     for layer, (down, _) in factor_names(list(state)).items() if config else ():
         r, alpha = state[down].shape[0], config.get("lora_alpha", 8)
         for pattern, value in (config.get("alpha_pattern") or {}).items():
-            if re.fullmatch(rf"(.*\.)?({pattern})", layer):
+            try:
+                found = re.fullmatch(rf"(.*\.)?({pattern})", layer)
+            except re.error as error:
+                raise AlignFilesError(f"alpha_pattern of an adapter: {pattern!r} is no pattern ({error})") from error
+            if found:
                 alpha = value
                 break
         scales[layer] = alpha / (math.sqrt(r) if config.get("use_rslora") else r)

@@ -48,9 +48,9 @@ from tu_symmetry.checkpoints.files import (
     write_owned,
 )
 from tu_symmetry.checkpoints.references import MEDOID, SUM, find_consensus, find_medoid, pairwise
-from tu_symmetry.files import digest_of, other_versions, write_text
+from tu_symmetry.files import digest_of, other_versions, read_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State
+from tu_symmetry.states import State, check_number
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -58,7 +58,7 @@ from tu_symmetry.symmetry.measured import measured
 
 MARK = "<!-- tu_symmetry.aligned -->"
 BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"
-BARRIERS_FIGURE = "barriers.png"
+BARRIERS_FIGURE, BARRIERS_KEPT = "barriers.png", "barriers.json"
 _FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
@@ -206,9 +206,10 @@ def align_files(
 
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; it is not written.
+        TypeError: counts that are no whole numbers.
         AlignFilesError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
-            weights; two that would have the same name; a file in ``out`` that this function has not written, or that
-            was changed since; another run in ``out``.
+            weights; two that would have the same name; a file in ``out`` that this function has not written, that was
+            changed since, or that is read; another run in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
     if mode != "universe":
@@ -216,7 +217,9 @@ def align_files(
     _check_arguments(checkpoints, mode, candidates, max_iterations, threads)
     names = output_names(checkpoints)
     tensors, texts = _outputs(out, names)
-    refuse_foreign(tensors, texts, checkpoints)
+    inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
+    others = [out / BARRIERS_FIGURE, out / STATE / BARRIERS_KEPT]
+    refuse_foreign(tensors, texts, inputs, others=others)
     with ExitStack() as stack:
         if out.is_dir():
             stack.enter_context(locked(out))
@@ -227,7 +230,7 @@ def align_files(
         if not out.is_dir():  # nothing is written before the checks
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(out))
-            refuse_foreign(tensors, texts, checkpoints)
+            refuse_foreign(tensors, texts, inputs, others=others)
         clear_left(tensors, texts)
         alignment = _align(graph, files, out, reference, prefix, solver, candidates, max_iterations, threads, track)
         more, text, note = _kept_barriers(out, alignment)
@@ -316,6 +319,7 @@ def _check_arguments(
         ("candidates", candidates, 2),
         ("max_iterations", max_iterations, 1),
     ):
+        check_number(value, name, whole=True)
         if value < least:
             raise AlignFilesError(f"{name} must be at least {least}, got {value}")
 
@@ -443,11 +447,11 @@ def _kept_barriers(out: Path, alignment: FileAlignment) -> tuple[dict[str, Any],
     They have cost time, and what they were measured in (``state/barriers.json``) may have been removed.
     """
     try:
-        barriers = json.loads((out / "report.json").read_bytes()).get("barriers")
+        barriers = read_json(out / "report.json")[0].get("barriers")
         text = (out / "report.md").read_text(encoding="utf-8").partition(BARRIERS_MARK)[2]
     except (OSError, ValueError):
         return {}, "", ""
-    if barriers is None:
+    if not isinstance(barriers, dict):
         return {}, "", ""
     if barriers.get("alignment") == alignment.key and text and (out / BARRIERS_FIGURE).exists():
         return {"barriers": barriers}, BARRIERS_MARK + text, ""

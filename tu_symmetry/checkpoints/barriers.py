@@ -7,7 +7,6 @@ mean of all. Two networks and their aligned forms are in memory at a time, and t
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import random
@@ -24,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
 from tu_symmetry.alignment.repair import Correction, corrected, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
+from tu_symmetry.checkpoints.align import BARRIERS_KEPT as KEPT
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import (
     STATE,
@@ -39,7 +39,6 @@ from tu_symmetry.files import FileError, digest_of, read_json, write_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 
-KEPT = "barriers.json"
 CORRECTIONS = {
     "none": "as interpolated",
     "batchnorm": "BatchNorm re-estimated",
@@ -397,7 +396,7 @@ def _measure(
 def _reported(out: Path) -> bool:
     """Whether the report of an earlier run holds barriers, so that the figure is its own."""
     try:
-        return "barriers" in json.loads((out / "report.json").read_bytes())
+        return "barriers" in read_json(out / "report.json")[0]
     except (OSError, ValueError):
         return False
 

@@ -27,12 +27,21 @@ from tu_symmetry.files import (
     clear_scratch,
     lock_folder,
     read_header,
+    read_json,
     read_safetensors,
     write_safetensors,
 )
 from tu_symmetry.reporting.progress import Track, Tracker
-from tu_symmetry.sources import is_remote, locate
-from tu_symmetry.states import Gathered, SampleFileError, State, SymmetryError, load_state, open_state
+from tu_symmetry.sources import files_of, is_remote, locate
+from tu_symmetry.states import (
+    Gathered,
+    SampleFileError,
+    State,
+    SymmetryError,
+    load_state,
+    open_state,
+    without_prefix,
+)
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -153,7 +162,7 @@ def read_state(path: Path, prefix: str) -> State:
     """
     with _refused(path):
         state = load_state(path)
-    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)} or state
+    return without_prefix(state, prefix) or state
 
 
 def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor] | None:
@@ -167,7 +176,7 @@ def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor] | None:
     if found is None:
         return None
     names = {n.removeprefix(prefix): n for n in found if n.startswith(prefix)}
-    return Gathered({name: (found, n) for name, n in names.items()}) or found
+    return Gathered({name: (found, n) for name, n in names.items()}, prefix) or found
 
 
 @contextmanager
@@ -297,28 +306,59 @@ def clear_left(tensors: Sequence[Path], texts: Mapping[Path, str]) -> None:
         clear_scratch(folder, of={path.name for path in (*tensors, *texts) if path.parent == folder})
 
 
-def refuse_foreign(tensors: Sequence[Path], texts: Mapping[Path, str], inputs: Sequence[Path]) -> None:
-    """Nothing that another program wrote may be overwritten.
+def refuse_foreign(
+    tensors: Sequence[Path], texts: Mapping[Path, str], inputs: Sequence[Path], *, others: Sequence[Path] = ()
+) -> None:
+    """Nothing that a run reads, and nothing that another program wrote, may be overwritten.
+
+    A file that is read is known however it is spelled: by links, hard links, and other cases of letters where the
+    file system takes them for the same. The files that an index names are read too.
 
     Args:
         tensors: safetensors files that a run will write.
         texts: other files that it will write, with what stands in one that an earlier run wrote.
-        inputs: files that it reads.
+        inputs: all files that it reads, whichever option names them.
+        others: files that it will write or delete, and folders that it will delete, which are looked at elsewhere.
 
     Raises:
         AlignFilesError: names the file that is in the way.
     """
-    resolved = {p.resolve() for p in inputs}
+    try:
+        read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
+    except FileError as error:
+        raise AlignFilesError(str(error)) from error
+    within = {folder for file in read if isinstance(file, Path) for folder in file.parents}
+    for path in (*tensors, *texts, *others):
+        found = next((str(read[file]) for file in _identities(path) if file in read), "")
+        if found or (path in others and path.resolve() in within):
+            named = f" (as {found})" if found not in ("", str(path)) else ""
+            raise AlignFilesError(
+                f"{path} is read by this command{named} and would be overwritten; choose another place with --out"
+            )
     for path in tensors:
-        if path.resolve() in resolved:
-            raise AlignFilesError(f"{path} is a checkpoint and would be overwritten; choose another folder with --out")
         if path.exists() and owned_header(path) is None:
             raise AlignFilesError(
                 f"{path} was not written by this command, or is damaged; move it away or choose another folder"
             )
     for path, mark in texts.items():
-        if path.exists() and mark.encode() not in path.read_bytes():
+        if path.exists() and not _marked(path, mark):
             raise AlignFilesError(f"{path} was not written by this command; move it away or choose another folder")
+
+
+def _identities(path: Path) -> list[Any]:
+    """By what two names of one file agree: the path without links, and the number of what is there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return [path.resolve()]
+    return [path.resolve(), (found.st_dev, found.st_ino)]
+
+
+def _marked(path: Path, mark: str) -> bool:
+    try:
+        return mark.encode() in path.read_bytes() and (path.suffix != ".json" or bool(read_json(path)))
+    except FileError:
+        return False
 
 
 def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:

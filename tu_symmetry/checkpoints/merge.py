@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import shutil
+import math
+import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from tu_symmetry.checkpoints.files import (
     Checkpoint,
     Track,
     check_checkpoints,
+    clear_left,
     load_checkpoint,
     locked,
     open_checkpoint,
@@ -48,6 +50,7 @@ from tu_symmetry.files import (
     digest_of,
     read_json,
     read_safetensors,
+    remove_folder,
     write_json,
     write_safetensors,
     write_text,
@@ -57,6 +60,9 @@ from tu_symmetry.states import SampleFileError, State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
+_PIECE = re.compile(  # the files of a working folder, also those that a killed process leaves
+    r"merge\.json|\.lock|permutation-\d+\.safetensors|(scores|soup)-[\d+]+\.json|[0-9a-f]{64}\.json|\..*\.tmp"
+)
 STEPS = {"naive": "averaged as they are", "aligned": "aligned and averaged", "corrected": "statistics corrected"}
 
 
@@ -120,8 +126,9 @@ def merge_files(
 
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
-        AlignFilesError: fewer than two files, files that cannot be used, arguments that do not fit together, or
-            something in the place of a result that this function has not written.
+        AlignFilesError: fewer than two files, files that cannot be used, arguments that do not fit together, data on
+            which a loss or a statistic is NaN, or something in the place of a result that this function has not
+            written, or reads.
     """
     if out.suffix != ".safetensors" or out.is_dir():
         raise AlignFilesError(f"{out} is no name for the merged network: give a file NAME.safetensors")
@@ -130,7 +137,9 @@ def merge_files(
     if data is None and (correction != "none" or weights == "greedy" or points):
         raise AlignFilesError("corrections, greedy weights and points measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
-    refuse_foreign([out], dict.fromkeys(reports, MARK), checkpoints)
+    working = out.with_name(f"{out.stem}.merging")
+    inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
+    refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, others=[working])
     function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
     try:
         graph = permutations_alone(graph, only)
@@ -158,9 +167,10 @@ def merge_files(
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
-        _Progress.of(out.with_name(f"{out.stem}.merging"), key) as kept,
+        Progress.of(working, key) as kept,
         track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker,
     ):
+        clear_left([out], dict.fromkeys(reports, MARK))
         done = 0
 
         def show(at: dict[str, Any]) -> None:
@@ -236,13 +246,23 @@ def _write(
             for step, found in merged.lines.items()
         },
     }
+    report = _plain(report)
     write_owned(out, merged.state, {"merged": report})
     write_json(reports[1], {"what": MARK, **report})
     grid = merge_grid(merged, [f.path for f in files])
     write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
 
 
-class _Progress(MutableMapping[str, Any]):
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, which knows neither NaN nor infinity."""
+    if isinstance(value, dict):
+        return {key: _plain(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [_plain(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Progress(MutableMapping[str, Any]):
     """What a merge has found so far, each piece in a file of its own, written whole or not at all.
 
     Permutations are safetensors files, scores JSON files; both carry seals. The folder belongs to one merge, whose
@@ -255,19 +275,19 @@ class _Progress(MutableMapping[str, Any]):
 
     @classmethod
     @contextmanager
-    def of(cls, folder: Path, key: str) -> Iterator[_Progress]:
+    def of(cls, folder: Path, key: str) -> Iterator[Progress]:
         """The folder, locked; it goes when the block ends and the merge is finished.
 
         Raises:
             AlignFilesError: another run works there, or the folder is of something else.
         """
         about = folder / "merge.json"
-        foreign = folder.is_dir() and not about.is_file() and any(folder.iterdir())
-        if foreign or (folder.exists() and not folder.is_dir()):
+        if folder.exists() and not (folder.is_dir() and all(_PIECE.fullmatch(p.name) for p in folder.iterdir())):
             raise AlignFilesError(f"{folder} was not written by this command; move it away or choose another --out")
         folder.mkdir(exist_ok=True)
         made = cls(folder)
         with locked(folder):
+            clear_scratch(folder.parent, of={folder.name})
             try:
                 known = read_json(about)[0] if about.is_file() else {}
             except FileError:
@@ -281,7 +301,7 @@ class _Progress(MutableMapping[str, Any]):
                 yield made
             finally:  # also where it failed before anything was found
                 if made.finished or not len(made):
-                    shutil.rmtree(folder)
+                    remove_folder(folder)
 
     def _path(self, key: str) -> Path:
         suffix = ".safetensors" if key.startswith("permutation/") else ".json"

@@ -6,7 +6,6 @@ for the families that people merge (UNets, autoencoders, DiT); for other network
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from tu_symmetry.checkpoints.architecture import ArchitectureError, parse_precision, step, weightless
+from tu_symmetry.files import FileError, read_json
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.verification import verify_symmetries
@@ -52,10 +52,10 @@ class Pretrained:
         if not path.is_file():
             raise ArchitectureError(f"{weights} does not say what network it is of (there is no {path}): {hint}")
         try:
-            config = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise ArchitectureError(f"{path} is no JSON ({error}): {hint}") from error
-        if not isinstance(config, dict) or "_class_name" not in config:
+            config = read_json(path)[0]
+        except FileError as error:
+            raise ArchitectureError(f"{error}: {hint}") from error
+        if not isinstance(config.get("_class_name"), str):
             raise ArchitectureError(f"{path} was not written by diffusers (it has no _class_name): {hint}")
         if config["_class_name"] not in _INPUTS:
             raise ArchitectureError(
@@ -94,7 +94,14 @@ class Pretrained:
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
 
-        return _INPUTS[self.config["_class_name"]](self.config, noise)
+        try:
+            return _INPUTS[self.config["_class_name"]](self.config, noise)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, ArchitectureError):
+                raise
+            raise ArchitectureError(
+                f"{self.path} does not say what inputs the network takes ({error!r}): say it with --model and --input"
+            ) from error
 
     def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
         """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long.

@@ -28,7 +28,7 @@ from tu_symmetry.checkpoints.files import (
     write_owned,
 )
 from tu_symmetry.files import FileError, digest_of, read_json, write_json
-from tu_symmetry.states import State
+from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, invert
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -240,7 +240,7 @@ class StoredConsensus(Consensus):
         """The mean of the aligned networks: floating-point tensors in the dtypes of ``like``, others from the sum."""
         mean = {n: t / self.count if t.is_floating_point() else t for n, t in self.total.items()}
         aligned = permute_tensors(self.graph, invert(self.held(0)), mean)
-        return {n: t.to(like[n].dtype) for n, t in aligned.items()}
+        return as_given(like, {n: t.to(like[n].dtype) for n, t in aligned.items()})
 
     def _header(self, place: dict[str, Any]) -> dict[str, Any]:
         """What the sum at some place of a run is made of."""
@@ -263,7 +263,7 @@ class StoredConsensus(Consensus):
         path = self.folder / f"{self.checkpoints[k].name}{PERMUTATION}"
         header = owned_header(path)
         remedy = f"remove the folder {self.folder} to start over"
-        if header is None or header["source_sha256"] != self.checkpoints[k].sha256:
+        if header is None or header.get("source_sha256") != self.checkpoints[k].sha256:
             raise AlignFilesError(f"{path} is missing, damaged or of another network; {remedy}")
         return read_owned(path, remedy)
 

@@ -55,12 +55,17 @@ def _add_architecture(parser: argparse.ArgumentParser, *, from_files: bool = Fal
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
 
 
+def _import_from_here() -> None:
+    """Find modules of the folder one works in, as ``python -m`` does: networks, data and losses."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
 def _discover(arguments: argparse.Namespace, *, verify: bool = True) -> SymmetryGraph:
     from rich.console import Console
 
     from tu_symmetry.checkpoints.architecture import Architecture
 
-    sys.path.insert(0, "")  # as `python -m` does: models of the folder one works in
     architecture = Architecture(
         model=arguments.model,
         inputs=tuple(arguments.inputs),
@@ -85,8 +90,13 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="leave out the numerical check")
 
     def run(arguments: argparse.Namespace) -> int | None:
+        from tu_symmetry.symmetry.drawing import is_drawing
+
+        _import_from_here()
         if arguments.html and Path(arguments.html).is_dir():
             return fail(f"--html takes the name of a file to write, and {arguments.html} is a folder")
+        if arguments.html and Path(arguments.html).is_file() and not is_drawing(Path(arguments.html).read_bytes()):
+            return fail(f"{arguments.html} was not written by this command; move it away, or choose another --html")
         graph = _discover(arguments, verify=arguments.verify)
         print(graph)
         if arguments.html:
@@ -152,6 +162,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         from tu_symmetry.checkpoints.files import find_checkpoints
         from tu_symmetry.reporting.progress import Display
 
+        _import_from_here()
         display = Display()
         reference = arguments.reference
         checkpoints = find_checkpoints(arguments.checkpoints)
@@ -273,6 +284,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         from tu_symmetry.checkpoints.pretrained import Pretrained
         from tu_symmetry.reporting.progress import Display
 
+        _import_from_here()
         display = Display()
         checkpoints = find_checkpoints(arguments.checkpoints)
         weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))

@@ -22,8 +22,6 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from tu_symmetry._extras import MissingExtraError
-
 Handler = Callable[[argparse.Namespace], int | None]
 """Runs a subcommand with its parsed arguments; returns the exit status, None for 0."""
 
@@ -136,9 +134,7 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         return fail(word + ("; the same command resumes" if command in RESUMES else ""), code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
-    if isinstance(error, MissingExtraError) or (
-        isinstance(error, ValueError) and type(error).__module__.startswith("tu_symmetry.")
-    ):
+    if type(error).__module__.startswith("tu_symmetry."):  # whatever this library has a class for is foreseen
         return fail(str(error))
     if isinstance(error, UnicodeDecodeError):
         return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")

@@ -7,6 +7,7 @@ before a subcommand runs, so every ``--help`` is quick.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,9 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, Handler]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):  # names of files need not be text in any encoding
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     with Signals() as signals:
         try:
             code = _run(arguments)

@@ -307,7 +307,7 @@ def _recovered(
                 update = layer.bias_gradient(own)[0]
                 found[layer.bias] = found[layer.bias] + update if layer.bias in found else update
 
-    watch = Watch(enter)
+    watch = Watch(enter, once=False)
     with watching(tangent.model, layers, watch) as forward:
         count = batch_size(inputs)
         if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
@@ -324,7 +324,9 @@ def _recovered(
             watch.backward(watched, [cotangent], add)
     for layer in layers:
         for part in (layer.weight, layer.bias):
-            if part is not None:
+            if part is not None and layer.name in watch.repeated:
+                found.pop(part, None)
+            elif part is not None:
                 found.setdefault(part, cotangent.new_zeros(part.size))
     return found
 

@@ -40,9 +40,9 @@ from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
-from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.memory import require_memory
 
 Curvature = Literal["kfac", "ekfac", "full", "diag", "last_layer", "lowrank"]
 KfacApprox = Literal["expand", "reduce"]

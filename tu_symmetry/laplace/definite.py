@@ -28,3 +28,18 @@ def cholesky(matrix: Tensor) -> Tensor | None:
         vector = scale * torch.cholesky_solve(scale * vector / vector.norm(), root.detach())
     limit = _SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
     return root if bool((failed == 0) & (vector.norm() * limit <= 1)) else None  # NaN is no eigenvalue
+
+
+def cholesky_of_one_plus(matrix: Tensor, rounding: float = 0.0) -> Tensor:
+    """The lower Cholesky factor of ``1 + A``, which always exists, for a positive semidefinite ``A``; overwrites it.
+
+    Where an entry of the diagonal is so large that the one is lost in its rounding, that rounding stands in its place.
+
+    Args:
+        matrix: ``A``, ``[n, n]``.
+        rounding: of its entries, relative to the diagonal, where it is more than its dtype's.
+    """
+    rounding += _SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
+    diagonal = matrix.diagonal()
+    diagonal.add_((rounding * diagonal).clamp(min=1))
+    return torch.linalg.cholesky(matrix)

@@ -37,12 +37,12 @@ from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
 from tu_symmetry.laplace.groups import PriorGroups, prior_groups
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
 from tu_symmetry.laplace.links import GaussianPredictive
-from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.storage import LaplaceFileError
 from tu_symmetry.laplace.structured import IsotropicPrior, StructuredPrior, prior_from_config
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
+from tu_symmetry.memory import require_memory
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 

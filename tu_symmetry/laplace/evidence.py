@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, LowRankBlock
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, LowRankBlock, decompose
+from tu_symmetry.laplace.definite import cholesky_of_one_plus
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.transfer import moved
 
@@ -88,10 +89,12 @@ class Noise:
         """The smallest log noise variance that can have the largest evidence: that of the residuals.
 
         Raises:
-            ValueError: residuals that are all zero, where the evidence grows without bound.
+            ValueError: residuals that are all zero to rounding, where the evidence grows without bound.
         """
         if self.squares <= 0:
-            raise ValueError("all residuals are zero, so the evidence has no noise variance; give noise_variance=...")
+            raise ValueError(
+                "all residuals are zero to rounding, so the evidence has no noise variance; give noise_variance=..."
+            )
         return math.log(self.squares / self.values)
 
 
@@ -312,11 +315,21 @@ class Spectrum(Determinants):
         return point
 
 
+def _semidefinite(matrix: Tensor) -> Tensor:
+    """In float64, without the eigenvalues below zero that rounding to another dtype makes (at unit diagonal)."""
+    if matrix.dtype == torch.float64:
+        return matrix
+    scale = matrix.diagonal().double().clamp(min=torch.finfo(matrix.dtype).tiny).sqrt()
+    values, vectors = decompose((matrix.double() / scale / scale.unsqueeze(-1)).to(matrix))
+    root = scale.unsqueeze(-1) * vectors.double() * values.double().sqrt()
+    return root @ root.mT
+
+
 class CoupledDeterminants(Determinants):
     """One dense matrix over several prior groups: Newton's method on the convex function of the log precisions."""
 
     def __init__(self, block: CoupledBlock, count: int) -> None:
-        self.matrix = block.matrix.double()
+        self.matrix = _semidefinite(block.matrix)
         self.groups = block.groups.to(self.matrix.device)
         self.count, self.entries = count, len(self.matrix)
         self.sizes = self._sum(torch.ones_like(self.matrix.diagonal())).cpu()
@@ -327,18 +340,14 @@ class CoupledDeterminants(Determinants):
 
     def _shrinkage(self, rho: Tensor, tau: float) -> Tensor:
         """``(1 + L^-1/2 H L^-1/2)^-1``, which is ``L^1/2 Sigma L^1/2``."""
-        scaled = self._scaled(rho, tau)
-        scaled.diagonal().add_(1)
-        return torch.cholesky_inverse(torch.linalg.cholesky(scaled))
+        return torch.cholesky_inverse(cholesky_of_one_plus(self._scaled(rho, tau)))
 
     def _sum(self, entries: Tensor) -> Tensor:
         return entries.new_zeros(self.count).index_add_(0, self.groups, entries)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``log det(1 + L^-1/2 H L^-1/2 / v)``."""
-        scaled = self._scaled(rho, tau)
-        scaled.diagonal().add_(1)
-        return 2 * float(torch.linalg.cholesky(scaled).diagonal().log().sum())
+        return 2 * float(cholesky_of_one_plus(self._scaled(rho, tau)).diagonal().log().sum())
 
     def gamma(self, rho: Tensor, tau: float) -> Tensor:
         """``sum_{i in g} (1 - lambda_g Sigma_ii)``."""
@@ -450,9 +459,7 @@ class LowRankDeterminants(CoupledDeterminants):
     def _parts(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         """``A_g``, and the Cholesky factor of one plus their sum."""
         parts = self.grams * (-rho - tau).exp().view(-1, 1, 1)
-        whole = parts.sum(0)
-        whole.diagonal().add_(1)
-        return parts, torch.linalg.cholesky(whole)
+        return parts, cholesky_of_one_plus(parts.sum(0))
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``log det(1 + sum A)``."""
@@ -487,9 +494,7 @@ class LowRankWeights(CoupledDeterminants):
     def _scaled_rows(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         """``a``, and the Cholesky factor of ``1 + sum a_i a_i^T``."""
         rows = self.rows * (-0.5 * (rho + tau)).exp()
-        whole = rows @ rows.mT
-        whole.diagonal().add_(1)
-        return rows, torch.linalg.cholesky(whole)
+        return rows, cholesky_of_one_plus(rows @ rows.mT)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``log det(1 + sum a_i a_i^T)``."""

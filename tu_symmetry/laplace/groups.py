@@ -20,7 +20,7 @@ from tu_symmetry.laplace.tangent import Slot
 from tu_symmetry.symmetry.groups import NormalizationGroup
 from tu_symmetry.transfer import moved
 
-Prior = Literal["per_group", "per_layer", "single", "per_filter", "diagonal"]
+Prior = Literal["per_group", "per_layer", "per_tensor", "single", "per_filter", "diagonal"]
 REST = "rest"
 
 
@@ -204,9 +204,10 @@ def prior_groups(
 
     Args:
         slots: the parameters of the posterior.
-        prior: ``single``: one group; ``per_layer``: one for each module; ``per_group``: one for each normalization
-            group, all its channels together, and one for the rest; ``per_filter``: as ``per_group``, but one for each
-            factor (filter) of a normalization group; ``diagonal``: one for each weight.
+        prior: ``single``: one group; ``per_layer``: one for each module; ``per_tensor``: one for each of its
+            parameters; ``per_group``: one for each normalization group, all its channels together, and one for the
+            rest; ``per_filter``: as ``per_group``, but one for each factor (filter) of a normalization group;
+            ``diagonal``: one for each weight.
         normalizations: the symmetry graph's normalization groups.
         groups: name to parameters, instead of ``normalizations``.
 
@@ -220,9 +221,12 @@ def prior_groups(
         return PriorGroups(slots, dict.fromkeys(slots, "all"))
     if prior == "per_layer":
         return PriorGroups(slots, {name: name.rpartition(".")[0] or name for name in slots})
+    if prior == "per_tensor":
+        return PriorGroups(slots, {name: name for name in slots})
     if prior not in ("per_group", "per_filter"):
         raise ValueError(
-            f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'single', 'per_filter' or 'diagonal'"
+            f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'per_tensor', 'single', 'per_filter' or "
+            "'diagonal'"
         )
     if groups is not None:
         if prior == "per_filter":

@@ -23,13 +23,15 @@ from tu_symmetry.laplace.modules import ModuleLayer
 class Watch:
     """One forward pass with its inputs and, for each backward pass, its output gradients, layer by layer."""
 
-    def __init__(self, on_input: Callable[[Layer, Tensor], None]) -> None:
-        self.on_input = on_input
+    def __init__(self, on_input: Callable[[Layer, Tensor], None], *, once: bool = True) -> None:
+        """With ``once``, a layer that is called again is refused; its later calls are left out of account, else."""
+        self.on_input, self.once = on_input, once
         self.on_gradient: Callable[[Layer, Tensor], None] | None = None
         self.running = False  # only the forward pass itself is watched, and no module that is run again later
         self._deferred: list[tuple[Layer, Tensor]] = []
         self.leaves: list[Tensor] = []
         self.seen: set[str] = set()
+        self.repeated: set[str] = set()
         self.batch = -1
         self.outputs = 0
 
@@ -37,11 +39,14 @@ class Watch:
         """Note one layer's input, and put a gradient hook on its output."""
         if not self.running:
             return output
+        if layer.name in self.seen and not self.once:
+            self.repeated.add(layer.name)
+            return output
         if layer.name in self.seen:
             raise UnsupportedLayerError(
-                f"the module {layer.path!r} is used several times in one forward pass, where Kronecker factors do not "
-                "hold; freeze it, leave it out with parameters=[...], or use curvature='diag' or 'full', which are "
-                "exact for shared weights"
+                f"the module {layer.path!r} is used several times in this forward pass, and was not in the first: its "
+                "Kronecker factors do not hold. Freeze it, leave it out with parameters=[...], or use curvature='diag' "
+                "or 'full', which are exact for shared weights"
             )
         self.seen.add(layer.name)
         if output.ndim < 1 or len(output) != self.batch or len(inputs) != self.batch:
@@ -203,21 +208,16 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
-    """The layers that own the given parameters.
+    """The layers that own the given parameters, apart from tied ones, which no layer has to itself.
 
     Raises:
-        UnsupportedLayerError: tied weights, or modules without gradients of single samples, by name.
+        UnsupportedLayerError: modules without gradients of single samples, by name.
     """
     chosen = set(names)
     aliases: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(p), []).append(name)
-    tied = [shared for shared in aliases.values() if len(shared) > 1 and chosen & set(shared)]
-    if tied:
-        raise UnsupportedLayerError(
-            f"the parameters {tied[0]} are one tied tensor, for which Kronecker factors do not hold; freeze it, leave "
-            "it out with parameters=[...], or use curvature='diag' or 'full', which are exact for tied weights"
-        )
+    chosen -= {name for shared in aliases.values() if len(shared) > 1 for name in shared}
     layers: list[Layer] = []
     refused: list[str] = []
     inside: set[str] = set()

@@ -34,6 +34,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from tu_symmetry.laplace.data import all_reduce, processes
+from tu_symmetry.laplace.definite import cholesky_of_one_plus
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.kept import KeptData
@@ -160,11 +161,9 @@ class Informative:
                 yield number, part
 
     def _factor(self, rho: Tensor, variance: float) -> Tensor:
-        """The Cholesky factor of ``1 + K / v``, or of what rounding leaves of it where the one is lost in it."""
+        """The Cholesky factor of ``1 + K / v``."""
         whole = torch.tensordot((-rho).exp().to(self.grams) / variance, self.grams, dims=1)
-        rounding = 10 * torch.finfo(self.rows.dtype).eps * whole.diagonal().max()
-        whole.diagonal().add_(rounding.clamp(min=1))
-        return torch.linalg.cholesky(whole)
+        return cholesky_of_one_plus(whole, 30 * torch.finfo(self.rows.dtype).eps)
 
     def covariance_product(self, rho: Tensor, variance: float, vector: Tensor) -> Tensor:
         """``(Lambda + B^T B / v)^-1 vector``: the covariance, had the other observations no curvature.

@@ -32,18 +32,26 @@ def tensors_in(inputs: Any) -> list[Tensor]:
     return found
 
 
-def ordinary(inputs: Any) -> Any:
-    """Inputs without a gradient history, and outside of inference mode; names of targets are left out of a mapping.
+def follows(inputs: Any) -> bool:
+    """Whether a prediction of these inputs is to have gradients with respect to them."""
+    return any(own.requires_grad for own in tensors_in(inputs))
+
+
+def ordinary(inputs: Any, *, history: bool = False) -> Any:
+    """Inputs outside of inference mode, and without a gradient history unless it is to be kept.
+
+    Names of targets are left out of a mapping.
 
     Raises:
         TypeError: something else than tensors, tuples or mappings of them.
     """
     if isinstance(inputs, Tensor):
-        return inputs.clone() if inputs.is_inference() else inputs.detach()
+        return inputs.clone() if inputs.is_inference() else inputs if history else inputs.detach()
     if isinstance(inputs, (tuple, list)):
-        return tuple(ordinary(own) for own in inputs)
+        return tuple(ordinary(own, history=history) for own in inputs)
     if isinstance(inputs, Mapping):
-        return {str(k): ordinary(own) for k, own in inputs.items() if k not in LABELS and own is not None}
+        present = {str(k): own for k, own in inputs.items() if k not in LABELS and own is not None}
+        return {name: ordinary(own, history=history) for name, own in present.items()}
     raise TypeError(
         f"the network's input is a {type(inputs).__name__}; give a tensor, a tuple of tensors, or a mapping of keyword "
         "arguments to tensors"

@@ -127,7 +127,7 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
         make_likelihood(str(getattr(other.likelihood, "value", other.likelihood))),
         Options(bias="shared"),
         FittedCurvature(tuple(blocks), summary, groups),
-        prior="single" if shared else "per_group",
+        prior="single" if shared else "per_tensor",
         evaluate_at=evaluate_at,
         log_precision=numbers.log(),
         noise_variance=float(other.sigma_noise) ** 2,

@@ -20,11 +20,11 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.informative import ENOUGH_ROWS, MOST_ROWS
 from tu_symmetry.laplace.kept import BUDGET, KeptData, TooLargeError
-from tu_symmetry.laplace.memory import free_memory
 from tu_symmetry.laplace.mode import Mode, solve_mode
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.subspace import joint_optimum
 from tu_symmetry.laplace.tangent import evaluating
+from tu_symmetry.memory import free_memory
 
 Progress = Callable[[dict[str, Any]], None]
 Solver = Literal["auto", "subspace", "alternation"]

@@ -27,6 +27,7 @@ FisherType = Literal["type-2", "mc", "empirical"]
 
 BINS = 15  # of the calibration error
 _NORMALIZED = 1e-3  # error of the sum of a soft label
+_ROUNDING = 16.0  # of outputs, in units in the last place
 
 
 class Directions(Sequence[Tensor]):
@@ -564,8 +565,10 @@ class Gaussian(Likelihood):
         return _real_targets(self._aligned(outputs, targets), outputs)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Half the squared error."""
-        return 0.5 * (outputs - targets).square().flatten(1).sum(1)
+        """Half the squared error; zero where that is rounding (16 units of the targets' root mean square)."""
+        error = (outputs - targets).square().flatten(1).sum(1)
+        least = (_ROUNDING * torch.finfo(error.dtype).eps) ** 2 * targets.square().sum() / max(1, len(targets))
+        return 0.5 * torch.where(error > least, error, 0)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``outputs - targets``."""

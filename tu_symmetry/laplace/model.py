@@ -36,7 +36,7 @@ from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
-from tu_symmetry.laplace.inputs import arguments, rows_of
+from tu_symmetry.laplace.inputs import arguments, ordinary, rows_of
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
@@ -101,6 +101,18 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
     return run
 
 
+def _following(
+    method: Callable[Concatenate[LinearizedLaplace, Any, P], R],
+) -> Callable[Concatenate[LinearizedLaplace, Any, P], R]:
+    """Gradients with respect to inputs that require one, where the caller has gradients on."""
+
+    @wraps(method)
+    def run(self: LinearizedLaplace, /, inputs: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(self, inputs if torch.is_grad_enabled() else ordinary(inputs), *args, **kwargs)
+
+    return run
+
+
 class LinearizedLaplace:
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
@@ -117,8 +129,8 @@ class LinearizedLaplace:
             without ``groups``) the graph is discovered at :meth:`fit` from the first batch.
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
             ``per_filter`` (each filter of a normalized group; curvature between filters is dropped), ``per_layer``
-            (each module), ``single``, or ``diagonal`` (each weight; not with Kronecker factors, which have no
-            eigenbasis in common with it).
+            (each module), ``per_tensor`` (each parameter of a module: a weight apart from its bias), ``single``, or
+            ``diagonal`` (each weight; not with Kronecker factors, which have no eigenbasis in common with it).
         evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at the weights ``theta*``, the
             mode of the tangent model) or ``map`` (at the linearization point, the trained weights).
         curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``,
@@ -186,7 +198,7 @@ class LinearizedLaplace:
                 "but a kernel of the outputs, and takes structured priors and linear observations"
             )
         for option, value, allowed in (
-            ("prior", prior, ("per_group", "per_filter", "per_layer", "single", "diagonal")),
+            ("prior", prior, ("per_group", "per_filter", "per_layer", "per_tensor", "single", "diagonal")),
             ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
             ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer", "lowrank")),
             ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
@@ -274,7 +286,8 @@ class LinearizedLaplace:
             UnsupportedLayerError: layers without Kronecker factors, by name.
 
         Warns:
-            ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module.
+            ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module, tied
+                to another, or of a module that is called several times.
         """
         if self._traced:
             require_weights(self.model, self.tangent.names)
@@ -297,9 +310,9 @@ class LinearizedLaplace:
         whole = [name for name, mark in zip(self.tangent.names, marked.tolist(), strict=True) if mark > 0]
         if whole:
             warnings.warn(
-                f"{whole[:6]} {'and others ' if len(whole) > 6 else ''}are read elsewhere than in the call of their "
-                "module, so that Kronecker factors would miss a part: they get their exact block (its diagonal beyond "
-                f"{self.options.dense_limit} entries)",
+                f"{whole[:6]} {'and others ' if len(whole) > 6 else ''}are read elsewhere than in one call of their "
+                "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
+                f"exact block (its diagonal beyond {self.options.dense_limit} entries)",
                 ReadElsewhereWarning,
                 stacklevel=4,
             )
@@ -417,6 +430,7 @@ class LinearizedLaplace:
         else:
             self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
 
+    @leaves_randomness
     def group(self, loader: Iterable[Any]) -> PriorGroups:
         """The groups of weights that would share a precision, without a fit; see ``prior``.
 
@@ -727,15 +741,19 @@ class LinearizedLaplace:
         """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
         return self.fitted.theta
 
+    @_following
     @_apart
-    def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
+    def function_covariance(self, inputs: Any, *, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``.
 
-        Outputs ``[batch, positions, outputs]`` have joint covariances over both, which are flattened to one axis.
+        Outputs ``[batch, positions, outputs]`` have joint covariances over both, which are flattened to one axis. With
+        ``joint`` there is one covariance between all inputs, ``[batch * outputs, batch * outputs]``, for which the
+        Jacobians of all of them are held. Gradients are as in :meth:`predictive`.
         """
         self.fitted.require_weights()
-        return prediction.function_covariance(self.fitted, prediction.on_device(self.fitted, inputs))
+        return prediction.function_covariance(self.fitted, prediction.on_device(self.fitted, inputs), joint=joint)
 
+    @_following
     @_apart
     def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
@@ -744,6 +762,7 @@ class LinearizedLaplace:
         outputs, changes = prediction.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
         return prediction.in_own_shape(self.fitted, inputs, outputs + changes)
 
+    @_following
     @_apart
     def predictive(
         self,
@@ -756,6 +775,9 @@ class LinearizedLaplace:
         seed: int = 0,
     ) -> Any:
         """Posterior predictive of a batch.
+
+        Where gradients are on and the inputs require one, predictions have it: ``x.requires_grad_()`` is all that an
+        acquisition function or an attack needs. Exact covariances take the Jacobians of the whole batch then.
 
         Args:
             inputs: a batch.

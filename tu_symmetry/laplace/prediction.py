@@ -13,7 +13,7 @@ from torch import Tensor
 from tu_symmetry.laplace import predictive as outputs_posterior
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.inputs import batch_size, mapped, ordinary
+from tu_symmetry.laplace.inputs import batch_size, follows, mapped, ordinary
 from tu_symmetry.laplace.links import LinkApprox, check_link_approx
 from tu_symmetry.laplace.predictive import WeightSamples
 from tu_symmetry.laplace.tangent import evaluating
@@ -45,23 +45,23 @@ def _same(one: Posterior, other: Posterior) -> bool:
 
 
 def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
-    """A batch of inputs on the network's device, without gradient history.
+    """A batch of inputs on the network's device, with the gradient history that it has.
 
     Raises:
         ValueError: a batch without samples.
     """
     device = next(fitted.model.parameters()).device
     with torch.inference_mode(False):
-        found = mapped(lambda own: own.to(device), ordinary(inputs))
+        found = mapped(lambda own: own.to(device), ordinary(inputs, history=True))
     if batch_size(found) == 0:
         raise ValueError("the batch holds no samples, so that there is nothing to predict")
     return found
 
 
-def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
+def function_covariance(fitted: FittedLaplace, inputs: Any, *, joint: bool = False) -> tuple[Tensor, Tensor]:
     """Outputs and their exact covariances, joint over positions: :func:`.predictive.function_covariance`."""
     outputs, matrix = outputs_posterior.function_covariance(
-        fitted.tangent, fitted.posterior, fitted.layers, inputs, whole=fitted.curvature.whole
+        fitted.tangent, fitted.posterior, fitted.layers, inputs, whole=fitted.curvature.whole, joint=joint
     )
     return outputs, matrix if fitted.temperature == 1 else fitted.temperature * matrix
 
@@ -75,12 +75,16 @@ def function_samples(
     return outputs, changes if fitted.temperature == 1 else fitted.temperature**0.5 * changes
 
 
-def exact_is_cheap(fitted: FittedLaplace) -> bool:
-    """Few outputs; apart from Kronecker factors, a Jacobian of one sample that is not too large."""
+def exact_is_cheap(fitted: FittedLaplace, inputs: Any) -> bool:
+    """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample; with gradients, of all."""
     outputs = fitted.summary.outputs
     if outputs > _EXACT_OUTPUTS:
         return False
-    return fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES
+    if follows(inputs):
+        outputs *= batch_size(inputs)
+    elif fitted.layers is not None:
+        return True
+    return outputs * fitted.tangent.size <= _EXACT_ENTRIES
 
 
 def predictive(
@@ -158,7 +162,7 @@ def tempered_predictives(
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)
         variance = torch.zeros_like(mean)
-    elif covariance == "exact" or (covariance == "auto" and exact_is_cheap(fitted)):
+    elif covariance == "exact" or (covariance == "auto" and exact_is_cheap(fitted, inputs)):
         mean, matrix = function_covariance(fitted, inputs)
         matrix = outputs_posterior.within_positions(mean, matrix)
         variance = matrix.diagonal(dim1=-2, dim2=-1)

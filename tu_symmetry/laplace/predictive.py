@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.hooks import Watch, watching
-from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
+from tu_symmetry.laplace.inputs import batch_size, follows, mapped, rows_of
 from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.memory import require_memory
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.memory import require_memory
 
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
@@ -34,11 +34,13 @@ def function_covariance(
     inputs: Any,
     *,
     whole: Sequence[str] = (),
+    joint: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
 
     Outputs at several positions ``[batch, positions, outputs]`` have joint covariances, positions and outputs of each
-    flattened to one axis.
+    flattened to one axis. Jacobians of all inputs are held at once for a covariance between them (``joint``), and for
+    gradients with respect to inputs that require one.
 
     Args:
         tangent: the network.
@@ -46,6 +48,7 @@ def function_covariance(
         layers: the layers of a Kronecker-factored posterior, None for any other.
         inputs: a batch of any size; it is worked through in pieces of bounded memory.
         whole: parameters of a Kronecker-factored posterior that no layer covers.
+        joint: the covariance between all inputs ``[batch * outputs, batch * outputs]``.
 
     Raises:
         ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
@@ -54,6 +57,10 @@ def function_covariance(
         outputs = tangent.outputs(inputs)
         shape = outputs.shape[1:]
         width = shape.numel()
+        if joint or follows(inputs):
+            _require_room(outputs, tangent.size, together=True, joint=joint)
+            found = _dense_covariance(tangent, posterior, None, inputs, shape, joint=joint)
+            return outputs, found[0] if joint else found
         _require_room(outputs, 0 if layers is not None else tangent.size)
         if layers is None:
             step = max(1, _ELEMENTS // (tangent.size * width))
@@ -78,18 +85,20 @@ def function_covariance(
     return outputs, torch.cat(pieces)
 
 
-def _require_room(outputs: Tensor, size: int) -> None:
+def _require_room(outputs: Tensor, size: int, *, together: bool = False, joint: bool = False) -> None:
     """Refuse covariances that do not fit: ``outputs^2`` for each sample, twice while pieces are joined.
 
-    Apart from Kronecker factors a sample's Jacobian is made, stacked from one gradient for each output, and whitened.
+    Apart from Kronecker factors a sample's Jacobian is made, stacked from one gradient for each output, and whitened;
+    those of all samples, where they are held together.
     """
     count, width, entry = len(outputs), outputs[0].numel(), outputs.element_size()
     positions = f" ({outputs.shape[1]} positions of {outputs.shape[2]})" if outputs.ndim == 3 else ""
+    entries, held = count * width**2 * (count if joint else 1), width * size * (count if together else 1)
     require_memory(
-        entry * (2 * count * width**2 + 4 * width * size),
+        entry * (2 * entries + 4 * held),
         outputs.device,
-        f"the exact covariances of {count} samples with {width} outputs each{positions}, {count} x {width} x {width} "
-        "entries" + (f" and the Jacobian of one sample, {width} x {size}," if size else ","),
+        f"the exact covariances of {count} samples with {width} outputs each{positions}, {entries} entries "
+        + (f"and the {'Jacobians of all' if together else 'Jacobian of one sample'}, {held}," if size else ","),
         "take samples instead (covariance='samples', or function_samples), or smaller batches",
     )
 
@@ -105,11 +114,19 @@ def _factored(layer: Layer) -> bool:
 
 
 def _dense_covariance(
-    tangent: TangentModel, posterior: Posterior, own: dict[str, Block] | None, inputs: Any, shape: torch.Size
+    tangent: TangentModel,
+    posterior: Posterior,
+    own: dict[str, Block] | None,
+    inputs: Any,
+    shape: torch.Size,
+    *,
+    joint: bool = False,
 ) -> Tensor:
     """Covariances from Jacobians of single samples: of all blocks, or of those that cover one parameter each."""
     jacobian = jacobians(tangent, inputs, shape)
-    covariance = jacobian.new_zeros(len(jacobian), shape.numel(), shape.numel())
+    if joint:
+        jacobian = jacobian.flatten(0, 1).unsqueeze(0)
+    covariance = jacobian.new_zeros(len(jacobian), jacobian.shape[1], jacobian.shape[1])
     for block in posterior.blocks if own is None else own.values():
         place = slice(block.start, block.stop) if own is None else slice(*tangent.slots[block.name][:2])
         white = posterior.whiten(block, jacobian[..., place])
@@ -346,10 +363,29 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     independent ones, so that means have a smaller error. It is the same for every input, and the symmetric root is
     unique: results do not depend on how inputs are split into batches.
     """
-    values, vectors = torch.linalg.eigh(covariance)
-    root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
+    root = _Root.apply(covariance)
     points = torch.quasirandom.SobolEngine(covariance.shape[-1], scramble=True, seed=seed).draw(
         count, dtype=torch.float64
     )
     noise = torch.special.ndtri(points.clamp(1e-12, 1 - 1e-12)).to(covariance)
     return torch.einsum("...cd,sd->s...c", root, noise)
+
+
+class _Root(torch.autograd.Function):
+    """The symmetric root of a covariance, with a gradient also where eigenvalues are equal, as those of a sum are."""
+
+    @staticmethod
+    def forward(ctx: Any, covariance: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(covariance)
+        deviations = values.clamp(min=0).sqrt()
+        ctx.save_for_backward(deviations, vectors)
+        return (vectors * deviations.unsqueeze(-2)) @ vectors.mT
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Of ``R R = C``: ``R dR + dR R = dC``, in the eigenbasis a division; directions without variance have none."""
+        deviations, vectors = ctx.saved_tensors
+        sums = deviations.unsqueeze(-1) + deviations.unsqueeze(-2)
+        limit = torch.finfo(sums.dtype).eps ** 0.5 * deviations.amax(-1)[..., None, None]
+        inside = vectors.mT @ ((gradient + gradient.mT) / 2) @ vectors
+        return vectors @ torch.where(sums > limit, inside / sums, 0) @ vectors.mT

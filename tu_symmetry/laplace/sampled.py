@@ -124,6 +124,9 @@ class NystromPreconditioner:
         noise: ``v``.
         generator: generator of the CPU.
         like: a tensor with dtype and device.
+
+    Raises:
+        ValueError: an operator with eigenvalues below zero by more than the root of rounding error, or without others.
     """
 
     def __init__(
@@ -136,10 +139,14 @@ class NystromPreconditioner:
         shift = math.sqrt(values) * torch.finfo(like.dtype).eps * float(image.norm())
         image = image + shift * basis
         core = basis.mT @ image
-        root, failed = torch.linalg.cholesky_ex((core + core.mT) / 2)
-        if int(failed):
-            raise ValueError("the operator of the preconditioner is not positive: check the prior's covariances")
-        factor = torch.linalg.solve_triangular(root, image.mT, upper=False).mT
+        inner, turn = torch.linalg.eigh(torch.nan_to_num((core + core.mT) / 2))
+        limit = math.sqrt(torch.finfo(like.dtype).eps) * float(inner[-1])
+        if not bool(core.isfinite().all()) or limit <= 0 or float(inner[0]) < -limit:
+            raise ValueError(
+                f"the operator of the preconditioner is not positive (eigenvalues from {float(inner[0]):.3g} to "
+                f"{float(inner[-1]):.3g}): check the prior's covariances"
+            )
+        factor = image @ (turn * inner.clamp(min=shift).rsqrt())
         self.vectors, scale = torch.linalg.svd(factor, full_matrices=False)[:2]
         self.eigenvalues = (scale.square() - shift).clamp(min=0)
         self.noise = noise

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock, Posterior
 from tu_symmetry.laplace.data import all_reduce
+from tu_symmetry.laplace.definite import cholesky
 from tu_symmetry.laplace.evidence import Noise
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
@@ -409,9 +410,8 @@ class _Search:
         scale = hessian.diagonal().clamp(min=1e-300).rsqrt()
         ridge = 10 * self.rounding * torch.eye(len(gradient), dtype=torch.float64, device="cpu")
         for matrix in (hessian - saved, hessian):
-            scaled = matrix * scale * scale.unsqueeze(-1)
-            factor, failed = torch.linalg.cholesky_ex(scaled + ridge)
-            if int(failed) == 0:
+            factor = cholesky(matrix * scale * scale.unsqueeze(-1) + ridge)
+            if factor is not None:
                 return -scale * torch.cholesky_solve((gradient * scale).unsqueeze(-1), factor).squeeze(-1)
         return -gradient * scale.square()
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
-from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of, structure
+from tu_symmetry.laplace.inputs import arguments, batch_size, follows, mapped, rows_of, structure
 from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, raw_shape
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -264,7 +264,7 @@ class TangentModel:
 
     def outputs(self, inputs: Any) -> Tensor:
         """``f(x)`` at the linearization point, ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(follows(inputs)):
             return check_outputs(self.function(inputs)(self.parameters()), batch_size(inputs))
 
     def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,7 +273,7 @@ class TangentModel:
         if self._forward_mode:
             load_forward_mode()
             try:
-                with torch.no_grad():
+                with torch.set_grad_enabled(follows(inputs)):
                     outputs, product = jvp(function, (point,), (direction,))[:2]
                 return check_outputs(outputs, batch_size(inputs)), product
             except NotImplementedError:  # an operator without forward-mode derivative (nn.LSTM, fused attention)
@@ -282,7 +282,7 @@ class TangentModel:
             outputs, pullback = vjp(function, point)[:2]
             push = vjp(lambda cotangent: pullback(cotangent)[0], torch.zeros_like(outputs))[1]
             (product,) = push(direction)
-        return check_outputs(outputs.detach(), batch_size(inputs)), product.detach()
+        return check_outputs(_own(outputs, inputs), batch_size(inputs)), _own(product, inputs)
 
     def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
         """The Jacobian times several flat vectors ``[count, size]``: ``[count, *outputs.shape]``.
@@ -297,7 +297,7 @@ class TangentModel:
                 return jvp(function, (point,), (self.unflatten(vector),))[1]
 
             try:
-                with torch.no_grad():
+                with torch.set_grad_enabled(follows(inputs)):
                     return vmap(push)(vectors)
             except (RuntimeError, NotImplementedError):  # what jvp itself cannot do, it says below
                 self._vectorized = False
@@ -308,7 +308,7 @@ class TangentModel:
         with torch.enable_grad():
             pullback = vjp(self.function(inputs), self.parameters())[1]
             (gradient,) = pullback(cotangent)
-        return self.flatten({name: g.detach() for name, g in gradient.items()})
+        return self.flatten({name: _own(g, inputs) for name, g in gradient.items()})
 
     def linearize(self, inputs: Any) -> Linearization:
         """The network on a batch, run once for all products that follow.
@@ -374,13 +374,17 @@ class TangentModel:
             if self._vectorized:
                 try:
                     gradients = vmap(one)(inputs, cotangent)
-                    return torch.cat(
-                        [gradients[name].detach().reshape(len(cotangent), -1) for name in self.names], dim=1
-                    )
+                    flat = [gradients[name].reshape(len(cotangent), -1) for name in self.names]
+                    return _own(torch.cat(flat, dim=1), inputs)
                 except RuntimeError:  # an operator that cannot be vectorized; others fail again below
                     self._vectorized = False
             rows = [rows_of(inputs, slice(i, i + 1)) for i in range(len(cotangent))]
             return torch.stack([self.vjp(row, cotangent[i : i + 1]) for i, row in enumerate(rows)])
+
+
+def _own(found: Tensor, inputs: Any) -> Tensor:
+    """What was found, with a gradient history only where it is of the inputs."""
+    return found if follows(inputs) else found.detach()
 
 
 class LastLayerModel(TangentModel):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
 from tu_symmetry.metrics.functional.discrepancy import (
     Level,
     Reduction,
@@ -24,7 +24,7 @@ from tu_symmetry.states import require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-class MaximumMeanDiscrepancy(Metric):
+class MaximumMeanDiscrepancy(BaseMetric):
     """Squared MMD between samples of a network's weights and a reference: plain, or after symmetry removal.
 
     See :func:`~tu_symmetry.metrics.functional.network_discrepancy`. With a ``graph`` it is the quantity that arXiv
@@ -56,9 +56,9 @@ class MaximumMeanDiscrepancy(Metric):
         True
     """
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
+    compares_sets = True
+    layout: list[Tensor]
     reference: list[Tensor]
     samples: list[Tensor]
 
@@ -82,10 +82,8 @@ class MaximumMeanDiscrepancy(Metric):
         self.remove_symmetries, self.graph, self.counted = remove_symmetries, graph, parameters
         self.removed = removal(removed)
         self.level, self.reduction, self.reset_reference = level, reduction, reset_reference
-        self.shapes: dict[str, torch.Size] = {}
-        self.layout: dict[str, int] = {}
-        self.add_state("reference", default=[], dist_reduce_fx="cat")
-        self.add_state("samples", default=[], dist_reduce_fx="cat")
+        for name in ("layout", "reference", "samples"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, states: Mapping[str, Tensor], reference: bool) -> None:
         """Add networks.
@@ -103,11 +101,11 @@ class MaximumMeanDiscrepancy(Metric):
         counts = {len(t) if t.ndim else 0 for t in floating.values()}
         if len(counts) != 1 or 0 in counts:
             raise ValueError(f"expected stacked states with one leading sample axis; its lengths are {sorted(counts)}")
-        shapes = {name: t.shape[1:] for name, t in floating.items()}
-        if self.shapes and shapes != self.shapes:
-            odd = sorted(n for n in shapes.keys() | self.shapes.keys() if shapes.get(n) != self.shapes.get(n))
+        shapes = {name: list(t.shape[1:]) for name, t in floating.items()}
+        first = read(self.layout).get("shapes", shapes)
+        if shapes != first:
+            odd = sorted(n for n in shapes.keys() | first.keys() if shapes.get(n) != first.get(n))
             raise ValueError(f"the states are of another architecture than the first ones; they differ in {odd}")
-        self.shapes = shapes
         if self.remove_symmetries is not None:
             (count,) = counts
             whole = [self.remove_symmetries({name: t[i] for name, t in states.items()}) for i in range(count)]
@@ -115,7 +113,9 @@ class MaximumMeanDiscrepancy(Metric):
         vectors = weight_vectors(
             states, graph=self.graph, removed=self.removed, parameters=self.counted, level=self.level
         )
-        self.layout = {name: v.shape[1] for name, v in vectors.items()}
+        if len(self.layout) == 0:
+            widths = {name: v.shape[1] for name, v in vectors.items()}
+            self.layout.append(written({"shapes": shapes, "widths": widths}).to(self.device))
         (self.reference if reference else self.samples).append(torch.cat(list(vectors.values()), dim=1))
 
     def compute(self) -> Tensor:
@@ -177,25 +177,19 @@ class MaximumMeanDiscrepancy(Metric):
                 generator=torch.Generator().manual_seed(seed),
             )
 
-    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
-        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
-        return self._plot(val, ax)
-
     def _sets(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Samples and reference, by part."""
         found = []
         for name, rows in (("reference", self.reference), ("samples", self.samples)):
             if len(rows) == 0:
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
-            whole = rows if isinstance(rows, Tensor) else torch.cat(rows)
-            found.append(dict(zip(self.layout, whole.split(list(self.layout.values()), dim=1), strict=True)))
+            widths = read(self.layout)["widths"]
+            found.append(dict(zip(widths, stacked(rows).split(list(widths.values()), dim=1), strict=True)))
         return found[1], found[0]
 
     def reset(self) -> None:
         """Forget the samples, and the reference unless ``reset_reference`` is False."""
-        kept = list(self.reference)  # torchmetrics clears the list itself
+        kept = list(self.reference), list(self.layout)  # torchmetrics clears the lists themselves
         super().reset()
-        if self.reset_reference:
-            self.shapes, self.layout = {}, {}
-        else:
-            self.reference = kept
+        if not self.reset_reference:
+            self.reference, self.layout = kept

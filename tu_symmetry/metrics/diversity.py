@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric
 from tu_symmetry.metrics.functional.diversity import DiversitySummary, diversity_summary, pairwise_mutual_information
 from tu_symmetry.plot import new_axes
 
 
-class PairwiseMutualInformation(Metric):
+class PairwiseMutualInformation(BaseMetric):
     """Mutual information of every pair of networks, in nats, averaged over the points.
 
     See :func:`~tu_symmetry.metrics.functional.pairwise_mutual_information`.
@@ -29,8 +29,6 @@ class PairwiseMutualInformation(Metric):
         0.6931
     """
 
-    is_differentiable = False
-    full_state_update = False
     plot_lower_bound = 0.0
     total: Tensor
     points: Tensor
@@ -78,7 +76,7 @@ class PairwiseMutualInformation(Metric):
         return figure, ax
 
 
-class FunctionalDiversity(Metric):
+class FunctionalDiversity(BaseMetric):
     """Pairwise mutual information of networks in and out of distribution: means, dispersion, correlation, collapse.
 
     See :func:`~tu_symmetry.metrics.functional.diversity_summary`. :meth:`compute` returns a dictionary with
@@ -91,8 +89,7 @@ class FunctionalDiversity(Metric):
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
-    is_differentiable = False
-    full_state_update = False
+    compares_sets = True
     id_total: Tensor
     ood_total: Tensor
     points: Tensor

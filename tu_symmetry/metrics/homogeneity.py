@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
 from tu_symmetry.metrics.functional.homogeneity import (
     HomogeneityTest,
     LargestWeight,
@@ -24,7 +24,7 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-class MarginalHomogeneity(Metric):
+class MarginalHomogeneity(BaseMetric):
     """P-value of the hypothesis that the units of every layer have identical posterior marginals.
 
     See :func:`~tu_symmetry.metrics.functional.marginal_homogeneity`. Each permutation group is tested by itself;
@@ -45,11 +45,10 @@ class MarginalHomogeneity(Metric):
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
-    is_differentiable = False
     higher_is_better = True
-    full_state_update = False
     plot_lower_bound = 0.0
     plot_upper_bound = 1.0
+    layout: list[Tensor]
     samples: list[Tensor]
     largest: list[Tensor]
 
@@ -70,11 +69,10 @@ class MarginalHomogeneity(Metric):
             raise SymmetryError(f"{graph.architecture or 'the network'} has no group of interchangeable units to test")
         self.graph, self.statistic, self.num_resamples, self.seed = graph, statistic, num_resamples, seed
         self.max_units, self.max_weights = max_units, max_weights
-        self.layout: dict[str, torch.Size] = {}
         self.keep_largest = keep_largest
         self.units = {g.name: math.prod(g.shape) for g in graph.permutations if g.size > 1}
-        self.add_state("samples", default=[], dist_reduce_fx="cat")
-        self.add_state("largest", default=[], dist_reduce_fx="cat")
+        for name in ("layout", "samples", "largest"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(self, states: Mapping[str, Tensor]) -> None:
         """Add stacked networks ``(S, ...)``.
@@ -84,7 +82,8 @@ class MarginalHomogeneity(Metric):
             ValueError: no leading sample axis, or several.
         """
         rows = unit_samples(self.graph, states, max_units=self.max_units, max_weights=self.max_weights)
-        self.layout = {name: r.shape[1:] for name, r in rows.items()}
+        if len(self.layout) == 0:
+            self.layout.append(written({name: list(r.shape[1:]) for name, r in rows.items()}).to(self.device))
         self.samples.append(torch.cat([r.flatten(1) for r in rows.values()], dim=1))
         if self.keep_largest:
             index = largest_index(self.graph, states)
@@ -105,8 +104,8 @@ class MarginalHomogeneity(Metric):
         """
         if len(self.samples) == 0:
             raise ValueError("no samples so far: call update(stacked_states)")
-        samples = self.samples if isinstance(self.samples, Tensor) else torch.cat(self.samples)
-        pieces = samples.split([shape.numel() for shape in self.layout.values()], dim=1)
+        layout = read(self.layout)
+        pieces = stacked(self.samples).split([math.prod(shape) for shape in layout.values()], dim=1)
         generator = torch.Generator().manual_seed(self.seed)
         return {
             name: marginal_homogeneity(
@@ -115,7 +114,7 @@ class MarginalHomogeneity(Metric):
                 num_resamples=self.num_resamples,
                 generator=generator,
             )
-            for (name, shape), piece in zip(self.layout.items(), pieces, strict=True)
+            for (name, shape), piece in zip(layout.items(), pieces, strict=True)
         }
 
     def largest_weights(self) -> dict[str, LargestWeight]:
@@ -128,7 +127,7 @@ class MarginalHomogeneity(Metric):
             raise ValueError("the indices were not kept: make the metric with keep_largest=True")
         if len(self.largest) == 0:
             raise ValueError("no samples so far: call update(stacked_states)")
-        rows = self.largest if isinstance(self.largest, Tensor) else torch.cat(self.largest)
+        rows = stacked(self.largest)
         generator = torch.Generator().manual_seed(self.seed)
         return {
             name: uniform_counts(rows[:, k], units, generator=generator)

@@ -6,16 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric
 from tu_symmetry.metrics.functional.predictive import predictive_agreement, predictive_total_variation
 
 
-class _PointwiseMean(Metric):
+class _PointwiseMean(BaseMetric):
     """Mean over all points of a quantity whose mean over a batch :meth:`_batch_mean` computes."""
 
-    is_differentiable = False
-    full_state_update = False
     total: Tensor
     points: Tensor
 
@@ -46,10 +44,6 @@ class _PointwiseMean(Metric):
     def compute(self) -> Tensor:
         """The mean over all points so far, in [0, 1]."""
         return self.total / self.points
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
-        return self._plot(val, ax)
 
 
 class PredictiveAgreement(_PointwiseMean):

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric, stacked
 from tu_symmetry.metrics.functional.discrepancy import weight_vectors
 from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.removal import Removal, removal
@@ -16,7 +16,7 @@ from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-class QuotientDistance(Metric):
+class QuotientDistance(BaseMetric):
     """Aligned L2, energy and sliced Wasserstein distances between posterior samples and a reference.
 
     See :func:`~tu_symmetry.metrics.functional.quotient_distances`. :meth:`compute` returns a dictionary with
@@ -35,9 +35,8 @@ class QuotientDistance(Metric):
         ValueError: neither or both of ``align_to`` and ``removed``.
     """
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
+    compares_sets = True
     reference: list[Tensor]
     samples: list[Tensor]
 
@@ -85,7 +84,7 @@ class QuotientDistance(Metric):
         for name, rows in (("samples", self.samples), ("reference", self.reference)):
             if len(rows) == 0:
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
-            sets.append(rows if isinstance(rows, Tensor) else torch.cat(rows))
+            sets.append(stacked(rows))
         found = vector_distances(
             *sets,
             removed=self.removed.name,
@@ -94,7 +93,3 @@ class QuotientDistance(Metric):
         )
         names = ("aligned_l2", "energy", "sliced_wasserstein")
         return {name: torch.tensor(getattr(found, name), dtype=torch.float64, device="cpu") for name in names}
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
-        return self._plot(val, ax)

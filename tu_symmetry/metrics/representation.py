@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric
 from tu_symmetry.metrics.functional.representation import representation_costs
 from tu_symmetry.scaling.canonical import Convention
 from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-class RepresentationCost(Metric):
+class RepresentationCost(BaseMetric):
     """Mean mass, minimal mass and ratio of the two over networks.
 
     See :func:`~tu_symmetry.metrics.functional.representation_costs`. :meth:`compute` returns a dictionary with the
@@ -29,9 +29,7 @@ class RepresentationCost(Metric):
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
     total: Tensor
     networks: Tensor
 
@@ -71,7 +69,3 @@ class RepresentationCost(Metric):
         """Means over the networks so far of ``mass``, ``minimal_mass`` and ``ratio``."""
         mass, minimal, ratio = self.total / self.networks
         return {"mass": mass, "minimal_mass": minimal, "ratio": ratio}
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
-        return self._plot(val, ax)

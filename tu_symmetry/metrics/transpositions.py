@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
+from tu_symmetry.metrics.base import BaseMetric
 from tu_symmetry.symmetry.elements import check_permutation, transposition_count
 
 
-class TranspositionCount(Metric):
+class TranspositionCount(BaseMetric):
     """Number of transpositions (NoT) of permutations, for example those that align a posterior's samples.
 
     NoT is the least number of swaps of two units that makes up a permutation (arXiv 2401.00611, section 2); see
@@ -30,9 +30,7 @@ class TranspositionCount(Metric):
         1.5
     """
 
-    is_differentiable = False
     higher_is_better = False
-    full_state_update = False
     plot_lower_bound = 0.0
     total: Tensor
     permutations: Tensor
@@ -63,7 +61,3 @@ class TranspositionCount(Metric):
     def compute(self) -> Tensor:
         """NoT of all permutations so far: their mean, or their sum."""
         return self.total if self.reduction == "sum" else self.total.double() / self.permutations
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
-        return self._plot(val, ax)

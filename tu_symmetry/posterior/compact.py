@@ -24,7 +24,16 @@ from tu_symmetry.alignment.align import align as align_states
 from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import SampleFileError, State, SymmetryError, kind_of, layout_of, require_state, unstack
+from tu_symmetry.states import (
+    SampleFileError,
+    State,
+    SymmetryError,
+    as_given,
+    kind_of,
+    layout_of,
+    require_state,
+    unstack,
+)
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
@@ -77,7 +86,7 @@ class CompactPosterior:
             ValueError: names or shapes that do not fit each other, means, factors or standard deviations that are not
                 finite, negative standard deviations.
         """
-        self.mean: State = {name: mean[name] for name in sorted(mean)}
+        self.mean: State = as_given(mean, {name: mean[name] for name in sorted(mean)})
         self.std: State = {name: std[name] for name in sorted(std)}
         self.factors: State = {name: factors[name] for name in sorted(factors)} if factors else {}
         self.metadata = dict(metadata or {})
@@ -215,7 +224,7 @@ class CompactPosterior:
         for names in aliases.values():
             factors |= {alias: factors[names[0]] for alias in names if names[0] in factors}
         return cls(
-            {n: mean[n].to(_precision(t)) if n in mean else t.clone() for n, t in first.items()},
+            as_given(first, {n: mean[n].to(_precision(t)) if n in mean else t.clone() for n, t in first.items()}),
             {n: t.to(_precision(first[n])) for n, t in std.items()},
             factors={n: t.to(_precision(first[n])) for n, t in factors.items()},
             aliases=aliases,
@@ -245,10 +254,11 @@ class CompactPosterior:
         owners = {id(p): name for name, p in model.named_parameters()}
         if missing := sorted(set(owners.values()) ^ mean.keys() | set(owners.values()) ^ std.keys()):
             raise ValueError(f"the moments are not those of {type(model).__name__}: {missing[:6]} differ")
-        means: State = {}
+        held = model.state_dict(keep_vars=True)
+        means: State = as_given(held, {})
         stds: State = {}
         aliases: dict[str, list[str]] = {}
-        for name, t in model.state_dict(keep_vars=True).items():
+        for name, t in held.items():
             if id(t) in owners:
                 own = owners[id(t)]
                 means[name], stds[name] = (part[own].detach().cpu().to(t.dtype) for part in (mean, std))
@@ -284,7 +294,7 @@ class CompactPosterior:
         if num_samples < 1:
             raise ValueError(f"cannot draw {num_samples} networks")
         generator = own_generator(generator)
-        stack = {name: t.expand(num_samples, *t.shape).clone() for name, t in self.mean.items()}
+        stack = as_given(self.mean, {n: t.expand(num_samples, *t.shape).clone() for n, t in self.mean.items()})
         scale = math.sqrt(0.5) if self.factors else 1.0
         for name in self._free():
             noise = _noise((num_samples, *self.std[name].shape), self.std[name], generator)
@@ -324,7 +334,8 @@ class CompactPosterior:
         """The same posterior on another device, or in another floating-point precision."""
 
         def move(tensors: State) -> State:
-            return {n: t.to(device, dtype if t.is_floating_point() else None) for n, t in tensors.items()}
+            moved = {n: t.to(device, dtype if t.is_floating_point() else None) for n, t in tensors.items()}
+            return as_given(tensors, moved)
 
         return CompactPosterior(
             move(self.mean),
@@ -473,7 +484,8 @@ def prune(state: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> State:
     unknown = sorted(mask.keys() - state.keys())
     if unknown:
         raise ValueError(f"the mask is of another architecture: the state has no {unknown[:6]}")
-    return {n: t * mask[n].to(t.device, t.dtype) if n in mask else t.clone() for n, t in state.items()}
+    pruned = {n: t * mask[n].to(t.device, t.dtype) if n in mask else t.clone() for n, t in state.items()}
+    return as_given(state, pruned)
 
 
 def _check_states(members: Iterable[Mapping[str, Tensor]], graph: SymmetryGraph | None) -> None:

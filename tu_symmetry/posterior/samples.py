@@ -9,6 +9,10 @@ What cannot happen in silence: a shard that was changed does not have its digest
 when its first state is read, so opening stays quick), a copy does not have the name it was written under, one of
 another store does not name this store, and one that was deleted or replaced stands in the log with its digest. A shard
 that is not in the log is no damage: a run was killed between the two writes.
+
+A training that stores its samples as it goes is ahead of its checkpoint. It says in ``run-<chain>.json`` which run it
+is (:meth:`SampleStore.mark`), so that the same run, started again, takes back what its checkpoint does not have
+(:meth:`SampleStore.discard`): the log says ``discarded`` of a shard, and then the file goes.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import json
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,6 +61,22 @@ _VERSION = "1"
 _STORE = "store.json"
 _LOG = "shards.log"
 _SUFFIX = ".safetensors"
+_DISCARDED = "discarded"
+
+
+@dataclass(frozen=True)
+class RunMark:
+    """Which run has stored a chain.
+
+    Attributes:
+        run: fingerprint of what the run depends on.
+        done: whether it came to its end.
+        step: optimizer steps at its end.
+    """
+
+    run: str
+    done: bool = False
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +126,7 @@ class SampleStore(Sequence[State]):
         self.written_by = dict(written_by)
         self._store = store  # what tells this store from others; None in those made before there were seals
         self._next = 0
+        self._discarded: set[str] = set()  # names of shards
         self._checked: dict[Path, tuple[int, int]] = {}  # shard to time and size of what was compared with its seal
 
     @classmethod
@@ -182,7 +203,7 @@ class SampleStore(Sequence[State]):
         if store._store is None:
             warn_unsealed(description)
         logged = store._read_log()
-        shards = sorted(folder.glob(f"*{_SUFFIX}"))
+        shards = [p for p in sorted(folder.glob(f"*{_SUFFIX}")) if p.name not in store._discarded]
         gone = sorted(logged.keys() - {shard.name for shard in shards})
         if gone:
             raise SampleFileError(
@@ -236,9 +257,59 @@ class SampleStore(Sequence[State]):
         }
         path = self.folder / f"{self._next:08d}-{secrets.token_hex(4)}{_SUFFIX}"
         write_safetensors(path, stack, header | {"file": path.name} | ({"store": self._store} if self._store else {}))
-        self._log(path)
+        self._log(f"{path.name} {read_header(path).digest}")
         self._add(path, chains, steps)
         self.layout = layout_of(stack, stacked=True)
+
+    def discard(self, chains: Collection[int], *, after: int = -1) -> int:
+        """Take back the samples of some chains beyond a step, whole shards of them; a kill leaves each there or gone.
+
+        Args:
+            chains: numbers of the chains.
+            after: the last step that stays.
+
+        Returns:
+            How many samples there were.
+
+        Raises:
+            ValueError: one of their shards holds other samples too; nothing is taken back then.
+        """
+        beyond = [r for r in self.records if r.chain in chains and r.step > after]
+        shards = {r.shard for r in beyond}
+        if len(beyond) < sum(r.shard in shards for r in self.records):
+            raise ValueError(
+                f"{self.folder} holds samples of chains {sorted(chains)} beyond step {after} in one file with others "
+                f"({min(shards).name}), so that they cannot be taken back: give the run another folder of samples"
+            )
+        for shard in sorted(shards):
+            self._log(f"{shard.name} {_DISCARDED}")
+            self._discarded.add(shard.name)
+        for name in self._discarded:  # of an earlier call that was killed too
+            (self.folder / name).unlink(missing_ok=True)
+        self.records = [r for r in self.records if r.shard not in shards]
+        if not self.records:
+            self.layout = None
+        return len(beyond)
+
+    def mark(self, chain: int, mark: RunMark) -> None:
+        """Write which run stores a chain (of a run with several chains, the first)."""
+        write_json(self._mark_file(chain), asdict(mark), seal=True)
+
+    def marked(self, chain: int) -> RunMark | None:
+        """Which run has stored a chain; None where nothing was written of it.
+
+        Raises:
+            SampleFileError: the file that says so is damaged.
+        """
+        try:
+            return RunMark(**read_json(self._mark_file(chain))[0])
+        except FileNotFoundError:
+            return None
+        except (FileError, TypeError) as error:
+            raise SampleFileError(f"{error}; remove the file, and the chain counts as that of another run") from error
+
+    def _mark_file(self, chain: int) -> Path:
+        return self.folder / f"run-{chain}.json"
 
     def __len__(self) -> int:
         return len(self.records)
@@ -377,22 +448,26 @@ class SampleStore(Sequence[State]):
                 f"{path} is gone, which says which shards there are; restore it, or make an empty file of that name if "
                 "all shards are there"
             ) from None
-        logged = {}
+        logged: dict[str, str] = {}
         # Each entry is written as "\nNAME DIGEST\n", so an empty line stands before and after it. The last line, and
         # one that another follows at once, are what a killed run has not written out; its shard is there all the same.
         for line, following in pairwise(lines):
             name, _, digest = line.decode("ascii", "replace").partition(" ")
             if not line or following:
                 continue
+            if digest == _DISCARDED and name.endswith(_SUFFIX):
+                self._discarded.add(name)
+                logged.pop(name, None)
+                continue
             if len(digest) != 64 or not name.endswith(_SUFFIX):
                 raise SampleFileError(f"{path} is damaged at {line[:40]!r}; restore it")
             logged[name] = digest
         return logged
 
-    def _log(self, shard: Path) -> None:
+    def _log(self, entry: str) -> None:
         """One write to the end of the file, so that writers at the same time do not mix their lines."""
         with (self.folder / _LOG).open("ab", buffering=0) as file:
-            file.write(f"\n{shard.name} {read_header(shard).digest}\n".encode())
+            file.write(f"\n{entry}\n".encode())
 
     def _open(self, shard: Path) -> Any:
         """A shard to read states from; its content is compared with its seal when it is read for the first time."""

@@ -337,11 +337,26 @@ class DeepImagePriorRoutine(StackedNetworks):
 
     def on_train_end(self) -> None:
         """Write the reconstructions."""
-        if self.out is None or self._problem is None or not self.trainer.is_global_zero:
-            return
-        states = {name: t.detach() for name, t in self.best.state_dict().items()}
-        images = self.reconstructions(self._problem)
-        Reconstructions(states, images, self.best_loss.detach(), self._problem).save(self.out)
+        if self._problem is not None:
+            self._write(self._problem)
+
+    def on_fit_end(self) -> None:
+        """Write them where the fit was resumed at its end, which makes no step."""
+        if (
+            self._problem is None
+            and self.trainer.train_dataloader is not None
+            and bool(self.best_loss.isfinite().all())
+        ):
+            device = self.trainer.strategy.root_device
+            self.to(device)
+            self._write(next(iter(self.trainer.train_dataloader)).to(device))
+            self.cpu()
+
+    def _write(self, problem: TomographyProblem) -> None:
+        if self.out is not None and self.trainer.is_global_zero:
+            states = {name: t.detach() for name, t in self.best.state_dict().items()}
+            images = self.reconstructions(problem)
+            Reconstructions(states, images, self.best_loss.detach(), problem).save(self.out)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tu_symmetry.posterior.hamiltonian import HamiltonianChain, RunningMoments, 
 from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_positive
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, evenly
+from tu_symmetry.routines.runs import StoredRun, fingerprint_of
 
 _STATE = "hamiltonian_monte_carlo"
 
@@ -32,7 +33,8 @@ class HMCRoutine(PredictiveRoutine):
 
     The state of the chain is in every checkpoint: a run resumed with ``--ckpt_path last`` gives the chain that an
     uninterrupted run gives, bit for bit where the device's kernels are deterministic. Samples that an interrupted run
-    has written after its last checkpoint are met again and left as they are.
+    has written after its last checkpoint are taken back and made anew; all of them where it was cut before its first
+    checkpoint and is started again as it was.
 
     Of the chain are kept: every ``thinning``-th sample in a :class:`~tu_symmetry.posterior.samples.SampleStore`, and
     of *all* transitions after the burn-in running moments of the weights, and a bounded set of quantities for the
@@ -150,8 +152,9 @@ class HMCRoutine(PredictiveRoutine):
         self._project: SignedSums | None = None
         self._series: list[Tensor] = []  # for each transition after the burn-in: projections, and the potential
         self._pending: list[tuple[int, States]] = []
-        self._store: SampleStore | None = None
+        self._stored: StoredRun | None = None
         self._restored: dict[str, Any] | None = None
+        self._resumed = False
         self._tested: list[States] | None = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -168,7 +171,8 @@ class HMCRoutine(PredictiveRoutine):
 
         Raises:
             ValueError: several processes, or half precision.
-            FileExistsError: the folder of samples holds this chain of another run, or the file of moments is there.
+            FileExistsError: the folder of samples holds this chain of another run (see
+                :class:`~tu_symmetry.routines.runs.StoredRun`), or the file of moments is there.
         """
         if self.trainer.world_size > 1:
             raise ValueError(
@@ -180,14 +184,9 @@ class HMCRoutine(PredictiveRoutine):
                 f"precision={self.trainer.precision!r} rounds the potential, a sum over all training points, by more "
                 "than a transition may change it, so that acceptances mean nothing: take 32-true or 64-true"
             )
-        if self.samples is not None and self.samples.is_dir() and any(self.samples.iterdir()):
-            self._store = SampleStore.open(self.samples, like=self.model.state_dict())
-            if self.chain_number in self._store.chains and self._restored is None:
-                raise FileExistsError(
-                    f"{self.samples} holds samples of chain {self.chain_number} of another run already: resume that "
-                    "run with --ckpt_path, or give another samples: or chain:"
-                )
-        if self.moments_file is not None and self.moments_file.exists() and self._restored is None:
+        if self.samples is not None:
+            self._stored = self._begin_storing(self.samples)
+        if self.moments_file is not None and self.moments_file.exists() and not self._resumed:
             raise FileExistsError(f"{self.moments_file} is there already; give another moments:, or move it away")
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -219,9 +218,14 @@ class HMCRoutine(PredictiveRoutine):
             self._keep(taken, position, made.potential)
 
     def on_train_end(self) -> None:
-        """Write what is left, and say how good the chain is."""
+        """Write the samples that are left."""
         self._flush()
-        if self.chain is None or not self._series:
+
+    def on_fit_end(self) -> None:
+        """Write the moments, and say how good the chain is; of a fit that was resumed at its end, too."""
+        if self._stored is not None:
+            self._stored.finish(self.trainer.global_step)
+        if not self._series:
             return
         found = self.diagnostics()
         if self.logger is not None:
@@ -243,6 +247,7 @@ class HMCRoutine(PredictiveRoutine):
                 "chain": self.chain.state_dict(),
                 "moments": self.moments.state_dict(),
                 "series": torch.stack(self._series) if self._series else None,
+                "stored": {} if self._stored is None else self._stored.state_dict(),
             }
         elif self._restored is not None:
             checkpoint[_STATE] = self._restored
@@ -250,7 +255,11 @@ class HMCRoutine(PredictiveRoutine):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the chain from the checkpoint; it continues at the first step."""
         super().on_load_checkpoint(checkpoint)
-        self._restored = checkpoint.get(_STATE)
+        self._restored, self._resumed = checkpoint.get(_STATE), True
+        if self._restored is not None:
+            self.moments.load_state_dict(self._restored["moments"])
+            series = self._restored["series"]
+            self._series = [] if series is None else list(series.cpu())
 
     def network_states(self) -> NoReturn:
         """Refuse to stand for one network where states are read: the draws are on disk.
@@ -331,8 +340,6 @@ class HMCRoutine(PredictiveRoutine):
         if self._restored is not None:
             chain.load_state_dict(self._restored["chain"])
             self.moments.load_state_dict(self._restored["moments"], self.device)
-            series = self._restored["series"]
-            self._series = [] if series is None else list(series.cpu())
             self._restored = None
         return chain
 
@@ -350,25 +357,31 @@ class HMCRoutine(PredictiveRoutine):
             if len(self._pending) >= self.samples_per_file:
                 self._flush()
 
+    def _begin_storing(self, folder: Path) -> StoredRun:
+        """The chain's part of the store, brought to the state of the checkpoint."""
+        kept = {"burn_in": self.burn_in, "thinning": self.thinning, "stored": sorted(self.stored or ())}
+        what = self.kernel_options | kept | {"nll": type(self.nll).__name__, "prior_precision": self.prior_precision}
+        state = self.model.state_dict()
+        stored = StoredRun(
+            folder,
+            [self.chain_number],
+            fingerprint_of([state], architecture=type(self.model).__name__, **what),
+            state,
+            architecture=type(self.model).__name__,
+            method="hmc",
+            seed=self.kernel_options["seed"],
+            prior_precision=self.prior_precision,
+        )
+        restored = self._restored or {}
+        step = restored["chain"]["transitions"] if restored else 0
+        stored.begin(self.trainer, restored.get("stored", {}) if self._resumed else None, step=step)
+        return stored
+
     def _flush(self) -> None:
-        """Append the samples in memory to the store, except those that it has from before an interruption."""
-        if not self._pending or self.samples is None:
-            return
-        if self._store is None and self.samples.is_dir() and any(self.samples.iterdir()):  # another chain was quicker
-            self._store = SampleStore.open(self.samples, like=self.model.state_dict())
-        if self._store is None:
-            self._store = SampleStore.create(
-                self.samples,
-                architecture=type(self.model).__name__,
-                method="hmc",
-                seed=self.kernel_options["seed"],
-                prior_precision=self.prior_precision,
-            )
-        there = {record.step for record in self._store.records if record.chain == self.chain_number}
-        new = [(step, state) for step, state in self._pending if step not in there]
-        if new:
-            steps = [step for step, _ in new]
-            self._store.append([state for _, state in new], chain=[self.chain_number] * len(new), step=steps)
+        """Append the samples in memory to the store."""
+        if self._pending and self._stored is not None:
+            steps, states = zip(*self._pending, strict=True)
+            self._stored.append(states, chain=[self.chain_number] * len(steps), step=steps)
         self._pending = []
 
 

@@ -18,6 +18,7 @@ from tu_symmetry.files import new_folder, remove_folder
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
+from tu_symmetry.routines.runs import is_over
 from tu_symmetry.states import unstack
 
 
@@ -118,6 +119,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         self.members = stacked_module([initialized(model, derived_seed(seed, 1, m)) for m in range(num_members)])
         self._points = 0
         self._started = self._resumed = False
+        self._end: tuple[int, int] | None = None  # epochs and steps of the checkpoint that a fit resumes from
 
     def setup(self, stage: str) -> None:
         """Put the given states in place before the first fit (Lightning loads a checkpoint after this).
@@ -162,11 +164,19 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
                 f"{self.samples} is not empty: resume the run that has written there with --ckpt_path, or give another "
                 "samples:"
             )
+        if self._end is not None:
+            epochs, steps = self._end
+            self._end = None
+            if is_over(self.trainer, epochs, steps):  # cut between its last checkpoint and on_train_end
+                self._write(steps)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A resumed run may find its own samples."""
         super().on_load_checkpoint(checkpoint)
         self._resumed = True
+        if "loops" in checkpoint:
+            epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+            self._end = epochs, checkpoint["global_step"]
 
     def on_train_start(self) -> None:
         """Count the training points."""
@@ -207,9 +217,11 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         Raises:
             FileExistsError: the folder holds something else than these members.
         """
+        self._write(self.trainer.global_step)
+
+    def _write(self, step: int) -> None:
         if self.samples is None or not self.trainer.is_global_zero:
             return
-        step = self.trainer.global_step
         written_by: dict[str, Any] = {"method": "deep_ensemble", "seed": self.seed}
         if self.samples.is_dir() and any(self.samples.iterdir()):
             store = SampleStore.open(self.samples)

@@ -192,8 +192,8 @@ class VariationalRoutine(PredictiveRoutine):
             state = checkpoint[_STATE]
             self._noise_state, self._sums, self._seen = state["noise"], state["sums"], state["seen"]
 
-    def on_train_end(self) -> None:
-        """Write the posterior."""
+    def on_fit_end(self) -> None:
+        """Write the posterior, of a fit that was resumed at its end too."""
         if self.posterior_file is not None and self.trainer.is_global_zero:
             self.posterior_file.parent.mkdir(parents=True, exist_ok=True)
             self.posterior().save(self.posterior_file)

@@ -16,6 +16,7 @@ from torch import Tensor
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
 from tu_symmetry.scaling.units import incoming_member, unit_rows
+from tu_symmetry.states import as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -77,7 +78,7 @@ def remove_symmetries(
 
     def canonical(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if scale is None:
-            return dict(given)
+            return as_given(given, given)
         form = canonicalize(
             graph,
             given,
@@ -112,7 +113,7 @@ def remove_symmetries(
         return representative(state)
     count = len(next(iter(state.values())))
     samples = [representative({name: t[i] for name, t in state.items()}) for i in range(count)]
-    return {name: torch.stack([s[name] for s in samples]) for name in state}
+    return as_given(state, {name: torch.stack([s[name] for s in samples]) for name in state})
 
 
 def removal_element(

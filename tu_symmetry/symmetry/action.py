@@ -1,7 +1,8 @@
 """How group elements act on weights, and on everything that is shaped like weights (gradients, averages).
 
-Functions take a state dict (or a stack of states with leading sample axes) and return a new one; those whose names end
-in an underscore change the tensors instead. Modules, with their optimizers, are moved by :mod:`.in_place`.
+Functions take a state dict (or a stack of states with leading sample axes) and return a new one of the same type, with
+the ``_metadata`` of a module's state dict (see :func:`~tu_symmetry.states.as_given`); those whose names end in an
+underscore change the tensors instead. Modules, with their optimizers, are moved by :mod:`.in_place`.
 
 Laws (tests/symmetry/test_laws.py, float64): the function of the network is unchanged; actions compose and invert.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tu_symmetry.states import SymmetryError
+from tu_symmetry.states import SymmetryError, as_given
 from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
 from tu_symmetry.symmetry.groups import PermutationMember
 from tu_symmetry.transfer import moved as on_device
@@ -54,7 +55,7 @@ def permute_tensors(
 
     This is what moves gradients, momenta, second moments and averages of weights along with the weights.
     """
-    moved = dict(tensors)
+    moved = as_given(tensors, tensors)
     permute_entries(graph, permutation, moved)
     return moved
 
@@ -78,6 +79,7 @@ class Permuted(Mapping[str, Tensor]):
 
     def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
         self._steps: dict[str, list[tuple[PermutationMember, Tensor, int]]] = {}
         for member, p in _steps(graph, permutation, {}):
             for name in graph.aliases[member.parameter]:
@@ -240,7 +242,7 @@ def scale_tensors(
 
     ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
     """
-    scaled = dict(tensors)
+    scaled = as_given(tensors, tensors)
     for parameter, logs in _log_factors(graph, log_scale, power):
         for name in graph.aliases[parameter]:
             if name in scaled:

@@ -45,8 +45,15 @@ rect:hover { stroke: #000; stroke-width: 2; }
 .read { fill: #fff; stroke-width: 1.5; }
 """
 
+_HEAD = "<!DOCTYPE html>"
+_TITLE = "<title>Symmetries of "
 _PINNED = "#b9b9b9"
 _PLAIN = "#ffffff"
+
+
+def is_drawing(content: bytes) -> bool:
+    """Whether a file is a page that :func:`to_html` has made."""
+    return content.startswith(_HEAD.encode()) and _TITLE.encode() in content[:200]
 
 
 def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) -> str:
@@ -67,14 +74,14 @@ def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) ->
     Returns:
         The page, which needs no network.
     """
-    title = f"Symmetries of {escape(graph.architecture or 'a network')}"
+    of = escape(graph.architecture or "a network")
     colors = _colors(graph)
     facts = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in summary(graph))
     page = "\n".join(
         [
-            "<!DOCTYPE html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>',
-            f"<h1>{title}</h1>",
+            _HEAD,
+            f'<html lang="en"><head><meta charset="utf-8">{_TITLE}{of}</title><style>{_STYLE}</style></head><body>',
+            f"<h1>Symmetries of {of}</h1>",
             f"<table>{facts}</table>",
             "<h2>Network</h2>",
             "<p>A box is a layer, a line is a group. A dot: the group moves what the layer makes. A ring: it moves "

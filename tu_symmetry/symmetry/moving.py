@@ -258,7 +258,7 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
             first, *rest = values
             labels[k] = first.labels[k]
         for value in rest:
-            labels[k] = ledger.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k])
+            labels[k] = ledger.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k], k)
     parts = [in_full(v, axis) for v in values]
     arity = max(len(p) for p in parts)
     joined: Label = ()

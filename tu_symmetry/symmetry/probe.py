@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tu_symmetry.memory import free_memory
 from tu_symmetry.modules import uncompiled
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.rules import GUARD, SMALL
@@ -103,9 +105,7 @@ class Probe:
             noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device="cpu")
             return tensor.mean() + tensor.std() * noise
 
-        probe = Probe(self.module, *tree_map_only(Tensor, draw, (self.args, self.kwargs)))
-        probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
-        return probe
+        return self._with(draw)
 
     def blank(self) -> Probe:
         """The same network with zeros for its floating-point inputs, and random states with no positive bias.
@@ -116,9 +116,14 @@ class Probe:
         def zeros(tensor: Tensor) -> Tensor:
             return torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
 
-        probe = Probe(self.module, *tree_map_only(Tensor, zeros, (self.args, self.kwargs)))
-        probe._precision, probe.epsilon, probe._narrowly = self._precision, self.epsilon, self._narrowly
+        probe = self._with(zeros)
         probe._dead = True
+        return probe
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> Probe:
+        probe = copy.copy(self)
+        probe.args, probe.kwargs = tree_map_only(Tensor, change, (self.args, self.kwargs))
+        probe.others = ()
         return probe
 
     def without_epsilons(self) -> Probe:
@@ -190,6 +195,8 @@ class Probe:
                 self._narrowly = False  # an operator that wants all its tensors in one precision
         try:
             return self._attempt(state)
+        except SymmetryError:
+            raise
         except Exception as error:
             first = error
         if self._precision == torch.float64:
@@ -329,7 +336,8 @@ def hollow(model: nn.Module) -> nn.Module:
             empty = torch.zeros((), dtype=_like(tensor.dtype, torch.float64), device="cpu").expand(tensor.shape)
             held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
         else:
-            value = _kept_value(tensor)
+            counter = tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1
+            value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if counter else _kept_value(tensor)
             held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in held:  # buffers that the state dict leaves out
@@ -430,8 +438,9 @@ def _like(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
 def _kept_value(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise SymmetryError(
-            f"a tensor of shape {tuple(tensor.shape)} that is part of the network, but not of its state dict, is on "
-            "the meta device and has no values; make it on the CPU (parameters can stay on the meta device)"
+            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that is part of the network, but no "
+            "weight (an index, a mask, a buffer that the state dict leaves out), is on the meta device and has no "
+            "values; make it on the CPU (weights and counters can stay on the meta device)"
         )
     return tensor.detach().to(device="cpu", dtype=_like(tensor.dtype, torch.float64), copy=True)
 
@@ -493,6 +502,7 @@ class _Exactly(TorchDispatchMode):
         self.precision = precision
         self.kept = kept
         self.epsilon = torch.finfo(precision).eps
+        self.most = free_memory(torch.device("cpu")) // 4  # bytes of one tensor
         order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         self.lower = frozenset(order[order.index(precision) + 1 :])
 
@@ -514,12 +524,14 @@ class _Exactly(TorchDispatchMode):
         if schema is not None and schema.is_mutable:
             self._guard(schema, args, kwargs)
         try:
-            result = func(*args, **kwargs)
+            result = _convolution(*args) if func is torch.ops.aten.convolution.default else func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             if not mixed or schema is None or schema.is_mutable:
                 raise
             result = self._rounded(func, args, kwargs, error)
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
+        if isinstance(result, Tensor) and result.numel() * result.element_size() > self.most:
+            self._require_room(func, result)
         if isinstance(result, Tensor) and (not held or name in ("lift_fresh", "lift", "zeros_like", "ones_like")):
             result = self.raised(result)
         if name == "bernoulli":
@@ -540,6 +552,17 @@ class _Exactly(TorchDispatchMode):
                         name = self.kept.get(tensor.untyped_storage().data_ptr())
                         if name is not None:
                             raise _WrittenTo(name)
+
+    def _require_room(self, func: Any, result: Tensor) -> None:
+        if result.layout != torch.strided or getattr(func, "is_view", False):
+            return
+        raise SymmetryError(
+            f"with random weights, in double precision, {func} makes a tensor of shape {tuple(result.shape)}, "
+            f"{result.nbytes / 2**30:.1f} GiB, and {4 * self.most / 2**30:.1f} GiB were free: the run stops before the "
+            "memory is gone. Likely cause: sizes that follow from the weights (predicted durations, for example), or "
+            "example inputs that are larger than needed. Pass smaller example inputs, or verify the symmetries of the "
+            "parts before and behind"
+        )
 
     def raised(self, tensor: Tensor) -> Tensor:
         """A tensor in the precision that is computed in; weights with their noise."""
@@ -596,6 +619,48 @@ class _Widened(TorchFunctionMode):
                 Tensor, lambda t: t if own.weight(t) is None else own.raised(t), (args, kwargs)
             )
         return func(*args, **kwargs)
+
+
+def _convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Tensor:
+    """``aten.convolution``; in float64 one matrix product for many samples, where PyTorch makes one for each.
+
+    Wide layers at low resolution, whose weights are then read once, take half of the time or less.
+    """
+    space = weight.ndim - 2
+    if x.dtype != torch.float64 or transposed or groups > 1 or x.ndim != weight.ndim or not x.numel():
+        return torch.ops.aten.convolution.default(
+            x, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+        )
+    stride, padding, dilation = (list(v) * (space // len(v)) for v in (stride, padding, dilation))
+    padded = nn.functional.pad(x, [p for p in reversed(padding) for _ in range(2)])
+    kernel = weight.shape[2:]
+    out = [
+        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(padded.shape[2:], kernel, stride, dilation, strict=True)
+    ]
+    samples, channels, *steps = padded.stride()
+    within = [n * d for n, d in zip(steps, dilation, strict=True)]
+    between = [n * s for n, s in zip(steps, stride, strict=True)]
+    each = max(1, _COLUMNS // (weight[0].numel() * math.prod(out)))
+    parts = []
+    for piece in padded.split(each):
+        columns = piece.as_strided(
+            (x.shape[1], *kernel, len(piece), *out),
+            (channels, *within, samples, *between),
+            piece.storage_offset(),
+        ).reshape(weight[0].numel(), -1)
+        parts.append((weight.reshape(len(weight), -1) @ columns).reshape(len(weight), len(piece), *out).movedim(0, 1))
+    result = torch.cat(parts)  # in the layout that PyTorch's own gives
+    return result if bias is None else result.add_(bias.reshape(-1, *[1] * space))
 
 
 def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -658,12 +723,14 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     if tensor.layout != torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.cpu().clone()
     dtype = _like(tensor.dtype, torch.float64)
-    noise = torch.randn(tensor.shape, generator=generator, dtype=dtype, device="cpu")
+    # numbers of single precision: drawing is most of what small batches cost
+    single = _like(tensor.dtype, torch.float32)
+    noise = torch.randn(tensor.shape, generator=generator, dtype=single, device="cpu").to(dtype)
     last = name.rpartition(".")[2]
     if "var" in last and not tensor.is_complex():
         return 0.5 + noise.abs()
     if tensor.ndim >= 2:
-        fan_in = tensor[0].numel()
+        fan_in = math.prod(tensor.shape[1:])
         return noise.mul_((1.5 / max(fan_in, 1)) ** 0.5)
     if "mean" in last or "bias" in last:
         return 0.3 * noise
@@ -693,6 +760,7 @@ def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], genera
 
 
 LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
+_COLUMNS = 2**23  # numbers of a convolution's input at a time
 _POOL = 2**18  # drawing a number for every weight would take longer than a layer does
 
 
@@ -701,9 +769,9 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 
 def tensors_of(nested: Any) -> list[Tensor]:
-    """All tensors among the outputs of a network, dense; numbers count as tensors."""
+    """All tensors among the outputs of a network, dense, without their gradients' graph; numbers count as tensors."""
     if isinstance(nested, Tensor):
-        return [nested.to_dense() if nested.layout != torch.strided else nested]
+        return [(nested.to_dense() if nested.layout != torch.strided else nested).detach()]
     if isinstance(nested, (bool, int, float, complex)):
         wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
         return [torch.as_tensor(nested, dtype=wide, device="cpu")]

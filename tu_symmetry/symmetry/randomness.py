@@ -1,15 +1,17 @@
-"""Random numbers of one's own: torch's global random state is a user's, and stays what it was.
+"""Random numbers of one's own: the global random states of torch, NumPy and Python are a user's, and stay as they were.
 
-Law (tests/symmetry/test_bad_states.py): ``torch.random.get_rng_state()`` is the same before and after every
-public function.
+Law (tests/symmetry/test_bad_states.py, tests/package/test_randomness.py): they are the same before and after every
+public function and constructor.
 """
 
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 P = ParamSpec("P")
@@ -17,17 +19,22 @@ T = TypeVar("T")
 
 
 def leaves_randomness(function: Callable[P, T]) -> Callable[P, T]:
-    """A function after which torch's global random state is what it was before.
+    """A function after which the global random states are what they were before.
 
-    Reading a ``DataLoader`` draws from it, even without shuffling, and so may a module. Within one call the state goes
-    on, so that a loader that shuffles gives another order in each epoch.
+    Reading a ``DataLoader`` draws from torch's, even without shuffling; a module may, and data from any. Within one
+    call the states go on, so that a loader that shuffles gives another order in each epoch.
     """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        with torch.random.fork_rng(devices=list(cuda)):
-            return function(*args, **kwargs)
+        others = np.random.get_state(), random.getstate()
+        try:
+            with torch.random.fork_rng(devices=list(cuda)):
+                return function(*args, **kwargs)
+        finally:
+            np.random.set_state(others[0])
+            random.setstate(others[1])
 
     return wrapped
 

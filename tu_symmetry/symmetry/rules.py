@@ -95,7 +95,7 @@ class Call:
         arguments: by the schema's names; tensors are :class:`Value`, everything else is as in the graph.
         outputs: shapes of the outputs.
         place: name of the node, for reasons.
-        used: positions of the outputs that something reads.
+        used: positions of the outputs that something reads; for ``select``, those that are selected anywhere.
         constants: as ``arguments``, the tensors among them that are known by value (None for the others).
         dtypes: as ``arguments``, the types of the tensors.
         zeros: ids of the tensor arguments that are zero throughout: these have any scale.

@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry import moving
@@ -116,25 +118,11 @@ def trace(
                 return _recorded(model, args, kwargs, None, batched=True)
             return _exported(model, program)
         except GuardOnDataDependentSymNode as error:
-            place = _place(error)
-            try:
-                recorded = _recorded(model, args, kwargs, place)
-            except Exception:  # whatever stops the network on these inputs; asked to record it, the user is told
-                if record:
-                    raise
-                recorded = None
-            if recorded and not _reads_values(recorded.module.graph):  # a mask that forward makes: always the same way
-                return replace(recorded, branch=None)
-            if recorded and record:
-                return recorded
-            raise SymmetryError(
-                f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
-                'symmetries may differ from branch to branch. discover_symmetries(..., branches="record") finds '
-                "those of the way that the example inputs take; torch.where or torch.cond in place of the branch makes "
-                "both ways count."
-            ) from error
+            return _recorded_instead(model, args, kwargs, error, record=record, batched=False)
         except Exception as error:
             text = str(error).strip().splitlines()
+            with contextlib.suppress(_Unrecorded):  # gradients, packed sequences: what no exported program holds
+                return _recorded_instead(model, args, kwargs, error, record=record, batched=True)
             if batch_axis_missing(model, args, kwargs):
                 shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
                 raise SymmetryError(
@@ -146,6 +134,60 @@ def trace(
                 f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
                 "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
             ) from error
+
+
+class _Unrecorded(SymmetryError):
+    """A program could not be recorded either."""
+
+
+def _recorded_instead(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: Exception,
+    *,
+    record: bool,
+    batched: bool,
+) -> Trace:
+    """The way that the example inputs take, where a module cannot be exported: if it is the only one, or is asked for.
+
+    Raises:
+        SymmetryError: if the way depends on values, and is not to be recorded, naming the line.
+        _Unrecorded: if it cannot be recorded; in place of a branch on values that was to be recorded, what is raised.
+    """
+    place = _place(error)
+    try:
+        recorded = _recorded(model, args, kwargs, place, batched=batched)
+    except Exception as stopped:  # whatever stops the network on these inputs; asked to record it, the user is told
+        if batched:
+            raise _Unrecorded(str(stopped)) from stopped
+        if record:
+            raise
+        recorded = None
+    if recorded and not _reads_values(recorded.module.graph):  # a mask that forward makes: always the same way
+        return replace(recorded, branch=None)
+    if recorded and record:
+        return recorded
+    raise SymmetryError(
+        f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
+        'symmetries may differ from branch to branch. discover_symmetries(..., branches="record") finds '
+        "those of the way that the example inputs take; torch.where or torch.cond in place of the branch makes "
+        "both ways count."
+    ) from error
+
+
+class _Whole(TorchFunctionMode):
+    """Notes where numbers leave a program that is recorded, which would come back as constants; views stay views."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "__get__" and func.__self__ is Tensor.data:
+            return args[0].detach()
+        if name in ("tolist", "numpy", "__array__", "__dlpack__") or func in (torch.tensor, torch.as_tensor):
+            for held in _flatten(args):
+                if isinstance(held, Tensor) and held.numel() > 0:
+                    torch.equal(held, held)  # a number that is read off it: see the rule of ``equal``
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -314,13 +356,19 @@ def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
 def _recorded(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: str | None, *, batched: bool = False
 ) -> Trace:
-    """The operators that the example inputs pass through; with ``batched`` those that ``torch.vmap`` makes of them."""
+    """The operators that the example inputs pass through; with ``batched`` those of vmap and autograd."""
     model = copied(model)
     state = model.state_dict(keep_vars=True)
     tensors = {first: state[first].detach() for first in tied_names(model)}
 
-    def forward(tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return torch.func.functional_call(model, tensors, args, kwargs)
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def forward(tensors: dict[str, Tensor], given: list[Tensor]) -> Any:
+        remaining = iter(given)
+        again = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        with _Whole():
+            return torch.func.functional_call(model, tensors, *tree_unflatten(again, spec))
 
     graph_module = make_fx(
         forward,
@@ -328,15 +376,14 @@ def _recorded(
         pre_dispatch=not batched,
         _allow_non_fake_inputs=True,
         _error_on_data_dependent_ops=False,
-    )(tensors, args, dict(kwargs))
+    )(tensors, given)
     constants: dict[str, Tensor] = {}
     nodes = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     live = _live(graph_module.graph)
     inputs: list[Any] = [
         _enter(name, state[name], node, node in live, constants) for name, node in zip(tensors, nodes, strict=False)
     ]
-    for leaf in _flatten((args, dict(kwargs))):
-        inputs.append(pinned_value(leaf.shape, INPUT) if isinstance(leaf, Tensor) else leaf)
+    inputs += [pinned_value(leaf.shape, INPUT) for leaf in given]
     return Trace(graph_module, tuple(inputs), place, constants)
 
 
@@ -346,6 +393,11 @@ def _reads_values(graph: torch.fx.Graph) -> bool:
     for node in graph.nodes:
         overload = node.target if isinstance(node.target, torch._ops.OpOverload) else None
         chance = overload is not None and torch.Tag.nondeterministic_seeded in overload.tags
+        packed = node.args[0] if node.target is operator.getitem else None
+        if isinstance(packed, torch.fx.Node) and packed.target is torch.ops.aten._pack_padded_sequence.default:
+            if packed.args[node.args[1]] in decided:
+                decided.add(node)  # the steps, by the input; how many sequences each has, by their lengths alone
+            continue
         if node.op == "placeholder" or chance or decided.intersection(node.all_input_nodes):
             decided.add(node)
             if node.op == "call_function" and not _makes_tensors(node):
@@ -590,6 +642,8 @@ class _Interpreter:
         held: list[Any] = list(torch.fx.node.map_arg(node.args, lambda n: self.env[n]))
         output = node.meta.get("val")
         name = getattr(node.target, "__name__", str(node.target))
+        if output is None and not node.users and not node.all_input_nodes:  # turns gradients on or off
+            return None
         bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
         if name.startswith("wrap_with") and len(bodies) == 1:  # a context manager: autocast, no_grad, ...
             return self._inner(held[bodies[0]], held[bodies[0] + 1 :])
@@ -692,7 +746,7 @@ class _Interpreter:
         follows = moves or "of_statistics" in traits
         if "statistic" in traits or (follows and inputs and all(n in self.statistic for n in inputs)):
             self.statistic.add(node)
-        alone = moves and len(inputs) == 1 and len(inputs[0].users) == 1
+        alone = moves and len(inputs) == 1 and (len(inputs[0].users) == 1 or _is_own_piece(node))
         if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
             self.sole.add(node)
         outputs = [v for v in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(v, Value)]
@@ -937,8 +991,26 @@ def _apply(rule: Rule, call: Call) -> list[Value]:
     return values
 
 
+def _is_own_piece(node: torch.fx.Node) -> bool:
+    """Whether a tensor is read in pieces along one axis only, and the node is the first to read its piece."""
+    source = node.args[0]
+    if node.target is not torch.ops.aten.select.int or not isinstance(source, torch.fx.Node):
+        return False
+    axis, index = node.args[1:]
+    if any(u.target is not node.target or u.args[1] != axis for u in source.users):
+        return False
+    size = source.meta["val"].shape[axis]
+    return next(u for u in source.users if (u.args[2] - index) % size == 0) is node  # type: ignore[operator]
+
+
 def _read_outputs(node: torch.fx.Node) -> frozenset[int]:
-    """Positions of the outputs that something reads."""
+    """Positions of the outputs that something reads; for a piece, those of all pieces of what it is taken from."""
+    if node.target is torch.ops.aten.select.int:
+        source, axis, _ = node.args
+        assert isinstance(source, torch.fx.Node)
+        pieces = (u.args for u in source.users if u.target is node.target)
+        size = source.meta["val"].shape[axis]
+        return frozenset(k % size for _, a, k in pieces if a == axis and isinstance(k, int))
     positions = (u.args[1] for u in node.users if u.target is operator.getitem and u.users)
     return frozenset(p for p in positions if isinstance(p, int)) or frozenset((0,))
 

@@ -1,14 +1,19 @@
 """Numerical verification: every claimed group acts on real weights, and the outputs have to stay the same.
 
-One joint element of all groups proves little: two halves of one symmetry that always move together hide each other.
-So every group, and every block of a nested group, takes part in half of the passes, another half each: of any two,
-some pass moves the first without the second, and another one the second without the first. With n passes there are
-``n! / (n/2)!^2`` such halves (Sperner's theorem: there are no more), so that 70 groups take 8 passes, where the bits of
-their numbers and the complements would take 14. Beside them all are moved at once, and random subsets.
+Wrong claims could hide each other in a pass that moves several: ``relu`` between two layers, the rows of the first
+claimed as one group and the columns of the second as another, which are wrong apart and right together. Every block of
+units moves by an element of its own, so that two blocks of n units agree with probability ``1 / (n - 1)!`` at most, and
+blocks of :data:`FEW` units or more need no passes of their own: all are moved at once, and random subsets. (Of products
+of symmetric groups all other proper subgroups are as rare, but those that only tie the signs of permutations: each of
+the passes misses one of these with probability one half.)
 
-As an example, ``relu`` between two layers of two units: the group of the rows of the first layer and the group of the
-columns of the second are wrong apart and right together, and a group of two has one element that moves anything. They
-take part in one of two passes each, and each of these changes the outputs.
+A block of two units has one element that moves anything. Every block of fewer than :data:`FEW` units therefore takes
+part in half of further passes, another half each: of any two, some pass moves the first without the second, and another
+one the second without the first. With n passes there are ``n! / (n/2)!^2`` such halves (Sperner's theorem: there are no
+more), so that 70 blocks take 8 passes, where the bits of their numbers and the complements would take 14.
+
+Half of the passes have other weights and other inputs than the other half. Scales that hold up to a normalization's
+epsilon are moved in one of the halves only, with the epsilons left out; the other half takes the network as it is.
 
 Laws (tests/symmetry/test_verification.py): a symmetry split in two, and two that are made one, are refused for every
 module of the zoo; bisection finds exactly the wrong groups among right ones.
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
+FEW = 8  # units of a block; two blocks of so many move alike by chance in one pass of 5,040 at most
 
 
 def verify_symmetries(
@@ -182,24 +188,21 @@ def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[_Pa
     subspace, and factors that are drawn independently lie in a proper one with probability zero.
     """
     shapes = {g: g.blocks if isinstance(g, PermutationGroup) else () for g in groups}
+    few = [g for g in groups if isinstance(g, PermutationGroup) and g.size < FEW]
     numbers: dict[Group, Tensor] = {}
-    count = scales = 0
-    for group, shape in shapes.items():
-        if isinstance(group, PermutationGroup):
-            numbers[group] = torch.arange(count, count + math.prod(shape), device="cpu").reshape(shape)
-            count += math.prod(shape)
-        else:
-            numbers[group] = torch.tensor(scales, device="cpu")
-            scales += 1
+    count = 0
+    for group in (*few, *(g for g in groups if g not in few)):
+        numbers[group] = torch.arange(count, count + math.prod(shapes[group]), device="cpu").reshape(shapes[group])
+        count += math.prod(shapes[group])
+    separate = sum(math.prod(shapes[g]) for g in few)
     everything = {g: torch.ones(shape, dtype=torch.bool, device="cpu") for g, shape in shapes.items()}
     yield _Pass(everything, cycles=True)
     yield _Pass(everything, cycles=False)
-    part = _halves(count)
-    for number, on in enumerate(part.T):  # scales borrow the numbers of permutations
-        yield _Pass({g: on[k % count] for g, k in numbers.items()}, cycles=number % 2 == 0)
+    for number, on in enumerate(_halves(separate).T):  # all others borrow their numbers
+        yield _Pass({g: on[k % separate] for g, k in numbers.items()}, cycles=number % 2 == 0)
     for cycles in (True, False):
         drawn = {g: torch.rand(shape, generator=generator, device="cpu") < 0.5 for g, shape in shapes.items()}
-        yield _Pass(drawn if count + scales > 1 else everything, cycles)
+        yield _Pass(drawn if count > 1 else everything, cycles)
 
 
 def _halves(count: int) -> Tensor:
@@ -248,82 +251,64 @@ def _failures(
 ) -> dict[Group, Difference]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
-    rough = tuple(g for g in claimed if g not in faithful)
+    generator = torch.Generator().manual_seed(seed + 1)
     for given in (probe, *probe.others):
-        for network, groups in ((given, faithful), (None, rough)):
-            if not groups:
-                continue
-            network = given.without_epsilons() if network is None else network
-            generator = torch.Generator().manual_seed(seed + 1)
-            plans = list(_passes(groups, generator))
-            if given is not probe:  # which groups belong together shows on the first example
-                plans = [plans[0], plans[-1]]
+        exact = given if len(faithful) == len(claimed) else given.without_epsilons()
+        plans = list(_passes(claimed, generator))
+        if given is not probe:  # which groups belong together shows on the first example
+            plans = [plans[0], plans[-1]]
+        networks = [(exact, tuple(claimed))]
+        if given is probe or exact is not given:
+            networks.append((given, faithful) if faithful else (exact, tuple(claimed)))
+        for k, (network, groups) in enumerate(networks):
             # half of the passes on other weights: what is dead or saturated with the first need not be with the second
-            halved = network is probe
-            parts = [(plans[::2], seed), (plans[1::2], seed + 500)] if halved else [(plans, seed)]
-            for part, weights in parts:
-                first = weights == seed
-                inputs = network if first or graph.branch else _other_inputs(network, generator)
-                failed = _try(graph, inputs, groups, part, generator, tolerance, weights, repeat=first)
-                if failed:
-                    return failed
+            other = k == 1 and not graph.branch
+            base = _Base.of(network, tolerance, seed + 500 * k, graph.constants, groups, repeat=k == 0, other=other)
+            failed = _try(graph, base, groups, plans[k :: len(networks)], generator)
+            if failed:
+                return failed
     moved = tuple(g for g in faithful if isinstance(g, PermutationGroup))
     if graph.positions and moved and not graph.branch:
-        blank = probe.blank()
         generator = torch.Generator().manual_seed(seed + 2)
         try:
-            _Base.of(blank, tolerance, seed, graph.constants, exchanged=True)
+            base = _Base.of(probe.blank(), tolerance, seed, graph.constants, moved)
         except SymmetryError:  # a network that makes no numbers of a blank input, or always the same
             return {}
-        return _try(graph, blank, moved, list(_passes(moved, generator))[:2], generator, tolerance, seed, repeat=False)
+        return _try(graph, base, moved, list(_passes(moved, generator))[:2], generator)
     return {}
-
-
-def _other_inputs(probe: Probe, generator: torch.Generator) -> Probe:
-    """The network with inputs of our own, where it runs with them."""
-    other = probe.drawn(generator)
-    try:
-        other.run(probe.random_state(torch.Generator().manual_seed(0)))
-    except SymmetryError:  # inputs that have to be related (boxes, lengths, sorted numbers)
-        return probe
-    return other
 
 
 def _try(
     graph: SymmetryGraph,
-    probe: Probe,
+    base: _Base,
     groups: Sequence[Group],
     plans: Sequence[_Pass],
     generator: torch.Generator,
-    tolerance: float,
-    seed: int,
-    *,
-    repeat: bool,
 ) -> dict[Group, Difference]:
-    exchanged = all(isinstance(g, PermutationGroup) for g in groups)
-    base = _Base.of(probe, tolerance, seed, graph.constants, repeat=repeat, exchanged=exchanged)
-    state = base.state  # one set of weights, which the elements move one after the other: no copy is kept
     for plan in plans:
         element = _draw(groups, plan, generator)
         permutation, log_scale = _split(element)
-        permute_tensors_(graph, permutation, state)
-        scale_tensors_(graph, log_scale, state)
-        if base.difference(state).holds:
+        permute_tensors_(graph, permutation, base.state)  # one set of weights, moved again and again: no copy is kept
+        scale_tensors_(graph, log_scale, base.state)
+        if base.difference(base.state).holds:
             continue
-        base = _Base.of(probe, tolerance, base.seed, graph.constants, exchanged=exchanged)  # the same once more
+        base = base.again()
         failed = _bisect(graph, base, element)
-        if not failed:
+        if failed:
+            return failed
+        if not base.difference(_moved(graph, base, element)).holds:
             raise SymmetryError(_TOGETHER)
-        return failed
     return {}
+
+
+def _moved(graph: SymmetryGraph, base: _Base, element: Element) -> dict[str, Tensor]:
+    permutation, log_scale = _split(element)
+    return scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
 
 
 def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Difference]:
     """The groups of an element that change the outputs on their own."""
-    permutation, log_scale = _split(element)
-    moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
-    found = base.difference(moved)
-    del moved
+    found = base.difference(_moved(graph, base, element))
     if found.holds:
         return {}
     if len(element) == 1:
@@ -339,32 +324,19 @@ class _Base:
     """Random weights, their outputs, and how much each of these may change."""
 
     def __init__(
-        self,
-        probe: Probe,
-        tolerance: float,
-        seed: int,
-        constants: Mapping[str, Tensor],
-        *,
-        repeat: bool,
-        exchanged: bool,
+        self, probe: Probe, tolerance: float, seed: int, constants: Mapping[str, Tensor], *, exchanged: bool, draws: int
     ) -> None:
         self.probe, self.tolerance, self.seed = probe, tolerance, seed
+        self.constants, self.exchanged = constants, exchanged
         generator = torch.Generator().manual_seed(seed)
         self.state = probe.random_state(generator, constants, exchanged=exchanged)
         before = probe.run(self.state)
         if exchanged and self.narrow and not probe.large(self.state):  # it runs with weights of one precision only
             self.state = probe.random_state(generator, constants)
             before = probe.run(self.state)
-        if repeat and not Reference(before).difference(probe.run(self.state), 0.0, epsilon=probe.epsilon).holds:
-            raise SymmetryError(
-                "the network does not compute the same twice for the same weights and inputs, so that no symmetry of "
-                "it can be verified; likely cause: it counts its calls, or draws random numbers of its own (noise from "
-                "torch is replaced by constants, noise from numpy or random is not)"
-            )
         changes = []
         noise = NOISE * probe.epsilon
-        # an entry's sensitivity is underestimated by much only if all draws agree to hardly move it
-        for _ in range(2 if probe.epsilon < 1e-12 else 8):
+        for _ in range(draws if probe.epsilon < 1e-12 else 8):
             if self.narrow:  # in half precision, which has no room for the noise
                 changes.append((before, probe.run(self.state, noise=lambda name: noise, generator=generator)))
                 continue
@@ -388,16 +360,35 @@ class _Base:
         tolerance: float,
         seed: int,
         constants: Mapping[str, Tensor],
+        groups: Sequence[Group],
         *,
         repeat: bool = False,
-        exchanged: bool = False,
+        other: bool = False,
     ) -> _Base:
-        """Weights with which the outputs are numbers that say something, the first of a few attempts."""
+        """Weights with which the outputs are numbers that say something, the first of a few attempts.
+
+        Args:
+            probe: the network.
+            tolerance: as for :func:`verify_symmetries`.
+            seed: of the weights and of other inputs.
+            constants: tensors that the network reads by value.
+            groups: what will move the weights.
+            repeat: whether to check that the network computes the same twice.
+            other: whether to take other numbers than the given inputs, where the network runs with them.
+        """
+        if other:
+            drawn = probe.drawn(torch.Generator().manual_seed(seed))
+            try:
+                return cls.of(drawn, tolerance, seed, constants, groups)
+            except SymmetryError:  # inputs that have to be related (boxes, lengths, sorted numbers)
+                pass
+        exchanged = all(isinstance(g, PermutationGroup) for g in groups)
         problem = None
         patterns: list[list[Tensor]] = []
         for attempt in range(4):
-            again = repeat and attempt == 0
-            base = cls(probe, tolerance, seed + 7 * attempt, constants, repeat=again, exchanged=exchanged)
+            base = cls(probe, tolerance, seed + 7 * attempt, constants, exchanged=exchanged, draws=1)
+            if repeat and attempt == 0:
+                base.repeat()
             nans = [torch.isnan(t) for t in base.reference.outputs]
             # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
             told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
@@ -406,6 +397,26 @@ class _Base:
             if problem is None:
                 return base
         raise SymmetryError(problem)
+
+    def again(self) -> _Base:
+        """The same once more, before anything moved it, with sensitivities that more draws of the noise measure.
+
+        An entry that one draw hardly moves by chance is underestimated; that several agree to is improbable.
+        """
+        same = self.probe, self.tolerance, self.seed, self.constants
+        return _Base(*same, exchanged=self.exchanged, draws=4)
+
+    def repeat(self) -> None:
+        """Run the weights again, which are those behind the reference's outputs."""
+        again = Reference(self.reference.outputs).difference(
+            self.probe.run(self.state), 0.0, epsilon=self.probe.epsilon
+        )
+        if not again.holds:
+            raise SymmetryError(
+                "the network does not compute the same twice for the same weights and inputs, so that no symmetry of "
+                "it can be verified; likely cause: it counts its calls, or draws random numbers of its own (noise from "
+                "torch is replaced by constants, noise from numpy or random is not)"
+            )
 
     @property
     def allowed(self) -> float:

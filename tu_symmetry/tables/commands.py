@@ -6,7 +6,7 @@ words typed in a shell would not do, except
 
 * to redirect the run folder that the files name (``runs/digits``) to another one, and the data root;
 * to skip a command whose configuration and inputs are those of a finished run and whose files are untouched;
-* to resume a training that was cut, from its last checkpoint.
+* to resume a training that was cut, from its last checkpoint; without one it starts anew, in an empty folder.
 
 A finished command leaves ``.table/NAME.json`` in the run folder: a fingerprint of its configuration and of the files
 of the commands that it needs, the digest of every file that it wrote, its times, and where it took a GPU
@@ -280,6 +280,11 @@ class _Run:
                     "(--out)"
                 )
             remove_folder(target)
+        if resumed:
+            clear_scratch(target, recursive=True)
+            if command.command != "run" and self._checkpoint(command) is None:  # cut before there was one
+                remove_folder(target)
+                resumed = False
         before = old if resumed and old else {}
         spent = {key: before.get(key, 0.0) for key in ("seconds", "processor_seconds")}
         self._mark(name, mark | spent | {"status": "running"})
@@ -314,11 +319,13 @@ class _Run:
         write_text(path, yaml.safe_dump(moved, sort_keys=False, allow_unicode=True))
         redirected = {k: _redirect(v, self.table.root, self.root, None) for k, v in command.set.items()}
         words = [command.command, "--config", str(path), *_dotted(redirected), *self.flags[command.name]]
-        if resumed and command.command == "fit":
-            checkpoints = (self.root / command.name).rglob("last*.ckpt")
-            newest = max(checkpoints, key=lambda p: p.stat().st_mtime, default=None)
-            words += [] if newest is None else [f"--ckpt_path={newest}"]
-        return words
+        newest = self._checkpoint(command) if resumed else None
+        return [*words, *([] if newest is None else [f"--ckpt_path={newest}"])]
+
+    def _checkpoint(self, command: CommandConfig) -> Path | None:
+        """From which a training that was cut goes on; nothing else does."""
+        found = (self.root / command.name).rglob("last*.ckpt") if command.command == "fit" else ()
+        return max(found, key=lambda p: p.stat().st_mtime, default=None)
 
     def _write_results(self) -> None:
         keep = ("results", "headline", "seconds", "processor_seconds", "resumed")

@@ -155,7 +155,9 @@ def weight_vectors(
         raise ValueError("parameters needs a graph; without one, pass the tensors that are to be compared")
     if graph is not None:
         counted = counted_parameters(graph, parameters)
-        form = removal(removed).apply(graph, states)
+        # a form in half precision would be rounded once more
+        wide = {n: t.float() if t.is_floating_point() and t.itemsize < 4 else t for n, t in states.items()}
+        form = removal(removed).apply(graph, wide)
         states = {name: form[name] for name in graph.shapes if name in counted}
     if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
         kinds = sorted({str(t.dtype) for t in states.values()})

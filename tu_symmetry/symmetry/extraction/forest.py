@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -253,7 +254,7 @@ class _Planting:
             if self._innermost(candidate, blocks, units):
                 return self._nested(color, units, candidate, blocks[candidate])
         if blocks:
-            self._same_blocks([block[units] for block in blocks.values()])
+            self._same_blocks([self._around(outer, block[units]) for outer, block in blocks.items()])
             raise _Pinned("nested in two groups at once")
         return Node(color, units)
 
@@ -311,12 +312,24 @@ class _Planting:
         self.block_of[color] = block
         return Node(color, units[np.argsort(slot, kind="stable")].reshape(*parent.inner_blocks, -1), outer)
 
-    def _same_blocks(self, blocks: list[Array]) -> None:
-        """Take down that blocks of different colors are one, where each of the one holds what one of the other does."""
-        for other in blocks[1:]:
-            pairs = distinct_rows(np.stack([blocks[0], other], axis=1))
-            if len(pairs) == len(distinct(blocks[0])) == len(distinct(other)):
-                self.same.append((pairs[:, 0], pairs[:, 1]))
+    def _around(self, outer: int, block: Array) -> list[Array]:
+        """The blocks of units, the blocks that these stand in, and so on."""
+        found = [block]
+        for node in self._chain(outer)[:-1]:
+            found.append(self.block_of[node.color][found[-1]])
+        return found
+
+    def _same_blocks(self, chains: list[list[Array]]) -> None:
+        """Take down that blocks of different colors are one, where each of the one holds what one of the other does.
+
+        Channels of heads, that stand in groups, are normalized in blocks: these are the groups.
+        """
+        for chain in chains[1:]:
+            for one, other in product(chains[0], chain):
+                pairs = distinct_rows(np.stack([one, other], axis=1))
+                if len(pairs) == len(distinct(one)) == len(distinct(other)) and (one != other).any():
+                    self.same.append((pairs[:, 0], pairs[:, 1]))
+                    break
 
     def _tag_by_order(self, pairs: Array, count: int) -> None:
         """Take down that blocks which hold the same units are told apart by their order, if it is the same for all."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -170,6 +171,16 @@ class Reader:
         unit = np.where(moving, component, 0)
         return np.where(moving, combined(self.colors[unit], self._places[unit]), combined(component))
 
+    def _holds(self, node: Node, component: Array, owner: Array) -> NDArray[np.bool_]:
+        """Where a component names the block (at whatever depth) that the unit of a node stands in anyway."""
+        found = np.zeros(owner.shape, dtype=bool)
+        block = np.where(owner >= 0, owner, 0)
+        chain = self.forest.chain(node)
+        for inner, outer in pairwise(chain):
+            block = block // inner.size
+            found |= (owner >= 0) & (component == outer.units.reshape(-1)[block])
+        return found
+
     # -- one axis of one parameter ------------------------------------------------------------------------------
 
     def _lying(self, node: Node, label: Label, part: list[Array]) -> Lying:
@@ -191,7 +202,7 @@ class Reader:
                 foreign = ~((component >= 0) & (mine >= 0))
                 rest = combined(rest, np.where(foreign, self._relative(component), 0) if foreign.any() else 0)
                 continue
-            rest = combined(rest, self._relative(component))
+            rest = combined(rest, np.where(self._holds(node, component, owner), 0, self._relative(component)))
             theirs = np.where(component >= 0, unit[np.where(component >= 0, component, 0)], -1) // node.size
             elsewhere = (theirs >= 0) & (owner >= 0) & (theirs != owner // node.size)
             if elsewhere.any():  # a unit of another block of this node

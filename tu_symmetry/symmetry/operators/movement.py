@@ -138,6 +138,8 @@ def _broadcast(call: Call) -> list[Value]:
 @register_rule("cat", "concat", "concatenate")
 def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]
+    if not values:
+        return pinned_value(call.shape, "empty tensor")
     return moving.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
 
 
@@ -208,26 +210,32 @@ def _view_as_real(call: Call) -> Value:
 
 @register_rule("unbind", positions="keep", traits=("moves",))
 def _unbind(call: Call) -> list[Value]:
-    """Pieces, of which each may have units of its own if all are read (the weights of experts, in a loop)."""
-    value = call["self"]
     axis = call.axis(default=0)
-    if len(call.used) == value.shape[axis] > 1 and value.parameter not in (None, *call.ledger.used):
-        for k in range(value.ndim):
-            if k != axis and value.shape[k] > 1:
-                value = call.ledger.nest(value, k, [axis])
-        value = call.ledger.relabel(value, axis, (), "selected by its position")
+    value = _with_pieces(call, axis)
     return [
         moving.take(call.ledger, value, axis, k) if k in call.used else pinned_value(shape, "not read")
         for k, shape in enumerate(call.outputs)
     ]
 
 
+def _with_pieces(call: Call, axis: int) -> Value:
+    """A tensor before pieces of it are read: if all are, each may have units of its own (experts, in a loop)."""
+    value: Value = call["self"]
+    if len(call.used) == value.shape[axis] > 1 and value.parameter not in (None, *call.ledger.used):
+        for k in range(value.ndim):
+            if k != axis and value.shape[k] > 1:
+                value = call.ledger.nest(value, k, [axis])
+        value = call.ledger.relabel(value, axis, (), moving.SELECTED)
+    return value
+
+
 @register_rule("select", "select_copy", positions="keep", traits=("moves",))
 def _select(call: Call) -> Value:
-    value, axis = call["self"], call.axis()
+    axis = call.axis()
     index = call["index"]
     if not isinstance(index, int):
         return unknown(call)
+    value = _with_pieces(call, axis)
     return moving.take(call.ledger, value, axis, index % value.shape[axis])
 
 

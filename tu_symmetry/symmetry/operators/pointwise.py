@@ -10,7 +10,7 @@ from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.movement import split
-from tu_symmetry.symmetry.rules import GUARD, INACTIVE, SMALL, Call, register_rule
+from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
 
 
 def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
@@ -249,10 +249,11 @@ def _assertion(call: Call) -> Value:
     return pinned_value((), "read by the program")
 
 
-@register_rule("item", "_local_scalar_dense")
+@register_rule("item", "_local_scalar_dense", "equal", "is_nonzero")
 def _item(call: Call) -> Value:
-    """The program reads a number and may branch on it."""
-    call.ledger.pin(call.tensors[0], "read by the program")
+    """The program reads numbers and may branch on them."""
+    for value in call.tensors:
+        call.ledger.pin(value, "read by the program")
     return pinned_value((), "read by the program")
 
 
@@ -383,7 +384,9 @@ def _prelu(call: Call) -> Value:
 
 
 @register_rule("where", "masked_fill", traits=("combines",))
-def _where(call: Call) -> Value:
+def _where(call: Call) -> Value | list[Value]:
+    if call.operator == "aten.where" and "self" not in call.arguments:
+        return RULES["aten.nonzero_numpy"](replace(call, arguments={"self": call["condition"]}))  # type: ignore[return-value]
     if call.operator == "aten.masked_fill":
         condition, kept = call["mask"], [call["self"]]
         other = call["value"]
@@ -402,6 +405,18 @@ def _where(call: Call) -> Value:
     for value in aligned[1:]:
         call.ledger.equate(aligned[0].scale, value.scale)
     return replace(result, scale=aligned[0].scale if aligned else ())
+
+
+@register_rule(
+    "tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward", "softplus_backward", "elu_backward",
+    "hardtanh_backward", "hardswish_backward", "mish_backward", "threshold_backward", "leaky_relu_backward",
+)  # fmt: skip
+def _derivative(call: Call) -> Value:
+    """What arrives from behind, times the slope at what went in (or came out), of which a ReLU's asks the sign only."""
+    (arriving, held), result = join_labels(call, call.tensors[:2], call.shape)
+    if call.operator not in ("aten.threshold_backward", "aten.leaky_relu_backward") or call.get("threshold", 0) != 0:
+        call.ledger.pin_scale(held.scale)
+    return replace(result, scale=arriving.scale)
 
 
 @register_rule("glu")

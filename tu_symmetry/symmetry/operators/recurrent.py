@@ -8,19 +8,20 @@ import numpy as np
 
 from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, pinned_value
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.operators.movement import pin_tensor
+from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 @register_rule("lstm", "gru", "rnn_tanh", "rnn_relu")
 def _recurrent(call: Call) -> list[Value]:
     ledger = call.ledger
-    if "data" in call.arguments and "batch_sizes" in call.arguments:
-        return unknown(call)
     gates = {"aten.lstm": 4, "aten.gru": 3}.get(call.operator, 1)
-    value: Value = call["input"]
-    value = moving.mix(ledger, value, 1 if call["batch_first"] and value.ndim == 3 else 0, "time step")
+    batch_first = bool(call.get("batch_first", False))
+    value: Value = call.get("input", call.get("data"))  # the latter is packed: ``[steps of all sequences, features]``
+    pin_tensor(call, call.get("batch_sizes"), "lengths of sequences")
+    value = moving.mix(ledger, value, 1 if batch_first and value.ndim == 3 else 0, "time step")
     value = moving.unnest(ledger, value, value.ndim - 1)
-    samples = 0 if call["batch_first"] else 1
+    samples = 0 if batch_first else 1
     batch = (value.labels[samples], value.reasons[samples]) if value.ndim == 3 else ((), "")
     directions = 2 if call["bidirectional"] else 1
     parameters: list[Value] = list(call["params"])
@@ -82,6 +83,18 @@ def _gates(call: Call, gates: int, source: Value, w_ih: Value, w_hh: Value, bias
     terms = tuple((c, v.reshape(1, -1)) for c, v in source.scale)
     ledger.pin_scale((*(t for t in w_ih.scale if t[1].shape[1] > 1), *terms))
     return units
+
+
+@register_rule("_pack_padded_sequence")
+def _pack(call: Call) -> list[Value]:
+    """The steps of all sequences, one below the other, and how many sequences each step has (their lengths tell)."""
+    ledger, value = call.ledger, call["input"]
+    ledger.pin(call["lengths"], "lengths of sequences")
+    for _ in range(2):
+        value = moving.drop(ledger, moving.mix(ledger, value, 0, "packed"), 0)
+    laid = moving.reshape(ledger, value, (1, *value.shape))
+    packed = replace(laid, shape=call.outputs[0], reasons=("packed", *laid.reasons[1:]))
+    return [packed, pinned_value(call.outputs[1], "lengths of sequences")]
 
 
 @register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tu_symmetry import memory
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.laplace import memory
 from tu_symmetry.laplace.dual_model import DualLaplace
 from tu_symmetry.laplace.model import LinearizedLaplace
 

@@ -1,0 +1,220 @@
+"""Data with a NaN: no statistic, no loss and no choice of networks is made of it in silence; the batch is named."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import tu_symmetry as tus
+from tu_symmetry import cli
+from tu_symmetry.alignment.adapters import merge_adapters
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.verification import random_state
+
+BATCHES, BAD = 5, 3
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+NETWORK = Net().double().eval()
+GRAPH = tus.discover_symmetries(NETWORK, torch.randn(2, 4, dtype=torch.float64))
+
+
+def states() -> list[dict[str, Tensor]]:
+    return [random_state(NETWORK, torch.Generator().manual_seed(k)) for k in range(3)]
+
+
+def loader(bad: float | None = None, batch: int = BAD) -> list[tuple[Tensor, Tensor]]:
+    """Batches, one of which holds a number that is none."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for k in range(BATCHES):
+        x = torch.randn(8, 4, generator=generator)
+        if bad is not None and k == batch:
+            x[2, 1] = bad
+        found.append((x, torch.randint(3, (8,), generator=generator)))
+    return found
+
+
+def doubled(data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    return [(x.double(), y) for x, y in data]
+
+
+def once(data: list[Any]) -> Iterator[Any]:
+    """Batches that can be read one time."""
+    yield from data
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "reestimate_batchnorm": lambda s, data: tus.reestimate_batchnorm(NETWORK, s[0], data),
+    "reestimate_batchnorm, read once": lambda s, data: tus.reestimate_batchnorm(NETWORK, s[0], once(data)),
+    "repair": lambda s, data: tus.repair(NETWORK, s, [0.5, 0.25, 0.25], s[0], data),
+    "merge, batchnorm": lambda s, data: tus.merge(GRAPH, s, NETWORK, data, correction="batchnorm"),
+    "merge, repair": lambda s, data: tus.merge(GRAPH, s, NETWORK, data, correction="repair"),
+    "merge, greedy": lambda s, data: tus.merge(GRAPH, s, NETWORK, data, weights="greedy", loss=F.cross_entropy),
+    "merge, measured": lambda s, data: tus.merge(GRAPH, s, NETWORK, loss=F.cross_entropy, validation=data),
+    "merge, read once": lambda s, data: tus.merge(GRAPH, s, NETWORK, loss=F.cross_entropy, validation=once(data)),
+}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_batch_is_named(name: str, bad: float) -> None:
+    CALLS[name](states(), doubled(loader()))
+    with pytest.raises(ValueError, match=rf"batch {BAD} of the data .*, and it holds such numbers itself"):
+        CALLS[name](states(), doubled(loader(bad)))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "once" not in name])
+def test_a_network_that_diverges_is_no_fault_of_the_data(name: str) -> None:
+    """Inputs that are finite, and overflow in the network."""
+    data = doubled(loader())
+    data[BAD] = (torch.full_like(data[BAD][0], 1.7e308), data[BAD][1])
+    with pytest.raises(ValueError, match=rf"batch {BAD} .*its numbers are finite|batch {BAD} .*its inputs are finite"):
+        CALLS[name](states(), data)
+
+
+def difference(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Zero, or NaN where twice an output is infinite."""
+    return (2 * outputs - 2 * outputs).mean()
+
+
+def test_the_network_is_named_before_anything_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = states()
+    given[1]["5.bias"] = torch.full_like(given[1]["5.bias"], 1e308)  # finite; its loss is not
+    monkeypatch.setattr("tu_symmetry.alignment.merging._align", lambda *a: pytest.fail("networks were matched"))
+    with pytest.raises(ValueError, match=r"states\[1\]: the loss is NaN on batch 0"):
+        tus.merge(GRAPH, given, NETWORK, weights="greedy", validation=doubled(loader()), loss=difference)
+
+
+def test_a_trial_of_a_soup_that_diverges_is_left_out_aloud() -> None:
+    calls: list[float] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(0.0)
+        return outputs.mean() * (math.nan if len(calls) > 3 * BATCHES else 0.0)
+
+    with pytest.warns(UserWarning, match=r"the mean of the networks \[0, [12]\] has a loss of NaN: [12] is"):
+        merged = tus.merge(GRAPH, states(), NETWORK, weights="greedy", validation=doubled(loader()), loss=loss)
+    assert merged.weights == [1, 0, 0]
+
+
+def test_statistics_that_a_precision_does_not_hold_are_refused() -> None:
+    state = {n: t.half() if t.is_floating_point() else t for n, t in states()[0].items()}
+    data = [x.half() * 2000 for x, _ in loader()]
+    with pytest.raises(ValueError, match=r"'1.running_var' would hold .* torch.float16 does not hold"):
+        tus.reestimate_batchnorm(Net().half().eval(), state, data)
+
+
+def test_adapters_of_nan_are_refused() -> None:
+    fine = {"q.lora_A.weight": torch.ones(2, 6), "q.lora_B.weight": torch.ones(4, 2)}
+    for name in fine:
+        for bad in (math.nan, math.inf):
+            with pytest.raises(SymmetryError, match=rf"adapters\[1\]\['{name}'\] holds NaN or infinite"):
+                merge_adapters([fine, {**fine, name: fine[name] * bad}])
+    large = {n: t.half() * 6e4 for n, t in fine.items()}
+    with pytest.raises(SymmetryError, match=r"the merged 'q.lora_A.weight' \(in torch.float16\) holds"):
+        merge_adapters([large, large], weights=[1e3, 1e3])
+
+
+@pytest.mark.parametrize("more", ["--correction repair", "--correction batchnorm", "--weights greedy", ""])
+def test_the_command_writes_nothing(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the NaN is in the data for the statistics alone."""
+    for k, state in enumerate(states()):
+        torch.save({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, tmp_path / f"{k}.pt")
+    files = [str(tmp_path / f"{k}.pt") for k in range(3)]
+    words = ["merge", *files, "--model", f"{__name__}.Net", "--input", "2,4", "--out", str(tmp_path / "m.safetensors")]
+    halves = [("loader", {"bad": math.nan}), *([("two", {})] if "--correction" in more else [])]
+    for name, arguments in halves:
+        monkeypatch.setattr(
+            "tu_symmetry.checkpoints.barriers.resolve",
+            lambda text, n=name, a=arguments: (
+                (lambda: globals()[n](**a)) if text == "tests.data" else getattr(F, text.rpartition(".")[2])
+            ),
+        )
+        assert cli.main([*words, "--data", "tests.data", *more.split()]) == 2
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tu-symmetry")]
+        assert len(lines) == 1 and f"batch {BAD} of the data" in lines[0]
+        assert not list(tmp_path.glob("m.*safetensors")) and not list(tmp_path.glob("m.report*"))
+
+
+def two() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+    return loader(), loader(math.nan)
+
+
+def test_reports_are_json_that_everybody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric may be NaN; JSON has no such number."""
+    monkeypatch.setattr("tu_symmetry.checkpoints.merge._metrics", lambda *a: {"odd": lambda o, t: o.sum() * math.nan})
+    for k, state in enumerate(states()):
+        torch.save({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, tmp_path / f"{k}.pt")
+    files = [str(tmp_path / f"{k}.pt") for k in range(3)]
+    words = ["merge", *files, "--model", f"{__name__}.Net", "--input", "2,4", "--out", str(tmp_path / "m.safetensors")]
+    assert cli.main([*words, "--data", f"{__name__}.loader"]) == 0
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    content = json.loads((tmp_path / "m.report.json").read_text(), parse_constant=refuse)
+    assert content["scores"]["aligned"]["odd"] is None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_weights_as_large_as_numbers_can_be() -> None:
+    merged = tus.merge(GRAPH, states()[:2], NETWORK, weights=[1e308, 1e308])
+    assert merged.weights == [0.5, 0.5]
+    merged = tus.merge(GRAPH, states()[:2], NETWORK, weights=torch.tensor([1.0, 3.0]))
+    assert merged.weights == [0.25, 0.75]
+    with pytest.raises(ValueError, match="not all 0"):
+        tus.merge(GRAPH, states()[:2], NETWORK, weights=[0.0, 0.0])
+
+
+TEXTS: dict[str, Callable[[], Any]] = {
+    "weights": lambda: tus.merge(GRAPH, states()[:2], NETWORK, weights=["1", "2"]),
+    "points": lambda: tus.merge(
+        GRAPH, states()[:2], NETWORK, points="3", loss=F.cross_entropy, validation=doubled(loader())
+    ),
+    "weights of adapters": lambda: merge_adapters([{}], weights=["1"]),
+    "rank": lambda: merge_adapters([{}], rank="1"),
+    "ratio": lambda: tus.interpolate(*states()[:2], "0.5"),
+    "candidates": lambda: tus.align(GRAPH, states(), candidates="3"),
+    "max_iterations": lambda: tus.align(GRAPH, states(), max_iterations="3"),
+    "restarts": lambda: tus.align(GRAPH, states(), solver="descent", restarts="3"),
+    "threads": lambda: tus.align(GRAPH, states(), threads="3"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_no_number(name: str) -> None:
+    with pytest.raises(TypeError, match=r"must be a (whole )?number, got '\d(\.\d)?' \(str\)"):
+        TEXTS[name]()
+
+
+def test_the_mean_of_two_architectures_is_refused() -> None:
+    one = states()[0]
+    for other in (
+        nn.Linear(4, 6).double().state_dict(),
+        {n: t for n, t in one.items() if n != "5.bias"},
+        {**one, "more": torch.zeros(2)},
+        {**one, "5.bias": torch.zeros(4, dtype=torch.float64)},
+    ):
+        for pair in ([one, other], [other, one]):
+            with pytest.raises(ValueError, match=r"states\[1\] is of another architecture than states\[0\]"):
+                tus.mean_state(pair)
+    half = {n: t.half() if t.is_floating_point() else t for n, t in one.items()}
+    assert tus.mean_state([one, half]).keys() == one.keys()  # of two precisions there is one

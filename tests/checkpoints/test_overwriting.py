@@ -1,0 +1,225 @@
+"""No command overwrites or deletes what it reads, whichever option names it and however it is spelled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from toy_networks import net
+
+from tu_symmetry import cli
+from tu_symmetry.checkpoints.files import AlignFilesError, refuse_foreign
+from tu_symmetry.checkpoints.merge import Progress
+from tu_symmetry.files import SCRATCH
+
+MODEL = ["--model", "toy_networks.net", "--input", "1,4"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three networks, and two results of this library, so that nothing but their use protects them."""
+    folder = tmp_path_factory.mktemp("made")
+    torch.manual_seed(0)
+    for name in ("x", "y", "z"):
+        torch.save(net().state_dict(), folder / f"{name}.pt")
+    x, y, z = (str(folder / f"{name}.pt") for name in ("x", "y", "z"))
+    assert cli.main(["align", x, y, z, *MODEL, "--out", str(folder / "q")]) == 0
+    assert cli.main(["merge", x, y, *MODEL, "--out", str(folder / "r.safetensors")]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that one works in, with copies of them."""
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _importable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1]))
+        yield
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {name: content for name, content in found.items() if not name.endswith(".lock")}
+
+
+def as_it_is(path: str) -> str:
+    return path
+
+
+def absolute(path: str) -> str:
+    return os.path.abspath(path)
+
+
+def roundabout(path: str) -> str:
+    return f"q/../{path}"
+
+
+def symbolic(path: str) -> str:
+    os.symlink(os.path.abspath(path), "link.safetensors")
+    return "link.safetensors"
+
+
+def hard(path: str) -> str:
+    os.link(path, "hard.safetensors")
+    return "hard.safetensors"
+
+
+def through_a_folder(path: str) -> str:
+    os.symlink(os.path.abspath("."), "folder")
+    return f"folder/{path}"
+
+
+SPELLINGS: list[Callable[[str], str]] = [as_it_is, absolute, roundabout, symbolic, hard, through_a_folder]
+COMMANDS: dict[str, tuple[str, list[str]]] = {  # the result that is read, and the words, with IN for how it is spelled
+    "align, reference": ("q/x.safetensors", ["align", "x.pt", "y.pt", "--reference", "IN", "--out", "q"]),
+    "align, checkpoint": ("q/x.safetensors", ["align", "x.pt", "y.pt", "IN", "--out", "q"]),
+    "merge, reference": ("r.safetensors", ["merge", "x.pt", "y.pt", "--reference", "IN", "--out", "r.safetensors"]),
+    "merge, checkpoint": ("r.safetensors", ["merge", "x.pt", "IN", "--out", "r.safetensors"]),
+}
+
+
+@pytest.mark.parametrize("spelled", SPELLINGS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_result_that_is_read_is_not_written(
+    name: str, spelled: Callable[[str], str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, words = COMMANDS[name]
+    given = spelled(path)
+    before = tree(here)
+    capsys.readouterr()
+    assert cli.main([word if word != "IN" else given for word in [*words, *MODEL]]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tu-symmetry")]
+    assert len(lines) == 1 and "is read by this command" in lines[0] and Path(path).name in lines[0]
+    assert tree(here) == before
+
+
+def test_other_spellings_of_the_result_are_found_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    through_a_folder("x.pt")
+    before = tree(here)
+    assert cli.main(["merge", "x.pt", "r.safetensors", *MODEL, "--out", "folder/r.safetensors"]) == 2
+    assert cli.main(["align", "x.pt", *MODEL, "--reference", "q/x.safetensors", "--out", "folder/q"]) == 2
+    assert "is read by this command" in capsys.readouterr().err and tree(here) == before
+
+
+def test_where_letters_have_no_case_the_files_number_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system that takes A and a for one: the two names have one inode."""
+    path = tmp_path / "R.safetensors"
+    path.write_bytes(b"x")
+    real = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda p, **k: real(p.with_name("R.safetensors") if p.stem == "r" else p))
+    with pytest.raises(AlignFilesError, match="is read by this command"):
+        refuse_foreign([tmp_path / "r.safetensors"], {}, [path])
+
+
+def test_reports_figures_and_parts_of_an_index_are_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(net().state_dict(), "q/barriers.png")
+    state = {n: t for n, t in torch.load("x.pt").items()}
+    index = {"weight_map": dict.fromkeys(state, "r.safetensors")}
+    Path("m.safetensors.index.json").write_text(json.dumps(index))
+    Path("s.merging").mkdir()
+    torch.save(state, "s.merging/permutation-1.safetensors")
+    before = tree(here)
+    for words in (
+        ["align", "x.pt", "q/barriers.png", "--out", "q"],
+        ["merge", "x.pt", "m.safetensors.index.json", "--out", "r.safetensors"],
+        ["merge", "x.pt", "s.merging/permutation-1.safetensors", "--out", "s.safetensors"],
+        ["merge", "x.pt", "y.pt", "--reference", "s.merging/permutation-1.safetensors", "--out", "s.safetensors"],
+    ):
+        capsys.readouterr()
+        assert cli.main([*words, *MODEL]) == 2, words
+        assert "is read by this command" in capsys.readouterr().err, words
+        assert tree(here) == before
+
+
+def test_configurations_of_adapters_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for k, folder in enumerate(("a", "b")):
+        (tmp_path / folder).mkdir()
+        factors = {"q.lora_A.weight": torch.ones(2, 6) + k, "q.lora_B.weight": torch.ones(4, 2)}
+        save_file(factors, tmp_path / folder / "adapter_model.safetensors")
+        (tmp_path / folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 8}')
+    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c"))
+    assert cli.main(["merge", a, b, "--out", f"{c}/adapter_model.safetensors"]) == 0
+    before = tree(tmp_path)
+    for out in (f"{c}/adapter_model.safetensors", f"{c}/other.safetensors"):
+        assert cli.main(["merge", a, c, "--out", out]) == 2
+        assert "is read by this command" in capsys.readouterr().err and tree(tmp_path) == before
+
+
+def test_drawings_do_not_take_the_place_of_other_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", *MODEL, "--html", "net.html"]) == 0
+    assert cli.main(["inspect", *MODEL, "--html", "net.html"]) == 0  # its own is replaced
+    Path("module.py").write_text("from toy_networks import net\n")
+    for name in ("module.py", "x.pt", "r.safetensors"):
+        before = tree(here)
+        assert cli.main(["inspect", *MODEL, "--html", name]) == 2
+        assert "was not written by this command" in capsys.readouterr().err and tree(here) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kills
+
+
+def half_written(folder: Path, name: str) -> None:
+    (folder / f".{name}.1a2b3c4d.tmp").write_bytes(b"half")
+    assert SCRATCH.fullmatch(f".{name}.1a2b3c4d.tmp")
+
+
+def test_what_a_killed_merge_leaves_is_taken_away(here: Path) -> None:
+    words = ["merge", "x.pt", "y.pt", *MODEL, "--out", "r.safetensors"]
+    before = tree(here)
+    for name in ("r.safetensors", "r.report.md", "r.report.json"):
+        half_written(here, name)
+    (here / ".r.merging.1a2b3c4d.tmp").mkdir()  # killed while it took its folder away
+    (here / ".r.merging.1a2b3c4d.tmp" / "merge.json").write_text("{}")
+    half_written(here, "another.safetensors")  # of somebody else
+    assert cli.main(words) == 0
+    after = {n: c for n, c in tree(here).items() if "another" not in n}
+    assert after.keys() == before.keys() and after["r.safetensors"] != b"half"
+    assert (here / ".another.safetensors.1a2b3c4d.tmp").exists()
+
+
+@pytest.mark.parametrize("left", [[], [".lock"], [".lock", ".merge.json.1a2b3c4d.tmp"], [".lock", "scores-0.json"]])
+def test_a_folder_of_a_merge_that_was_killed_anywhere_is_its_own(left: list[str], here: Path) -> None:
+    (here / "r.merging").mkdir()
+    for name in left:
+        (here / "r.merging" / name).write_bytes(b"")
+    assert cli.main(["merge", "x.pt", "y.pt", *MODEL, "--out", "r.safetensors"]) == 0
+    assert not (here / "r.merging").exists()
+
+
+def test_the_folder_goes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed while it deletes leaves scratch, and no folder that looks like another one's."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*args: object, **kwargs: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(Killed), Progress.of(tmp_path / "m.merging", "key") as kept:
+        kept["scores/0"] = {"loss": 0.1}
+        kept.finished = True
+    assert not (tmp_path / "m.merging").exists()
+
+
+def test_adapters_leave_nothing_behind(tmp_path: Path) -> None:
+    for k in range(2):
+        factors = {"q.lora_A.weight": torch.ones(2, 6) + k, "q.lora_B.weight": torch.ones(4, 2)}
+        save_file(factors, tmp_path / f"{k}.safetensors")
+    half_written(tmp_path, "m.safetensors")
+    files = [str(tmp_path / f"{k}.safetensors") for k in range(2)]
+    assert cli.main(["merge", *files, "--out", str(tmp_path / "m.safetensors")]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"0.safetensors", "1.safetensors", "m.safetensors"}

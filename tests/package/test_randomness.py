@@ -1,0 +1,209 @@
+"""No public constructor or call moves the global random states of torch, its CUDA devices, NumPy or Python.
+
+Functions of states are called in ``tests/symmetry/test_bad_states.py``, trainings with callbacks in
+``tests/callbacks/test_onlookers.py``, metrics on batches in ``tests/metrics``. Here is everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from randomness import moved, seed_all
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import tu_symmetry as tus
+from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, ProgressLines, TrueTemperature
+from tu_symmetry.datamodules import CIFARDataModule, DigitsDataModule, IDXDataModule, TomographyDataModule
+from tu_symmetry.metrics import FunctionalDiversity, QuotientDistance
+from tu_symmetry.routines import SWAG
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ELSEWHERE = Path(__file__).parents[1] / "symmetry" / "test_bad_states.py"
+
+
+class Augmented(Dataset[Any]):
+    """Points that are read with noise from every global random state."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.randn(4) + np.random.standard_normal() + random.random(), index % 3
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_size=4, shuffle=True)
+
+
+def net() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 3))
+
+
+def plain() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@functools.cache
+def graph() -> tus.SymmetryGraph:
+    return tus.discover_symmetries(net(), torch.zeros(2, 4))
+
+
+@functools.cache
+def fitted() -> tus.LinearizedLaplace:
+    return tus.LinearizedLaplace(plain()).fit(loader())
+
+
+def states() -> list[dict[str, Tensor]]:
+    return [{n: t + k for n, t in net().state_dict().items()} for k in (0, 1)]
+
+
+def used(laplace: tus.LinearizedLaplace) -> Any:
+    """Everything that an approximation is asked for, over data that come with noise."""
+    laplace.optimize_evidence(max_iterations=2)
+    laplace.log_marginal_likelihood(loader())
+    laplace.search_precision(loader(), precisions=[1.0, 2.0])
+    laplace.calibrate(loader(), held_out=False)
+    x = torch.ones(3, 4)
+    for link in ("probit", "mc"):
+        laplace.predictive(x, link_approx=link)
+    laplace.group(loader())
+    laplace.function_samples(x, 2)
+    laplace.report()
+    return tus.LaplaceMixture([laplace, laplace]).predictive(x)
+
+
+class Module(LightningModule):
+    """A network inside of a routine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = net()
+
+
+CALLS: dict[str, Callable[[Path], Any]] = {
+    "register_rule": lambda p: tus.register_rule("randomness.nothing"),
+    "discover_symmetries": lambda p: tus.discover_symmetries(net(), torch.zeros(2, 4)),
+    "verify_symmetries": lambda p: tus.verify_symmetries(graph(), net(), torch.zeros(2, 4), seed=3),
+    "load_state": lambda p: tus.load_state(Module()),
+    "certify": lambda p: tus.certify(graph(), *states(), model=net(), example_inputs=torch.zeros(2, 4)),
+    "require_certificate": lambda p: tus.require_certificate(tus.Certificate(0.0, 1.0, torch.float32, 3), "it"),
+    "move_optimizer_state": lambda p: tus.move_optimizer_state(
+        graph(), torch.optim.SGD(net().parameters(), lr=0.1), {}, permutation=tus.identity_permutation(graph())
+    ),
+    "transposition_count": lambda p: tus.transposition_count(torch.tensor([1, 0, 2])),
+    "show_progress": lambda p: tus.show_progress(),
+    "posterior_ensemble": lambda p: tus.posterior_ensemble(compact(p), plain(), num_samples=2)(torch.zeros(2, 4)),
+    "activation_matching": lambda p: tus.activation_matching(graph(), net(), *states(), loader()),
+    "align": lambda p: tus.align(graph(), states(), match_on="activations", model=net(), dataloader=loader()),
+    "interpolate": lambda p: tus.interpolate(*states(), 0.5),
+    "mean_state": lambda p: tus.mean_state(states()),
+    "repair": lambda p: tus.repair(net(), states(), [0.5, 0.5], states()[0], loader()),
+    "merge": lambda p: tus.merge(graph(), states(), net(), loader(), correction="repair"),
+    "reestimate_batchnorm": lambda p: tus.reestimate_batchnorm(net(), states()[0], loader()),
+    "loss_barrier": lambda p: tus.loss_barrier(net(), *states(), loader(), nn.functional.cross_entropy, points=3),
+    "barrier_matrix": lambda p: tus.barrier_matrix(net(), states(), loader(), nn.functional.cross_entropy, points=3),
+    "LinearizedLaplace": lambda p: used(tus.LinearizedLaplace(plain()).fit(loader())),
+    "DualLaplace": lambda p: tus.DualLaplace(plain(), evaluate_at="map"),
+    "LaplaceEnsemble": lambda p: tus.LaplaceEnsemble(fitted().model, 2, laplace=fitted())(torch.zeros(2, 4)),
+    "LaplacePostProcessing": lambda p: tus.LaplacePostProcessing(fitted())(torch.zeros(2, 4)),
+    "LaplaceRegressionRoutine": lambda p: tus.LaplaceRegressionRoutine(plain(), 3),
+    "HMCRoutine": lambda p: tus.HMCRoutine(net()),
+    "MembersRoutine": lambda p: tus.MembersRoutine(net(), 2).member(1),
+    "VariationalRoutine": lambda p: tus.VariationalRoutine(plain()).posterior().sample(2),
+    "DeepImagePriorRoutine": lambda p: tus.DeepImagePriorRoutine(plain()),
+    "SWAG": lambda p: SWAG(plain(), cycle_start=0, cycle_length=1),
+    "Hyperprior": lambda p: tus.Hyperprior(),
+    "LinearObservation": lambda p: tus.LinearObservation(torch.eye(3)),
+    "IsotropicPrior": lambda p: tus.IsotropicPrior(["0.weight"]),
+    "KernelPrior": lambda p: tus.KernelPrior(["0.weight"]),
+    "TotalVariation": lambda p: tus.TotalVariation((4, 4), 1.0),
+    "MarginalHomogeneity": lambda p: tus.MarginalHomogeneity(graph()),
+    "MaximumMeanDiscrepancy": lambda p: tus.MaximumMeanDiscrepancy(),
+    "PairwiseMutualInformation": lambda p: tus.PairwiseMutualInformation(2),
+    "PredictiveAgreement": lambda p: tus.PredictiveAgreement(),
+    "PredictiveTotalVariation": lambda p: tus.PredictiveTotalVariation(),
+    "RepresentationCost": lambda p: tus.RepresentationCost(graph()),
+    "TranspositionCount": lambda p: tus.TranspositionCount(),
+    "FunctionalDiversity": lambda p: FunctionalDiversity(3),
+    "QuotientDistance": lambda p: QuotientDistance(graph(), align_to=states()[0]),
+    "SampleStore": lambda p: stored(p),
+    "EvidenceWeightDecay": lambda p: tus.EvidenceWeightDecay(),
+    "FitCompactPosterior": lambda p: tus.FitCompactPosterior("q.safetensors"),
+    "FitLaplace": lambda p: tus.FitLaplace(),
+    "PosteriorSnapshots": lambda p: tus.PosteriorSnapshots("samples", every_n_epochs=1),
+    "PredictiveWriter": lambda p: tus.PredictiveWriter("p.npz"),
+    "ReferencePredictive": lambda p: tus.ReferencePredictive(reference(p)),
+    "Rebasin": lambda p: tus.Rebasin(),
+    "ScaleCanonicalization": lambda p: tus.ScaleCanonicalization(),
+    "LastCheckpoint": lambda p: LastCheckpoint(),
+    "PosteriorDraws": lambda p: PosteriorDraws(),
+    "ProgressLines": lambda p: ProgressLines(),
+    "TrueTemperature": lambda p: TrueTemperature(),
+    "CIFARDataModule": lambda p: CIFARDataModule(p),
+    "IDXDataModule": lambda p: IDXDataModule(root=p),
+    "TomographyDataModule": lambda p: TomographyDataModule(p),
+    "DigitsDataModule": lambda p: DigitsDataModule(train_size=200, orders=2).setup("fit"),
+}
+NO_CALL = {
+    "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
+    "Alignment", "CanonicalForm", "Certificate", "DualPredictive", "GaussianPredictive", "LossBarrier", "MassProfile",
+    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SymmetryGraph",  # what comes back
+    "Bernoulli", "Categorical", "HeteroscedasticGaussian",  # options of an approximation, numbers only
+    "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
+    "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own
+    "LaplaceMixture",  # with LinearizedLaplace
+}  # fmt: skip
+
+
+def stored(folder: Path) -> Any:
+    store = tus.SampleStore.create(folder / "samples", architecture="net", method="test")
+    store.append(net().state_dict(), step=1)
+    return tus.SampleStore.open(folder / "samples").load()
+
+
+def compact(folder: Path) -> Path:
+    """A saved Gaussian."""
+    made = plain()
+    mean = dict(made.named_parameters())
+    tus.CompactPosterior.from_moments(made, mean, {n: t * 0 + 1 for n, t in mean.items()}).save(
+        folder / "q.safetensors"
+    )
+    return folder / "q.safetensors"
+
+
+def reference(folder: Path) -> Path:
+    np.savez(folder / "p.npz", probs=np.full((4, 2), 0.5))
+    return folder / "p.npz"
+
+
+def test_every_public_name_is_called_or_exempt() -> None:
+    there = ELSEWHERE.read_text()
+    rooms = [
+        importlib.import_module(f"tu_symmetry.{room}") for room in ("callbacks", "routines", "datamodules", "metrics")
+    ]
+    names = {n for module in (tus, *rooms) for n in module.__all__ if callable(getattr(module, n))}
+    lacking = {n for n in names - CALLS.keys() - NO_CALL if f"tus.{n}(" not in there and f"tus.{n}." not in there}
+    assert lacking == set()
+    assert names >= NO_CALL and not any(inspect.isfunction(getattr(tus, n, None)) for n in NO_CALL)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_it_leaves_every_global_random_state(name: str, tmp_path: Path) -> None:
+    graph(), fitted()
+    seed_all(5)
+    assert moved(lambda: CALLS[name](tmp_path)) == []

@@ -1,0 +1,118 @@
+"""What all metrics of the package promise beyond torchmetrics: no mixing, nothing lost, and processes without data."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+_DTYPES = (torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class BaseMetric(Metric):
+    """A metric whose states are sums of tensors, and lists of rows ``[N, D]``.
+
+    - A ``MetricCollection`` never lets it share states with another metric: torchmetrics shares where names and values
+      of a first batch are equal, which other options or another class may give by chance.
+    - Sums stay in double precision, and counts are integers, whatever the precision of inputs, or of the network that
+      holds the metric.
+    - A call of the metric that fails leaves it as it was.
+    - Processes may hold no rows at all.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    compares_sets: ClassVar[bool] = False  # a batch belongs to one of two sets: it has no value of its own
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("apart", default=torch.tensor(torch.nan), dist_reduce_fx="max")  # NaN equals nothing
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a batch, and return the value of this batch alone.
+
+        Raises:
+            NotImplementedError: by a metric that compares two sets; a batch belongs to one of them.
+        """
+        if self.compares_sets:
+            raise NotImplementedError(
+                f"{type(self).__name__} compares two sets and a batch belongs to one of them, so a batch has no value "
+                "of its own: call update(...) for each batch, then compute()"
+            )
+        before = {name: list(v) if isinstance(v, list) else v for name, v in self.__dict__.items()}
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception:
+            self.__dict__.update(before)  # torchmetrics would leave the batch's states, and would not synchronize again
+            raise
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
+        return self._plot(val, ax)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
+        """Move the states in the precision that they have, also with a network that changes its own."""
+
+        def moved(state: Tensor) -> Tensor:
+            found = fn(state)
+            return found if found.dtype == state.dtype else state.to(found.device)
+
+        return super()._apply(moved, exclude_state)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for name, default in self._defaults.items():
+            if isinstance(default, list):  # torchmetrics would go on appending to the list of the state dict
+                setattr(self, name, list(getattr(self, name)))
+
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., list[Tensor]] = gather_all_tensors, process_group: Any | None = None
+    ) -> None:
+        """Gather the states; where this process has no rows, it takes part with none of the others' width and dtype."""
+        for name, default in self._defaults.items():
+            rows = getattr(self, name)
+            if not isinstance(default, list):
+                continue
+            own = stacked(rows) if len(rows) else None
+            kind = [-1, 0] if own is None else [_DTYPES.index(own.dtype), own.shape[1]]
+            found = dist_sync_fn(torch.tensor(kind, device=self.device), group=process_group or self.process_group)
+            kinds = {tuple(k.tolist()) for k in found} - {(-1, 0)}
+            if len({width for _, width in kinds}) > 1:
+                raise ValueError(f"{type(self).__name__}: the processes hold networks of different architectures")
+            if kinds:
+                dtype = functools.reduce(torch.promote_types, (_DTYPES[code] for code, _ in kinds))
+                empty = torch.empty(0, next(iter(kinds))[1], device=self.device)
+                setattr(self, name, [(empty if own is None else own).to(dtype)])
+        super()._sync_dist(dist_sync_fn, process_group)
+
+
+def stacked(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    """The rows of a list state, which is one tensor once processes have been synchronized."""
+    return rows if isinstance(rows, Tensor) else torch.cat(list(rows))
+
+
+def written(layout: Mapping[str, Any]) -> Tensor:
+    """What the columns of rows mean, as a row of bytes: a state that travels with them."""
+    return torch.tensor([list(json.dumps(layout).encode())], dtype=torch.uint8)
+
+
+def read(layouts: Tensor | Sequence[Tensor]) -> dict[str, Any]:
+    """What :func:`written` wrote; nothing, if nothing was.
+
+    Raises:
+        ValueError: if several were written and they differ.
+    """
+    if len(layouts) == 0:
+        return {}
+    pieces = [layouts] if isinstance(layouts, Tensor) else layouts
+    found = {bytes(row) for piece in pieces for row in piece.tolist()}
+    if len(found) > 1:
+        raise ValueError("what was merged are networks of different architectures, or metrics with other options")
+    layout: dict[str, Any] = json.loads(found.pop())
+    return layout

@@ -1,0 +1,145 @@
+"""What a run stores while it trains, in step with its checkpoints: cut anywhere and started again, it ends the same."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from tu_symmetry.files import digest_of
+from tu_symmetry.posterior.samples import RunMark, SampleStore
+
+
+class StoredRun:
+    """The chains of one run in a sample store, which other runs may share.
+
+    Samples are written before the checkpoint that counts on them, so a run that is cut leaves more than its last
+    checkpoint has, or samples and no checkpoint at all. :meth:`begin` takes back what the checkpoint does not have;
+    where there is none, and the samples are those of the same run, all of them.
+
+    Args:
+        folder: of the store; it is made with the first samples.
+        chains: numbers of the run's chains in the store.
+        run: fingerprint of what the samples depend on, see :func:`fingerprint_of`.
+        like: a state of the architecture.
+        metadata: of the store, see :meth:`~tu_symmetry.posterior.samples.SampleStore.create`.
+    """
+
+    def __init__(
+        self, folder: Path, chains: Sequence[int], run: str, like: Mapping[str, Tensor], **metadata: Any
+    ) -> None:
+        self.folder, self.chains, self.run, self.like, self.metadata = folder, chains, run, like, metadata
+        self._store: SampleStore | None = None
+        self._told = False
+
+    def begin(self, trainer: Trainer, resumed: Mapping[str, Any] | None, *, step: int = -1) -> None:
+        """Look at what is there before the first step, and take back what the checkpoint does not have.
+
+        Args:
+            trainer: of the run.
+            resumed: what :meth:`state_dict` gave the checkpoint (empty in one of an older version); None for a run that
+                starts.
+            step: of the checkpoint, in the store's count: later samples are taken back.
+
+        Raises:
+            FileExistsError: the chains are those of another run, of this one when it has come to its end, or of this
+                one where a checkpoint is there that it has not been resumed from.
+            SampleFileError: the folder holds something else, samples of another architecture, or fewer than the
+                checkpoint counts on.
+        """
+        if not trainer.is_global_zero:
+            return
+        store = self._store = self._open()
+        own = [] if store is None else [r for r in store.records if r.chain in self.chains]
+        mark = None if store is None else store.marked(self.chains[0])
+        if resumed is not None:
+            self.run = resumed.get("run", self.run)
+            if own and mark is not None and mark.run != self.run and "run" in resumed:
+                raise FileExistsError(
+                    f"{self.folder} holds samples of {self._named()} of another run than the checkpoint's: give the "
+                    "folder that the checkpoint's run has written to, or a new one"
+                )
+            if store is not None and own:
+                store.discard(self.chains, after=step)
+            kept = sum(r.step <= step for r in own)
+            if own and kept < resumed.get("samples", 0):
+                raise FileExistsError(
+                    f"{self.folder} holds {kept} of the {resumed['samples']} samples that the run had stored by this "
+                    "checkpoint: it was resumed from an earlier one since; resume from that, or give another folder"
+                )
+            return
+        if not own or store is None:
+            return
+        if mark is None or mark.run != self.run:
+            raise FileExistsError(
+                f"{self.folder} holds samples of {self._named()} of another run already: resume that run with "
+                "--ckpt_path (ckpt_path= in Python), or give another samples: or chain:"
+            )
+        if mark.done:
+            raise FileExistsError(
+                f"{self.folder} holds all samples of this run ({self._named()}), which has come to its end: move it "
+                "away to run again, or go on from its checkpoint with --ckpt_path (ckpt_path= in Python)"
+            )
+        if found := checkpoints(trainer):
+            raise FileExistsError(
+                f"{self.folder} holds samples of this run ({self._named()}), which was cut: resume it with "
+                f"--ckpt_path {found[-1]} (ckpt_path= in Python), or move both away to start anew"
+            )
+        count = store.discard(self.chains)
+        rank_zero_info(f"{self.folder}: the run was cut before its first checkpoint; its {count} samples are made anew")
+
+    def append(self, states: Any, *, chain: int | Sequence[int], step: int | Sequence[int]) -> None:
+        """Append to the store, which is made if it is not there, and says first which run this is."""
+        if self._store is None:  # another chain may have made it since this run began
+            self._store = self._open() or SampleStore.create(self.folder, **self.metadata)
+        if not self._told:
+            self._store.mark(self.chains[0], RunMark(self.run))
+            self._told = True
+        self._store.append(states, chain=chain, step=step)
+
+    def finish(self, step: int) -> None:
+        """Say that the run has come to its end, after so many optimizer steps."""
+        if self._store is not None and any(r.chain in self.chains for r in self._store.records):
+            self._store.mark(self.chains[0], RunMark(self.run, done=True, step=step))
+            self._told = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: which run this is, and how many samples it has stored."""
+        records = [] if self._store is None else self._store.records
+        return {"run": self.run, "samples": sum(r.chain in self.chains for r in records)}
+
+    def _open(self) -> SampleStore | None:
+        there = self.folder.is_dir() and any(self.folder.iterdir())
+        return SampleStore.open(self.folder, like=self.like) if there else None
+
+    def _named(self) -> str:
+        first, last = self.chains[0], self.chains[-1]
+        return f"chain {first}" if first == last else f"chains {first} to {last}"
+
+
+def checkpoints(trainer: Trainer) -> list[Path]:
+    """Checkpoints in the folders that the trainer's callbacks write to, the newest last."""
+    folders = {Path(f) for c in trainer.checkpoint_callbacks if (f := getattr(c, "dirpath", None)) is not None}
+    found = {path for folder in folders if folder.is_dir() for path in folder.rglob("*.ckpt")}
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def is_over(trainer: Trainer, epochs: int, steps: int) -> bool:
+    """Whether a fit of so many whole epochs or steps has come to its end; resumed there, Lightning ends no training."""
+    return 0 <= (trainer.max_epochs or -1) <= epochs or 0 <= trainer.max_steps <= steps
+
+
+def fingerprint_of(states: Iterable[Mapping[str, Tensor]], **what: Any) -> str:
+    """Digest of weights and of what else a run depends on (as texts)."""
+    digest = hashlib.blake2b(digest_size=32)
+    for state in states:
+        for name, t in state.items():
+            digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+            digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest_of({"weights": digest.hexdigest(), **{key: str(value) for key, value in what.items()}})
