@@ -20,13 +20,13 @@ MATRIX ?= python3.10,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-portable test-slow test-device coverage matrix lint format types contract package docs bench clean
+.PHONY: help demo test test-portable test-slow test-device test-device-slow coverage matrix lint format types contract package docs bench clean
 
 help:
 	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
 	@echo "make test-portable  the fast tests as on another machine (COMBINATION=threads-4, ...: see tests/portable.py)"
-	@echo "make test-device  fast tests on a CUDA device, the machine's own or else a fake one"
+	@echo "make test-device  fast tests on a CUDA device, the machine's own or else a fake one (test-device-slow: slow ones)"
 	@echo "make coverage  the fast tests, and which lines they run (build/coverage/index.html)"
 	@echo "make matrix    the fast tests on every Python and torch that is supported (hours, several GB each)"
 	@echo "make lint      ruff                    make format     let ruff rewrite"
@@ -56,6 +56,10 @@ DEVICE_SUITES ?= tests/test_device.py tests/device tests/callbacks tests/routine
 
 test-device: $(VENV)/installed-dev
 	PYTHONPATH=tests:. $(BIN)/python -m pytest -q -n $(WORKERS) -p fake_cuda.plugin $(DEVICE_SUITES)
+
+# The small commands of all other recipes; hours.
+test-device-slow: $(VENV)/installed-dev
+	PYTHONPATH=tests:. $(BIN)/python -m pytest -q -m slow -p fake_cuda.plugin tests/device tests/experiments/test_symmetry_aware.py
 
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.datamodules.tomography import measured, strip_projector
 from tu_symmetry.experiments.deep_image_prior import UNet, dropout_posterior, linearized_posterior, sampled_posterior
-from tu_symmetry.experiments.symmetry_aware import SmallLeNet
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet, evaluation
 from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
 from tu_symmetry.files import read_json
 from tu_symmetry.posterior.samples import SampleStore
@@ -46,7 +48,19 @@ def assert_close(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
-def test_posterior_quality(tmp_path: Path) -> None:
+def test_posterior_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each device the same, with the networks of the reference and of one posterior in memory at a time."""
+    read, held = evaluation._networks, []
+
+    def recorded(folders: Any, *rest: Any) -> Any:
+        gc.collect()
+        assert sum(tensor() is not None for tensor in held) <= 1  # those of the reference
+        found = read(folders, *rest)
+        held.append(weakref.ref(next(iter(found[0].values()))))
+        return found
+
+    monkeypatch.setattr(evaluation, "_networks", recorded)
+
     def stored(name: str, count: int) -> Path:
         store = SampleStore.create(tmp_path / name / "samples", architecture="SmallLeNet", method="test")
         store.append([SmallLeNet().state_dict() for _ in range(count)], step=range(count))
@@ -55,7 +69,8 @@ def test_posterior_quality(tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference, runs = stored("reference", 7), [stored(f"run_{k}", 4) for k in range(2)]
     found = {
-        device: evaluate(
+        device: held.clear()
+        or evaluate(
             tmp_path / "out",
             SmallLeNet(),
             Digits(),

@@ -99,7 +99,7 @@ def stacked(rows: Tensor | Sequence[Tensor]) -> Tensor:
 
 def written(layout: Mapping[str, Any]) -> Tensor:
     """What the columns of rows mean, as a row of bytes: a state that travels with them."""
-    return torch.tensor([list(json.dumps(layout).encode())], dtype=torch.uint8)
+    return torch.tensor([list(json.dumps(layout).encode())], dtype=torch.uint8, device="cpu")
 
 
 def read(layouts: Tensor | Sequence[Tensor]) -> dict[str, Any]:

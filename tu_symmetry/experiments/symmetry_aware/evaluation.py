@@ -37,6 +37,7 @@ from tu_symmetry.tables.outcome import Outcome
 SAMPLES = "samples"
 ONE, MULTI = "one mode", "several modes"
 _NETWORKS = 50  # on the device at a time
+_LEVELS = torch.linspace(0.005, 0.995, 100, device="cpu")  # of quantiles of the marginals
 
 
 def evaluate(
@@ -58,8 +59,9 @@ def evaluate(
 ) -> Outcome:
     """Every column of the table with its interval, for every row.
 
-    All folders are opened and compared with the architecture before anything is computed. The networks are kept in main
-    memory. On the device are the vectors of one posterior and one tensor of the reference networks, or 50 networks.
+    The networks of all folders are read and compared with the architecture before anything is computed, and again when
+    it is their turn. In main memory are those of the reference, their vectors, and one posterior; on the device the
+    vectors of one posterior and one tensor of the reference networks, or 50 networks.
 
     Args:
         out: folder of the results.
@@ -89,15 +91,11 @@ def evaluate(
     if empty:
         raise ValueError(f"{empty[0]} is a row without a run: name at least one folder")
     like = model.state_dict()
-    rows: dict[str, list[dict[str, Tensor]]] = {}
-    runs: dict[str, Tensor] = {}
-    for method, folders in one_mode.items():
-        rows[f"{ONE}/{method}"] = [_networks([folder], num_samples, like)[0] for folder in folders]
-    for method, folders in multi_mode.items():
-        states, numbers = _networks(folders, num_samples, like)
-        rows[f"{MULTI}/{method}"] = [states]
-        runs[f"{MULTI}/{method}"] = numbers
-    extra = {name: _networks([folder], num_samples, like)[0] for name, folder in (one_run or {}).items()}
+    rows = {f"{ONE}/{method}": [[folder] for folder in folders] for method, folders in one_mode.items()}
+    rows |= {f"{MULTI}/{method}": [folders] for method, folders in multi_mode.items()}
+    extra = {name: [folder] for name, folder in (one_run or {}).items()}
+    for folders in [*(posterior for posteriors in rows.values() for posterior in posteriors), *extra.values()]:
+        _networks(folders, num_samples, like)  # what is wrong with one is said before anything is computed
     references, _ = _networks([reference], None, like)
     test = _test_set(data)
     others = {name: _ood_set(module, name) for name, module in ood.items()}
@@ -114,12 +112,15 @@ def evaluate(
     }
     compared = {name: _vectors(graph, references, form, on) for name, form in forms.items()}
     found: dict[str, Any] = {}
+    shown = {"reference": _marginal(graph, references, on)}
     with Display().track("evaluating", sum(map(len, rows.values()))) as tracker:
         done = 0
-        for row, stacks in rows.items():
+        for row, posteriors in rows.items():
             found[row] = []
-            for states in stacks:
-                entry = quality(graph, states, forms, compared, runs.get(row), resamples, _seed(seed, row), on)
+            for folders in posteriors:
+                states, numbers = _networks(folders, num_samples, like)
+                runs = numbers if row.startswith(MULTI) else None
+                entry = quality(graph, states, forms, compared, runs, resamples, _seed(seed, row), on)
                 probs = _probabilities(model, states, test[0], on).cpu()
                 outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
                 entry |= {
@@ -129,10 +130,13 @@ def evaluate(
                     entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
                     entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
                 entry["homogeneity"] = homogeneity(graph, states, seed)
+                if not found[row]:
+                    shown[row] = _marginal(graph, states, on)
                 found[row].append(entry)
                 done += 1
                 tracker.update(done, row=row)
-    marginals = {name: homogeneity(graph, states, seed) for name, states in extra.items()}
+                del states  # before the next are read
+    marginals = {n: homogeneity(graph, _networks(own, num_samples, like)[0], seed) for n, own in extra.items()}
     marginals["reference"] = homogeneity(graph, references, seed)
     diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed, on)
     result = {
@@ -141,7 +145,7 @@ def evaluate(
         "homogeneity": marginals,
         "diversity": diversity,
         "pairs": pairs,
-        "marginals": _marginals(graph, references, {row: stacks[0] for row, stacks in rows.items()}, on),
+        "marginals": {"layer": _layer(graph), "levels": _LEVELS.tolist(), "sets": shown},
         "groups": {g.name: g.size for g in graph.permutations},
     }
     least = min(found, key=lambda row: found[row][0]["ns"]["value"])
@@ -319,27 +323,22 @@ def _diversity(
     return found, pairs
 
 
-def _marginals(
-    graph: SymmetryGraph,
-    references: Mapping[str, Tensor],
-    rows: Mapping[str, Mapping[str, Tensor]],
-    device: torch.device,
-) -> dict[str, Any]:
+def _layer(graph: SymmetryGraph) -> str:
+    """The tensor whose weights the marginals are of."""
+    return next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
+
+
+def _marginal(graph: SymmetryGraph, states: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
     """Quantiles of the marginals of one layer's weights, before and after removal, pooled and of its first unit."""
-    layer = next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
-    levels = torch.linspace(0.005, 0.995, 100, device="cpu")
-    made: dict[str, Any] = {"layer": layer, "levels": levels.tolist(), "sets": {}}
-    for name, states in {"reference": references, **rows}.items():
-        parts = [removal("paper").apply(graph, part)[layer].cpu() for part in _parts(states, device)]
-        forms = {"before": states[layer], "after": torch.cat(parts)}
-        made["sets"][name] = {
-            when: {
-                "all": torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), levels).tolist(),
-                "first unit": torch.quantile(t[:, 0].flatten().float(), levels).tolist(),
-            }
-            for when, t in forms.items()
+    layer = _layer(graph)
+    parts = [removal("paper").apply(graph, part)[layer].cpu() for part in _parts(states, device)]
+    return {
+        when: {
+            "all": torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist(),
+            "first unit": torch.quantile(t[:, 0].flatten().float(), _LEVELS).tolist(),
         }
-    return made
+        for when, t in {"before": states[layer], "after": torch.cat(parts)}.items()
+    }
 
 
 def _seed(seed: int, row: str) -> int:
