@@ -393,7 +393,7 @@ def test_the_network_is_the_limit_of_large_precisions() -> None:
     network = torch.cat([la.model(x).log_softmax(-1) for x, _ in batches]).gather(
         -1, torch.cat([y for _, y in batches]).unsqueeze(-1)
     )
-    assert found.network.nll == pytest.approx(-float(network.mean()))
+    assert found.network.nll == pytest.approx(-network.mean().item())
 
 
 def test_a_planted_precision_is_found() -> None:

@@ -79,8 +79,8 @@ def by_hand(own, index, seed_module, steps, weight):
         residual = own.operator[index, :count] @ image.reshape(-1) - own.measurements[index, :count]
         rows, columns = image[0, 0].diff(dim=0).abs().sum(), image[0, 0].diff(dim=1).abs().sum()
         loss = residual.square().mean() + weight * (rows + columns)
-        if float(loss) < best:
-            best, kept = float(loss), image.detach()
+        if loss.item() < best:
+            best, kept = loss.item(), image.detach()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)

@@ -194,7 +194,7 @@ class _RelaxedPair:
         return permutation, sources, gap, scale
 
     def advance(self, sources: Mapping[str, Tensor], gap: float) -> float:
-        """Move to the best point on the path to a vertex; returns the step's length in [0, 1].
+        """Move to the best point on the path to a vertex of positive ``gap``; returns the step's length in [0, 1].
 
         Along the path a tensor's part of the objective is bilinear in its two axes. The curvature is the difference of
         one axis' similarities between the ends, taken along the difference of that axis' matrices.

@@ -70,7 +70,7 @@ class PairwiseMutualInformation(BaseMetric):
         if not isinstance(val, Tensor) or val.ndim != 2:
             return self._plot(val, ax)
         figure, ax = new_axes(ax)
-        image = ax.imshow(val.detach().cpu())
+        image = ax.imshow(val.detach().cpu().numpy())
         figure.colorbar(image, ax=ax, label="mutual information (nats)")
         ax.set(xlabel="network", ylabel="network")
         return figure, ax
