@@ -27,6 +27,7 @@ import tu_symmetry
 from tu_symmetry import cli
 from tu_symmetry.cli.ends import Signals, ended
 from tu_symmetry.files import lock_folder, read_header
+from tu_symmetry.posterior.network import require_numbers
 
 ROOT = Path(__file__).parents[2]
 
@@ -331,6 +332,38 @@ def test_a_network_without_hidden_units_has_none(
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     assert cli.main(["inspect", "--model", f"{HERE}.{name}", "--init", "hidden=0", "--input", "2,4"]) == 0
     assert "permutations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["table", "fit"])
+def test_what_the_package_refuses_is_one_line_and_what_breaks_in_a_users_code_is_whole(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own kinds of errors, and any that a `raise` of its own has made; a folder in use is nothing unforeseen."""
+
+    def refuses(*_: object, **__: object) -> None:
+        require_numbers(rank="3")
+
+    def in_use(*_: object, **__: object) -> None:
+        with lock_folder(folder), lock_folder(folder):
+            pass
+
+    def breaks(*_: object, **__: object) -> None:
+        raise TypeError("a user's own")
+
+    place = "tu_symmetry.tables." + ("commands._execute" if command == "table" else "lightning.run_lightning")
+    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    words = ["table", str(folder / "toy"), "--out", str(folder / "out")] if command == "table" else ["fit"]
+    for broken, message in ((refuses, "rank is the text '3'"), (in_use, "is in use by another run")):
+        monkeypatch.setattr(place, broken)
+        assert cli.main(words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and message in error and "not foreseen" not in error
+    monkeypatch.setattr(place, breaks)
+    if command == "fit":
+        with pytest.raises(TypeError, match="a user's own"):
+            cli.main(words)
+    else:
+        assert cli.main(words) == 1 and "not foreseen" in capsys.readouterr().err
 
 
 def process(words: list[str]) -> subprocess.Popen[str]:

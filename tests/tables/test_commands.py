@@ -270,6 +270,24 @@ def test_a_wrong_table_is_refused(recipe: Path, old: str, new: str, message: str
         load_table(recipe)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("double.command.factr=3", "double has no argument 'factr'; did you mean 'factor'?"),
+        ("line.trainer.max_epochz=3", "did you mean 'trainer.max_epochs'?"),
+        ("line.routine.lrr=3", "Line has no argument 'lrr'; did you mean 'lr'?"),
+    ],
+)
+def test_a_typo_is_one_line_before_anything_runs(
+    recipe: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(recipe, overrides=[override])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and not toy_commands.CALLS and message in error and len(error.splitlines()) == 1
+    assert not (recipe.parent / "out" / "line").exists()
+
+
 @pytest.mark.parametrize("override", ["nowhere.factor=3", "double", "double=3", "double.command.factor"])
 def test_overrides_that_name_nothing_are_refused(recipe: Path, override: str) -> None:
     with pytest.raises(ConfigError, match=r"NAME\.FLAG=VALUE"):

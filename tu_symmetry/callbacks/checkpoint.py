@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from tu_symmetry.files import clear_scratch, replacing
+from tu_symmetry.posterior.network import require_numbers
 
 _RANDOM = "global_random_states"
 _METRICS = "callback_metrics"
@@ -66,6 +67,7 @@ class LastCheckpoint(ModelCheckpoint):
     """
 
     def __init__(self, dirpath: str | Path | None = None, every_seconds: float = 30.0) -> None:
+        require_numbers(every_seconds=every_seconds)
         if not every_seconds >= 0:
             raise ValueError(f"every_seconds must not be negative, got {every_seconds}")
         super().__init__(dirpath=dirpath, save_last=True, save_top_k=0)

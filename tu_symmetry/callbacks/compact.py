@@ -25,6 +25,7 @@ from tu_symmetry.callbacks.members import (
 )
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.members import MembersRoutine
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -80,6 +81,7 @@ class FitCompactPosterior(Callback):
             raise ValueError("FitCompactPosterior has nothing to write: give q_r, q_d or both")
         if match_on not in ("weights", "activations"):
             raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
+        require_numbers(num_samples=num_samples, rank=rank, batch_size=batch_size)
         if num_samples is not None and num_samples < 2:
             raise ValueError(f"a posterior needs at least two networks, got num_samples={num_samples}")
         self.q_r = None if q_r is None else Path(q_r)

@@ -20,7 +20,7 @@ from tu_symmetry.callbacks.members import on_training_device
 from tu_symmetry.callbacks.training_data import in_precision
 from tu_symmetry.laplace.model import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
-from tu_symmetry.posterior.network import derived_seed, seeded
+from tu_symmetry.posterior.network import derived_seed, require_numbers, seeded
 from tu_symmetry.posterior.samples import RunMark, SampleStore
 from tu_symmetry.routines.predictive import training_points
 from tu_symmetry.routines.variational import VariationalRoutine
@@ -62,6 +62,7 @@ class PosteriorDraws(Callback):
         dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None,
     ) -> None:
         super().__init__()
+        require_numbers(num_samples=num_samples, chain=chain, seed=seed, scale=scale)
         if num_samples < 1:
             raise ValueError(f"num_samples must be at least 1, got {num_samples}")
         if dtype is not None and dtype not in _DTYPES:
@@ -134,7 +135,7 @@ class PosteriorDraws(Callback):
         """Draw and write."""
         if not trainer.is_global_zero:
             return
-        folder = self._folder(trainer)
+        folder, _ = self._folder(trainer), _training_loader(trainer)
         there = folder.is_dir() and any(folder.iterdir())
         store = SampleStore.open(folder) if there else None
         if store is not None and self.chain in store.chains:
@@ -225,6 +226,7 @@ class TrueTemperature(Callback):
 
     def __init__(self, prior_precision: float = 1.0, temperature: float = 1.0, num_data: int | None = None) -> None:
         super().__init__()
+        require_numbers(prior_precision=prior_precision, temperature=temperature, num_data=num_data)
         if not prior_precision > 0 or not temperature > 0:
             raise ValueError(
                 f"prior_precision and temperature must be positive, got {prior_precision} and {temperature}"
@@ -309,4 +311,9 @@ def _require_snapshots(trainer: Trainer, swag: Any) -> None:
 def _training_loader(trainer: Trainer) -> DataLoader[Any]:
     """The training data; data modules' loaders for post-processing hold validation or test data."""
     found: Any = trainer.train_dataloader
+    if found is None or not trainer.num_training_batches:
+        raise ValueError(
+            "PosteriorDraws draws from what a training has found, and this one has no batch: give it training data, "
+            "and no limit_train_batches=0"
+        )
     return in_precision(cast("DataLoader[Any]", found), trainer)

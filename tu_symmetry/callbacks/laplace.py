@@ -54,6 +54,7 @@ from tu_symmetry.laplace.model import (
     NothingHeldOutWarning,
 )
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.reporting.progress import show_progress
 
 Calibrate = bool | Literal["auto"]
@@ -199,6 +200,8 @@ class FitLaplace(Callback):
         **options: Any,
     ) -> None:
         super().__init__()
+        require_numbers(batch_size=batch_size, tolerance=tolerance, mode_tolerance=mode_tolerance, memory=memory)
+        require_numbers(standard_errors=standard_errors)
         some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
         with isolate_rng(include_cuda=False):  # the layer's weights are drawn
             LinearizedLaplace(nn.Linear(1, 2), some, **_without_names(options))  # refuses wrong options before training
@@ -285,6 +288,11 @@ class FitLaplace(Callback):
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
+        if str(trainer.precision) in ("bf16-true", "16-true", "transformer-engine"):
+            raise TypeError(
+                f"precision={trainer.precision!r} makes the weights torch.bfloat16 or torch.float16, of which no "
+                "curvature can be taken: train with 'bf16-mixed' or '32-true'"
+            )
         made = [self._approximation(network, pl_module) for network in self._find_networks(pl_module)]
         for laplace in made:
             require_weights(laplace.model, laplace.tangent.names)

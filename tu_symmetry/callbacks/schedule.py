@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from tu_symmetry.posterior.network import require_numbers
+
 
 class ScheduledCallback(Callback):
     """A callback that acts at an interval and at the end of the fit, always between two optimizer steps.
@@ -37,6 +39,10 @@ class ScheduledCallback(Callback):
         start: int = 0,
     ) -> None:
         name = type(self).__name__
+        require_numbers(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, start=start)
+        at_epochs = tuple(at_epochs)
+        for epoch in at_epochs:
+            require_numbers(at_epochs=epoch)
         if every_n_epochs is not None and every_n_steps is not None:
             raise ValueError(f"{name} takes every_n_epochs or every_n_steps, not both")
         for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):

@@ -21,6 +21,7 @@ from tu_symmetry.laplace.evidence import Hyperprior
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.likelihood import Categorical, Likelihood, LikelihoodName
 from tu_symmetry.laplace.model import LinearizedLaplace, PrunedGroupWarning, UnevenEvidenceWarning
+from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _GROUP = "evidence_group"  # key of an optimizer's parameter groups
@@ -61,7 +62,8 @@ class EvidenceWeightDecay(Callback):
         options: further arguments of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``curvature``, ...).
 
     Attributes:
-        history: one record for each time: epoch, log evidence (nats), noise variance, precisions by group.
+        history: one record for each time, of all fits with this callback: epoch, log evidence (nats), noise variance,
+            precisions by group.
 
     Raises:
         ValueError: options out of range, or that belong to this callback.
@@ -90,6 +92,7 @@ class EvidenceWeightDecay(Callback):
             raise ValueError(
                 f"prior={options['prior']!r} has several precisions within a parameter, an optimizer has one decay"
             )
+        require_numbers(every_n_epochs=every_n_epochs, start_epoch=start_epoch, scale=scale, batch_size=batch_size)
         if every_n_epochs < 1 or start_epoch < 0:
             raise ValueError(
                 f"every_n_epochs={every_n_epochs} has to be positive, start_epoch={start_epoch} not negative"
@@ -109,9 +112,9 @@ class EvidenceWeightDecay(Callback):
     # ------------------------------------------------------------------ hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A new run starts with an empty history."""
+        """Look at the network anew; the history goes on, as the weights do."""
         if stage == "fit":
-            self.history, self._graph, self._told = [], None, False
+            self._graph, self._told = None, False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Split the optimizer's groups, before a checkpoint's state is put into it.

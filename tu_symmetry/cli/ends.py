@@ -13,6 +13,7 @@ status    meaning
 from __future__ import annotations
 
 import argparse
+import linecache
 import os
 import signal
 import sys
@@ -134,8 +135,8 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         return fail(word + ("; the same command resumes" if command in RESUMES else ""), code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
-    if type(error).__module__.startswith("tu_symmetry."):  # whatever this library has a class for is foreseen
-        return fail(str(error))
+    if isinstance(error, MissingExtraError) or type(error).__module__.startswith("tu_symmetry.") or _raised_here(error):
+        return fail(" ".join(str(error).split()))
     if isinstance(error, UnicodeDecodeError):
         return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")
     if isinstance(error, OSError) and error.strerror:
@@ -148,6 +149,16 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
     if command in TRAINS:
         raise error
     return fail(f"{kind}: {_first_line(error)} (not foreseen; {TRACEBACK}=1 shows where)", 1)
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether a ``raise`` of this package has made it: then it says what was wrong, and where is no matter."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("tu_symmetry."):
+        return False
+    return linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).lstrip().startswith("raise ")
 
 
 def _of_the_system(error: OSError, resumes: bool) -> str:

@@ -7,11 +7,12 @@ collators do: ``{"input_ids": ..., "attention_mask": ..., "labels": ...}`` is th
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LABELS = ("labels", "label", "label_ids", "targets", "target")  # names of targets in a mapping
 
@@ -56,6 +57,24 @@ def ordinary(inputs: Any, *, history: bool = False) -> Any:
         f"the network's input is a {type(inputs).__name__}; give a tensor, a tuple of tensors, or a mapping of keyword "
         "arguments to tensors"
     )
+
+
+def require_call(model: nn.Module, inputs: Any) -> None:
+    """Refuse a mapping for a network whose ``forward`` takes the mapping itself.
+
+    Raises:
+        TypeError: with how to write such a network.
+    """
+    if not isinstance(inputs, Mapping):
+        return
+    try:
+        inspect.signature(model.forward).bind(**inputs)
+    except TypeError as error:
+        raise TypeError(
+            f"a mapping of inputs is passed by name, and forward of {type(model).__name__} does not take "
+            f"{', '.join(map(repr, inputs))} ({error}). Where it takes the mapping itself, wrap it: a module with "
+            "def forward(self, **inputs): return self.network(inputs)"
+        ) from error
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Tensor]:

@@ -36,7 +36,7 @@ from tu_symmetry.laplace.data import all_reduce, batches, opened, together
 from tu_symmetry.laplace.evidence import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
-from tu_symmetry.laplace.inputs import arguments, ordinary, rows_of
+from tu_symmetry.laplace.inputs import arguments, ordinary, require_call, rows_of
 from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
@@ -298,6 +298,7 @@ class LinearizedLaplace:
         with together(device):
             groups = self.group(train_loader)
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
+            require_call(self.model, inputs)
             kind = self.options.curvature
             found = examine(
                 self.tangent,
@@ -444,6 +445,7 @@ class LinearizedLaplace:
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
             inputs, _ = next(batches(loader, next(self.model.parameters()).device))
+            require_call(self.model, inputs)
             training = [m for m in self.model.modules() if m.training]
             self.model.eval()
             try:

@@ -67,6 +67,11 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
         if not chosen:
             raise ValueError("parameters is empty: nothing would be left uncertain")
     for name, p in model.named_parameters():
+        if p.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, where tensors have no values: load the weights first "
+                "(network.to_empty(device='cpu'), network.load_state_dict(...)); symmetries are found without values"
+            )
         if not torch.isfinite(p.detach()).all():
             raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
     return tuple(name for key, name in canonical.items() if key in chosen)

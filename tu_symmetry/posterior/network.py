@@ -165,8 +165,16 @@ def derived_seed(seed: int, stream: int, index: int) -> int:
     return int(np.random.SeedSequence([seed, stream, index]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def require_numbers(**values: object) -> None:
+    """Raise a TypeError that names the first value that is a text, as a number in quotes is; ``auto`` is none."""
+    for name, value in values.items():
+        if isinstance(value, str) and value != "auto":
+            raise TypeError(f"{name} is the text {value!r}, not a number: write it without quotes")
+
+
 def require_positive(**values: float) -> None:
     """Raise a ValueError that names the first value that is not positive and finite."""
+    require_numbers(**values)
     for name, value in values.items():
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be positive, got {value}")

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain, RunningMoments, SignedSums, chain_diagnostics
-from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_positive
+from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_numbers, require_positive
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, evenly
 from tu_symmetry.routines.runs import StoredRun, fingerprint_of
@@ -108,6 +108,7 @@ class HMCRoutine(PredictiveRoutine):
         super().__init__(nll, metrics)
         require_positive(thinning=thinning, prior_precision=prior_precision, samples_per_file=samples_per_file)
         require_positive(projections=projections, diagnostics_every=diagnostics_every)
+        require_numbers(burn_in=burn_in, step_size=step_size, leapfrog_steps=leapfrog_steps, seed=seed, chain=chain)
         if burn_in < 0:
             raise ValueError(f"burn_in must not be negative, got {burn_in}")
         if stored is not None and not (0 <= stored[0] < stored[1] and 2 <= stored[2] <= stored[1] - stored[0] + 1):

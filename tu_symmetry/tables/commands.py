@@ -210,6 +210,9 @@ class _Run:
                 self._take(command)
         names = [c.name for c in self.table.commands]
         done = list(self.marks)
+        for command in self.table.commands:
+            if self.flags[command.name] and command.name not in done:  # a typo is said before anything runs
+                _check(self._words(command, resumed=False))
         self.display.plan(self.table.title, names, done)
         for number, command in enumerate(self.table.commands):
             if command.name in done:
@@ -336,6 +339,17 @@ class _Run:
         }
         content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": self.environment}
         write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
+
+
+def _check(words: list[str]) -> None:
+    """Refuse arguments that do not fit, without running anything."""
+    from tu_symmetry.tables.functions import build_parser
+    from tu_symmetry.tables.lightning import check_arguments  # loads TorchUncertainty
+
+    if words[0] == "run":
+        build_parser().parse_args(words[1:])
+    else:
+        check_arguments(words)
 
 
 def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:

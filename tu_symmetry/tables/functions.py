@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from tu_symmetry.configs import resolve
+from tu_symmetry.tables.mistakes import OneLineParser
 from tu_symmetry.tables.outcome import Outcome
 
 
 def build_parser() -> ArgumentParser:
     """The parser of ``tu-symmetry run``."""
-    parser = ArgumentParser(
+    parser = OneLineParser(
         prog="tu-symmetry run",
         description="Calls a function that a YAML file names, prints what it found and writes it to results.json.",
     )

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 import time
+import zipfile
+import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -25,13 +29,16 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError, read_yaml
+from tu_symmetry.tables.mistakes import ROOMS, OneLineParser
 
 with scripting_unsaid():
     from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
-# whose classes a YAML file may name without their module
-ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines", "tu_symmetry.datamodules")
+
+
+class _Parser(OneLineParser, LightningArgumentParser):
+    """LightningCLI's, whose errors are one line."""
 
 
 class SymmetryCLI(TULightningCLI):
@@ -47,10 +54,16 @@ class SymmetryCLI(TULightningCLI):
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_callback=TUSaveConfigCallback,
+            save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
             **kwargs,
         )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """A parser whose errors are one line."""
+        parser = super().init_parser(**kwargs)
+        parser.__class__ = _Parser
+        return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """``--eval_after_fit`` as a switch that takes a value (TorchUncertainty's can only be set)."""
@@ -68,6 +81,26 @@ class SymmetryCLI(TULightningCLI):
         super().add_arguments_to_parser(parser)
         parser.set_defaults({"routine": {"class_path": ROUTINE}})
 
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, and looks at the checkpoint before anything reads it."""
+        super().parse_arguments(parser, args)
+        given = self.config[self.config["subcommand"]].get("ckpt_path")
+        if given is not None:
+            require_checkpoint(str(given))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Runs it; a checkpoint of another network is said in one line."""
+        given = self.config[subcommand].get("ckpt_path")
+        try:
+            super()._run_subcommand(subcommand)
+        except RuntimeError as error:
+            if given is None or "loading state_dict" not in str(error):
+                raise
+            differs = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
+            raise ConfigError(
+                f"--ckpt_path {given} is of another network than the configuration's: {differs[:300]}"
+            ) from error
+
     def before_validate(self) -> None:
         """Validates with data modules that know no validation stage, as TorchUncertainty 0.13's."""
         setup = self.datamodule.setup
@@ -78,6 +111,41 @@ class SymmetryCLI(TULightningCLI):
         if self.config["fit"]["eval_after_fit"] and not self.trainer.fast_dev_run:
             monitored = getattr(self.trainer.checkpoint_callback, "monitor", None) is not None
             self.trainer.test(self.routine, datamodule=self.datamodule, ckpt_path="best" if monitored else None)
+
+
+class _SaveConfig(TUSaveConfigCallback):
+    """Saves the configuration when a fit starts: after the checkpoint that it resumes from has been read."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save nothing yet, for an earlier run's configuration may stand there."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save."""
+        super().setup(trainer, pl_module, "fit")
+
+
+def require_checkpoint(path: str) -> None:
+    """Refuse a checkpoint that is not there or was damaged; what is no file of its own (``last``, a URL) is left.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if "://" in path or not (path.endswith(".ckpt") or os.sep in path) or Path(path).is_dir():
+        return
+    if not Path(path).is_file():
+        there = sorted(str(p) for p in Path(path).parent.glob("*.ckpt"))[:3]
+        beside = f"; beside it are {', '.join(there)}" if there else ""
+        raise ConfigError(f"--ckpt_path {path}: there is no such file{beside}")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, zlib.error, OSError, NotImplementedError) as error:
+        damaged = str(error)
+    if damaged is not None:
+        raise ConfigError(
+            f"--ckpt_path {path} is truncated, damaged or no checkpoint ({damaged}): restore it, or take another; "
+            "without it the run starts anew"
+        )
 
 
 class OutOfTime(Exception):
@@ -120,6 +188,32 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
         return SymmetryCLI(trainer_defaults={"callbacks": own})
     finally:
         sys.argv = before
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Parse what :func:`run_lightning` would run, and no more.
+
+    Raises:
+        SystemExit: arguments that do not fit, after a line about them.
+    """
+    _bound_aliases()
+    before, sys.argv = sys.argv, ["tu-symmetry", *arguments]
+    try:
+        _ParseOnly(trainer_defaults={"callbacks": [ProgressLines()]})
+    except _Parsed:
+        pass
+    finally:
+        sys.argv = before
+
+
+class _Parsed(Exception):
+    """What was typed fits."""
+
+
+class _ParseOnly(SymmetryCLI):
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        super().parse_arguments(parser, args)
+        raise _Parsed
 
 
 def _bound_aliases() -> None:

@@ -1,0 +1,122 @@
+"""What a callback, a routine or an approximation cannot use is said in one line, before there is something to lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import tu_symmetry as tus
+from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, TrueTemperature
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TEXTS: list[tuple[str, Callable[[], Any]]] = [
+    ("num_samples", lambda: PosteriorDraws("5")),  # type: ignore[arg-type]
+    ("every_n_epochs", lambda: tus.PosteriorSnapshots("x", every_n_epochs="2")),  # type: ignore[arg-type]
+    ("at_epochs", lambda: tus.PosteriorSnapshots("x", at_epochs=["1", "2"])),  # type: ignore[list-item]
+    ("every_n_steps", lambda: tus.ScaleCanonicalization(every_n_steps="2")),  # type: ignore[arg-type]
+    ("every_n_epochs", lambda: tus.Rebasin(every_n_epochs="2")),  # type: ignore[arg-type]
+    ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
+    ("scale", lambda: tus.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
+    ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
+    ("rank", lambda: tus.FitCompactPosterior("x", rank="3")),  # type: ignore[arg-type]
+    ("memory", lambda: tus.FitLaplace(memory="5")),  # type: ignore[arg-type]
+    ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
+    ("burn_in", lambda: tus.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
+    ("num_members", lambda: tus.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]
+    ("prior_precision", lambda: tus.VariationalRoutine(nn.Linear(2, 2), "1")),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("name", "make"), TEXTS)
+def test_a_number_in_quotes_is_named(name: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} is the text '\d', not a number: write it without quotes$"):
+        make()
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+        self.loss = nn.CrossEntropyLoss()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(self.model(batch[0].to(self.model[0].weight.dtype)), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.01)
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return DataLoader(TensorDataset(torch.randn(12, 4, generator=generator), torch.arange(12) % 3), batch_size=6)
+
+
+def trainer(folder: Path, callback: Any, **more: Any) -> Trainer:
+    return Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_weights_in_half_precision_are_refused_with_what_to_train_with(precision: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=rf"precision='{precision}' makes .*: train with 'bf16-mixed' or '32-true'"):
+        trainer(tmp_path, tus.FitLaplace(), precision=precision).fit(Plain(), loader())
+
+
+def test_draws_need_a_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="this one has no batch"):
+        trainer(tmp_path, PosteriorDraws(2), limit_train_batches=0).fit(Plain(), loader())
+
+
+def test_the_history_of_a_second_fit_goes_on(tmp_path: Path) -> None:
+    callback, module = tus.EvidenceWeightDecay(every_n_epochs=1), Plain()
+    for count in (1, 2):
+        trainer(tmp_path, callback).fit(module, loader())
+        assert len(callback.history) == count
+
+
+def test_weights_without_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="is on the meta device, where tensors have no values: load the weights first"):
+        tus.LinearizedLaplace(nn.Linear(4, 3, device="meta")).fit(loader())
+
+
+class Taking(nn.Module):
+    """Takes one dictionary, as the fixtures of other libraries' tests do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, data: dict[str, Tensor]) -> Tensor:
+        return self.layer(data["x"])
+
+
+class Wrapped(nn.Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        return self.network(inputs)
+
+
+@pytest.mark.parametrize("prior", ["per_group", "single"])
+def test_a_network_that_takes_one_dictionary_is_told_how_to_be_wrapped(prior: Any) -> None:
+    batches = [{"x": x, "labels": y} for x, y in loader()]
+    network = Taking()
+    with pytest.raises(TypeError, match=r"forward of Taking does not take 'x' .* return self\.network\(inputs\)"):
+        tus.LinearizedLaplace(network, prior=prior).fit(batches)
+    found = tus.LinearizedLaplace(Wrapped(network), prior=prior).fit(batches)
+    plain = tus.LinearizedLaplace(network.layer, prior=prior).fit(loader())
+    x = next(iter(loader()))[0]
+    probs, expected = found.predictive({"x": x}, link_approx="probit"), plain.predictive(x, link_approx="probit")
+    assert torch.allclose(torch.as_tensor(probs), torch.as_tensor(expected), rtol=1e-4, atol=1e-5)
