@@ -135,7 +135,7 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         return fail(word + ("; the same command resumes" if command in RESUMES else ""), code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
-    if isinstance(error, MissingExtraError) or type(error).__module__.startswith("tu_symmetry.") or _raised_here(error):
+    if type(error).__module__.startswith("tu_symmetry.") or _raised_here(error):
         return fail(" ".join(str(error).split()))
     if isinstance(error, UnicodeDecodeError):
         return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")
