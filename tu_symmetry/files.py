@@ -226,6 +226,15 @@ def read_json(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, s
     return content, dict(seal["by"])
 
 
+def without_nan(value: Any) -> Any:
+    """A value for a report that others read: JSON knows neither NaN nor infinity, which become None."""
+    if isinstance(value, dict):
+        return {key: without_nan(held) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def digest_of(value: Any) -> str:
     """Digest of anything that JSON can hold."""
     return _hash(json.dumps(value, sort_keys=True).encode()).hexdigest()

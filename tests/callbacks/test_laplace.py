@@ -37,7 +37,7 @@ from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine,
 import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.laplace import training_likelihood
-from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.callbacks.training_data import _require_repeatable, plain_training_loader
 from tu_symmetry.laplace.model import EvidenceResult, LinearizedLaplace, NotConvergedWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -330,6 +330,18 @@ def test_augmented_data_are_refused_before_training() -> None:
     with pytest.raises(ValueError, match=r"augmented.*transform="):
         trainer(Fit()).fit(routine, Data(Augmented(noise)))
     assert torch.equal(routine.model[0].weight, before)
+
+
+def test_nan_is_not_called_augmentation() -> None:
+    """The same samples read the same, though NaN is not equal to itself."""
+    x, y = torch.full((8, 4), torch.nan), torch.zeros(8)
+    kinds: list[Any] = [
+        TensorDataset(x, y),
+        [(row.numpy(), float("nan")) for row in x],
+        [{"x": row, "y": y} for row in x],
+    ]
+    for dataset in kinds:
+        _require_repeatable(dataset, None)
 
 
 def test_augmenting_collate_functions_are_refused() -> None:

@@ -69,3 +69,32 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "c", 1, rank=2, alpha=8.0)
     assert cli.main(["merge", a, str(tmp_path / "c"), "--out", str(tmp_path / "mine" / "m.safetensors")]) == 2
     assert "was not written by this command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{", '{"lora_alpha": "16"}', '{"lora_alpha": NaN}', '{"alpha_pattern": [1]}', '{"alpha_pattern": {"(": 1}}'],
+)
+def test_configurations_that_are_none_are_named(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, 0, rank=2, alpha=8.0)
+    (tmp_path / "b" / "adapter_config.json").write_text(content)
+    words = [str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "m.safetensors")]
+    assert cli.main(["merge", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and ("adapter_config.json" in error or "is no pattern" in error), error
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_shares_of_any_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = write(tmp_path / "a", 0, rank=2, alpha=2.0)
+    write(tmp_path / "b", 0, rank=2, alpha=2.0)
+    out = tmp_path / "m" / "adapter_model.safetensors"
+    words = ["merge", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(out), "--weights"]
+    for weights in (["1", "-1"], ["0", "0"], ["nan", "1"], ["inf", "1"]):
+        assert cli.main([*words, *weights]) == 2
+        assert "finite numbers whose sum is not 0" in capsys.readouterr().err and not out.exists()
+    assert cli.main([*words, "1e308", "1e308"]) == 0
+    torch.testing.assert_close(product(tus.load_state(out)), product(state))

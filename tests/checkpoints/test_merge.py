@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.alignment import merging
+from tu_symmetry.checkpoints.barriers import load_data
 from tu_symmetry.checkpoints.files import AlignFilesError
-from tu_symmetry.checkpoints.merge import Progress
+from tu_symmetry.checkpoints.merge import Progress, merge_files
 from tu_symmetry.symmetry.verification import random_state
 
 
@@ -290,3 +292,48 @@ def test_points_and_partial_alignment(tmp_path: Path) -> None:
     torch.testing.assert_close(tus.load_state(out)["0.weight"], (one["0.weight"] + two["0.weight"]) / 2)
     assert "Largest excess over the lines" in out.with_name("merged.report.md").read_text()
     assert merge(paths, out, "--only", "9.*") == 2
+
+
+def test_a_merge_that_is_killed_at_any_write_goes_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in front of each rename, and behind it, as by SIGKILL: from then on nothing changes on the disk."""
+    monkeypatch.setattr("tu_symmetry.checkpoints.merge._give_back", lambda: None)  # takes most of the time
+    torch.manual_seed(0)
+    model = Net()
+    graph = tus.discover_symmetries(model, torch.randn(2, 4))
+    (tmp_path / "in").mkdir()
+    paths = write(tmp_path / "in", 3)
+    options: dict[str, Any] = {"data": load_data(f"{__name__}.loader", [], 40, torch.float32), "prefix": "model."}
+    options |= {"weights": "greedy", "correction": "batchnorm"}
+    real, left, behind = os.replace, [0], [False]
+
+    def mortal(*names: Any) -> None:
+        left[0] -= 1
+        if left[0] > 0 or (left[0] == 0 and behind[0]) or left[0] < -1000:
+            real(*names)
+        if -1000 < left[0] <= 0:
+            raise Killed
+
+    def run(folder: Path, moment: int) -> dict[str, bytes]:
+        """What is there after a run that is killed at its renames from ``moment`` on, and one that is not."""
+        folder.mkdir()
+        for life in (moment, -2000):
+            left[0] = life
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "replace", mortal)
+                for place, name in ((Path, "unlink"), (os, "rmdir"), (os, "unlink")) if life > 0 else ():
+                    alive = getattr(place, name)
+                    patch.setattr(place, name, lambda *a, alive=alive, **k: alive(*a, **k) if left[0] > 0 else None)
+                try:
+                    merge_files(graph, paths, folder / "m.safetensors", model, **options)
+                    assert life < 0, "it was to be killed"
+                except Killed:
+                    assert life > 0
+        return tree(folder)
+
+    (tmp_path / "alone").mkdir()
+    merge_files(graph, paths, tmp_path / "alone" / "m.safetensors", model, **options)
+    expected = tree(tmp_path / "alone")
+    assert set(expected) == {"m.safetensors", "m.report.md", "m.report.json"}
+    for moment in (1, 5, 10, 12):
+        for behind[0] in (False, True):
+            assert run(tmp_path / f"{moment}{behind[0]}", moment) == expected, (moment, behind[0])

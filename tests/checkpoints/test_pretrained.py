@@ -154,7 +154,9 @@ def test_what_a_folder_has_to_say(tmp_path: Path) -> None:
         Pretrained.beside(weights)
     config = tmp_path / "config.json"
     for content, message in (
-        ("{", "is no JSON"),
+        ("{", "no JSON"),
+        ("[]", "holds list, not a JSON object"),
+        ('{"_class_name": ["x"]}', "no _class_name"),
         (json.dumps({"model_type": "bert"}), "no _class_name"),
         (json.dumps({"_class_name": "Kandinsky"}), "is of a Kandinsky, and inputs are made for UNet2DConditionModel"),
     ):
@@ -164,6 +166,8 @@ def test_what_a_folder_has_to_say(tmp_path: Path) -> None:
     config.write_text(json.dumps({"_class_name": "UNet2DConditionModel", "block_out_channels": [8], "layers": "x"}))
     with pytest.raises(ArchitectureError, match="makes no UNet2DConditionModel"):
         Pretrained.beside(weights).build()
+    with pytest.raises(ArchitectureError, match=r"does not say what inputs the network takes .*down_block_types"):
+        Pretrained.beside(weights).inputs()
 
 
 @pytest.mark.slow

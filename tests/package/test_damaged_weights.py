@@ -219,7 +219,7 @@ def test_pickles_of_code_are_not_run(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "ran",))
 
-    (tmp_path / "a.pt").write_bytes(pickle.dumps({"a": Code()}))
+    (tmp_path / "a.pt").write_bytes(pickle.dumps({"a": Code()}, protocol=2))
     torch.save({"a": Code()}, tmp_path / "b.pt")
     for name in ("a.pt", "b.pt"):
         with pytest.raises(SampleFileError, match=name.replace(".", r"\.")):

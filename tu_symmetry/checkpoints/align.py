@@ -9,7 +9,6 @@ run needs to resume; it may be removed when a run is done.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +47,7 @@ from tu_symmetry.checkpoints.files import (
     write_owned,
 )
 from tu_symmetry.checkpoints.references import MEDOID, SUM, find_consensus, find_medoid, pairwise
-from tu_symmetry.files import digest_of, other_versions, read_json, write_text
+from tu_symmetry.files import digest_of, other_versions, read_json, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State, check_number
 from tu_symmetry.symmetry.action import permute_tensors
@@ -482,7 +481,7 @@ def write_reports(out: Path, alignment: FileAlignment, more: dict[str, Any] | No
     """
     content = {k: v for k, v in asdict(alignment).items() if k not in ("skipped", "kept_from", "notes")}
     head = {"format": FORMAT, "version": VERSION}
-    write_text(out / "report.json", json.dumps({**head, **content, **(more or {})}, indent=1) + "\n")
+    write_json(out / "report.json", without_nan({**head, **content, **(more or {})}))
     grid = alignment.grid()
     options = ", ".join(f"{k} {v!r}" for k, v in alignment.options.items())
     parts = [

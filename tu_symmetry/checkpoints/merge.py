@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -51,6 +50,7 @@ from tu_symmetry.files import (
     read_json,
     read_safetensors,
     remove_folder,
+    without_nan,
     write_json,
     write_safetensors,
     write_text,
@@ -246,20 +246,11 @@ def _write(
             for step, found in merged.lines.items()
         },
     }
-    report = _plain(report)
+    report = without_nan(report)
     write_owned(out, merged.state, {"merged": report})
     write_json(reports[1], {"what": MARK, **report})
     grid = merge_grid(merged, [f.path for f in files])
     write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it, which knows neither NaN nor infinity."""
-    if isinstance(value, dict):
-        return {key: _plain(held) for key, held in value.items()}
-    if isinstance(value, list):
-        return [_plain(held) for held in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Progress(MutableMapping[str, Any]):
