@@ -79,7 +79,8 @@ def test_the_factors_do_not_matter_but_averaging_them_does() -> None:
         torch.testing.assert_close(product, added(one)[layer])
         assert same.errors[layer] == 0 and same.factor_errors[layer] > 0.05
     minus = {name: -t for name, t in one.items()}  # M = -1
-    assert set(merge_adapters([one, minus]).factor_errors.values()) == {1.0}
+    gone = merge_adapters([one, minus]).factor_errors
+    assert gone and gone == pytest.approx(dict.fromkeys(gone, 1.0))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
