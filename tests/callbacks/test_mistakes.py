@@ -113,7 +113,9 @@ class Wrapped(nn.Module):
 def test_a_network_that_takes_one_dictionary_is_told_how_to_be_wrapped(prior: Any) -> None:
     batches = [{"x": x, "labels": y} for x, y in loader()]
     network = Taking()
-    with pytest.raises(TypeError, match=r"forward of Taking does not take 'x' .* return self\.network\(inputs\)"):
+    with pytest.raises(
+        TypeError, match=r"forward of Taking does not take the keyword argument 'x' .* return self\.network\(inputs\)"
+    ):
         tus.LinearizedLaplace(network, prior=prior).fit(batches)
     found = tus.LinearizedLaplace(Wrapped(network), prior=prior).fit(batches)
     plain = tus.LinearizedLaplace(network.layer, prior=prior).fit(loader())

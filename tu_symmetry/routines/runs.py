@@ -24,11 +24,11 @@ class StoredRun:
     where there is none, and the samples are those of the same run, all of them.
 
     Args:
-        folder: of the store; it is made with the first samples.
+        folder: the store, which is made with the first samples.
         chains: numbers of the run's chains in the store.
         run: fingerprint of what the samples depend on, see :func:`fingerprint_of`.
         like: a state of the architecture.
-        metadata: of the store, see :meth:`~tu_symmetry.posterior.samples.SampleStore.create`.
+        metadata: what the store says of itself, see :meth:`~tu_symmetry.posterior.samples.SampleStore.create`.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class StoredRun:
         """Look at what is there before the first step, and take back what the checkpoint does not have.
 
         Args:
-            trainer: of the run.
+            trainer: the trainer that runs it.
             resumed: what :meth:`state_dict` gave the checkpoint (empty in one of an older version); None for a run that
                 starts.
-            step: of the checkpoint, in the store's count: later samples are taken back.
+            step: where the checkpoint stands in the store's count; later samples are taken back.
 
         Raises:
             FileExistsError: the chains are those of another run, of this one when it has come to its end, or of this
