@@ -64,8 +64,8 @@ def require_call(model: nn.Module, inputs: Any) -> None:
     except TypeError as error:
         raise TypeError(
             f"a mapping of inputs is passed by name, and forward of {type(model).__name__} does not take the keyword "
-            f"argument {', '.join(map(repr, inputs))} ({error}). Where it takes the mapping itself, wrap it: a module with "
-            "def forward(self, **inputs): return self.network(inputs)"
+            f"argument {', '.join(map(repr, inputs))} ({error}). Where it takes the mapping itself, wrap it: a module "
+            "with def forward(self, **inputs): return self.network(inputs)"
         ) from error
 
 
