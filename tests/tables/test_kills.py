@@ -10,7 +10,10 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -194,6 +197,19 @@ def assert_same(a: Any, b: Any, what: str) -> None:
         assert a == b or a != a, what
 
 
+def done_elsewhere(request: pytest.FixtureRequest) -> bool:
+    """Run the test in a fresh process, where no other test has started threads of autograd, which forbid to fork."""
+    if "TU_SYMMETRY_FRESH" in os.environ:
+        return False
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "", request.node.nodeid]
+    environment = os.environ | {"TU_SYMMETRY_FRESH": "1"}
+    found = subprocess.run(
+        words, cwd=request.config.rootpath, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stdout[-4000:]
+    return True
+
+
 def apart(work: Callable[[], Any]) -> int:
     """Do it in another process, which is waited for; its exit status (negative: the signal that ended it)."""
     child = os.fork()
@@ -202,6 +218,8 @@ def apart(work: Callable[[], Any]) -> int:
         try:
             work()
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -258,10 +276,12 @@ def chosen(count: int, every: bool) -> Iterator[tuple[int, Literal["before", "af
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_run_that_is_killed_at_a_file_comes_to_the_same_end(
-    kind: str, every_seconds: float, every: bool, tmp_path: Path, images: Path
+    kind: str, every_seconds: float, every: bool, tmp_path: Path, images: Path, request: pytest.FixtureRequest
 ) -> None:
     if not every and every_seconds == 0.0 and kind not in ("hmc", "sghmc"):
         pytest.skip("the slow test has them")
+    if done_elsewhere(request):
+        return
     folder = recipe(tmp_path / "recipe", kind, every_seconds)
     count = writes(lambda: run(folder, tmp_path / "whole", images))
     whole = result(tmp_path / "whole")
@@ -276,8 +296,12 @@ def test_a_run_that_is_killed_at_a_file_comes_to_the_same_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_at_any_moment_comes_to_the_same_end(kind: str, tmp_path: Path, images: Path) -> None:
+def test_a_run_that_is_killed_at_any_moment_comes_to_the_same_end(
+    kind: str, tmp_path: Path, images: Path, request: pytest.FixtureRequest
+) -> None:
     """Six moments each; every other run is killed a second time, while it resumes."""
+    if done_elsewhere(request):
+        return
     draw = random.Random(kind)
     folder = recipe(tmp_path / "recipe", kind, draw.choice([0.0, 0.1, 1e6]))
     run(folder, tmp_path / "whole", images)  # which loads what a child then has
