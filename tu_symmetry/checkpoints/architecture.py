@@ -56,7 +56,7 @@ class Architecture:
         """
         dtype = parse_precision(self.dtype)
         with step(console, f"building {self.model}"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             module = build_module(self.model, self.init).to(dtype).eval()
         inputs = tuple(parse_input(text, dtype, self._generator) for text in self.inputs)
         shaped = [text for text in self.kwargs if ":" in text.partition("=")[2]]

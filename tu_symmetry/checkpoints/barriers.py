@@ -173,7 +173,7 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
     try:
         build = resolve(name)
         with torch.random.fork_rng(devices=[]):  # loaders may shuffle
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             evaluation, statistics = _loaders(build(**values))
             labeled = [(_inputs(b, dtype), b[1]) for b in _first(_batches(evaluation, name), num_samples)]
             inputs = labeled if statistics is evaluation else _first(_batches(statistics, name), num_samples)

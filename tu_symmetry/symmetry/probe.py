@@ -263,7 +263,7 @@ class Probe:
         try:
             widened = contextlib.nullcontext() if narrow is None else _Widened(exactly)
             with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except _WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
             self._written |= {error.name}
