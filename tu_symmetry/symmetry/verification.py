@@ -290,14 +290,12 @@ def _try(
         permutation, log_scale = _split(element)
         permute_tensors_(graph, permutation, base.state)  # one set of weights, moved again and again: no copy is kept
         scale_tensors_(graph, log_scale, base.state)
-        if base.difference(base.state).holds:
+        if base.keeps_its_outputs():
             continue
-        base = base.again()
-        failed = _bisect(graph, base, element)
-        if failed:
-            return failed
-        if not base.difference(_moved(graph, base, element)).holds:
+        failed = _bisect(graph, base.again(), element)
+        if not failed:
             raise SymmetryError(_TOGETHER)
+        return failed
     return {}
 
 
@@ -334,19 +332,34 @@ class _Base:
         if exchanged and self.narrow and not probe.large(self.state):  # it runs with weights of one precision only
             self.state = probe.random_state(generator, constants)
             before = probe.run(self.state)
-        changes = []
-        noise = NOISE * probe.epsilon
-        for _ in range(draws if probe.epsilon < 1e-12 else 8):
+        self.reference = Reference(before)
+        self.reference.outputs = self._perturb(before, draws if probe.epsilon < 1e-12 else 8, generator)
+
+    def _perturb(self, before: list[Tensor], draws: int, generator: torch.Generator) -> list[Tensor]:
+        """Measure sensitivities by noise on the weights; returns the outputs of the weights as they are in the end."""
+        noise = NOISE * self.probe.epsilon
+        for _ in range(draws):
             if self.narrow:  # in half precision, which has no room for the noise
-                changes.append((before, probe.run(self.state, noise=lambda name: noise, generator=generator)))
+                after = self.probe.run(self.state, noise=lambda name: noise, generator=generator)
+                self.reference.change(before, after, noise)
                 continue
             perturb_(self.state, lambda name: noise, generator)
-            after = probe.run(self.state)
-            changes.append((before, after))
+            after = self.probe.run(self.state)
+            self.reference.change(before, after, noise)
             before = after
-        self.reference = Reference(before)
-        for a, b in changes:
-            self.reference.change(a, b, noise)
+        return before
+
+    def keeps_its_outputs(self) -> bool:
+        """Whether weights that were moved give the outputs of before.
+
+        An entry that one draw of the noise hardly moved by chance is underestimated; that several agree to is
+        improbable, so that what seems to differ is measured again.
+        """
+        outputs = self.probe.run(self.state)
+        if self._compare(outputs).holds:
+            return True
+        self._perturb(self.probe.run(self.state), 3, torch.Generator().manual_seed(self.seed + 1))
+        return self._compare(outputs).holds
 
     @property
     def narrow(self) -> bool:
@@ -399,10 +412,7 @@ class _Base:
         raise SymmetryError(problem)
 
     def again(self) -> _Base:
-        """The same once more, before anything moved it, with sensitivities that more draws of the noise measure.
-
-        An entry that one draw hardly moves by chance is underestimated; that several agree to is improbable.
-        """
+        """The same once more, before anything moved it, with sensitivities that more draws of the noise measure."""
         same = self.probe, self.tolerance, self.seed, self.constants
         return _Base(*same, exchanged=self.exchanged, draws=4)
 
@@ -423,7 +433,10 @@ class _Base:
         return max(self.tolerance, 256 * self.probe.epsilon)
 
     def difference(self, state: Mapping[str, Tensor]) -> Difference:
-        return self.reference.difference(self.probe.run(state), self.allowed, epsilon=self.probe.epsilon)
+        return self._compare(self.probe.run(state))
+
+    def _compare(self, outputs: list[Tensor]) -> Difference:
+        return self.reference.difference(outputs, self.allowed, epsilon=self.probe.epsilon)
 
 
 _NAN = (
