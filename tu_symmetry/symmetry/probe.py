@@ -651,14 +651,20 @@ def _convolution(
     within = [n * d for n, d in zip(steps, dilation, strict=True)]
     between = [n * s for n, s in zip(steps, stride, strict=True)]
     each = max(1, _COLUMNS // (weight[0].numel() * math.prod(out)))
+    rows = weight.reshape(len(weight), -1)
     parts = []
     for piece in padded.split(each):
-        columns = piece.as_strided(
-            (x.shape[1], *kernel, len(piece), *out),
-            (channels, *within, samples, *between),
-            piece.storage_offset(),
-        ).reshape(weight[0].numel(), -1)
-        parts.append((weight.reshape(len(weight), -1) @ columns).reshape(len(weight), len(piece), *out).movedim(0, 1))
+        shapes, strides = [(x.shape[1], *kernel), (len(piece), *out)], [(channels, *within), (samples, *between)]
+        few = math.prod(shapes[1]) < len(weight)  # places: the weights are what is read, and row by row is faster
+        if few:
+            shapes, strides = shapes[::-1], strides[::-1]
+        columns = piece.as_strided(sum(shapes, ()), sum(strides, ()), piece.storage_offset())
+        columns = columns.reshape(math.prod(shapes[0]), -1)
+        if few:
+            part = nn.functional.linear(columns, rows).reshape(len(piece), *out, len(weight)).movedim(-1, 1)
+        else:
+            part = (rows @ columns).reshape(len(weight), len(piece), *out).movedim(0, 1)
+        parts.append(part.contiguous())
     result = torch.cat(parts)  # in the layout that PyTorch's own gives
     return result if bias is None else result.add_(bias.reshape(-1, *[1] * space))
 
