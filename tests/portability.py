@@ -95,7 +95,12 @@ def displaced(tensor: Tensor) -> Tensor:
 
 
 def odd(tensor: Any) -> bool:
-    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.data_ptr() % ALIGNED != 0
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        return False
+    try:
+        return tensor.data_ptr() % ALIGNED != 0
+    except RuntimeError:  # inside a function transform, which wraps what has the memory
+        return False
 
 
 def perturb(result: Any, factors: list[Tensor] | None) -> None:

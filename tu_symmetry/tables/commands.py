@@ -333,9 +333,10 @@ class _Run:
     def _write_results(self) -> None:
         keep = ("results", "headline", "seconds", "processor_seconds", "resumed")
         peaks = ("gpu_allocated", "gpu_reserved")
+        marks = {c.name: self.marks[c.name] for c in self.table.commands if c.name in self.marks}
         commands = {
             name: {k: mark.get(k) for k in keep} | {k: mark[k] for k in peaks if k in mark}
-            for name, mark in self.marks.items()
+            for name, mark in marks.items()
         }
         content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": self.environment}
         write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
