@@ -144,6 +144,8 @@ def check_number(value: Any, name: str, *, whole: bool = False) -> None:
     Raises:
         TypeError: no number, or no whole one.
     """
+    if isinstance(value, str):
+        raise TypeError(f"{name} is the text {value!r}, not a number: write it without quotes")
     kinds = numbers.Integral if whole else numbers.Real
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if isinstance(value, bool) or not isinstance(value, kinds):

@@ -426,3 +426,13 @@ def test_yaml_has_to_be_utf_8(recipe: Path) -> None:
         load_table(recipe)
     (recipe / "table.yaml").write_bytes(TABLE.replace("title: Toy", "title: Größe").encode("utf-8-sig"))
     assert load_table(recipe).title == "Größe"
+
+
+def test_a_run_folder_is_never_the_recipe(recipe: Path, tmp_path: Path) -> None:
+    """No command writes into what it reads, however the folder is spelled."""
+    before = sorted(p.name for p in recipe.iterdir())
+    (tmp_path / "link").symlink_to(recipe)
+    for out in (recipe, tmp_path / "link", recipe / ".." / "toy"):
+        with pytest.raises(ConfigError, match="is the recipe, which a run would write into"):
+            run_commands(recipe, out=out)
+    assert sorted(p.name for p in recipe.iterdir()) == before

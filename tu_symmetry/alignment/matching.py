@@ -210,7 +210,6 @@ def weight_matching(
         return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
     similarities = KeptSimilarities.of(graph, reference_state, state)
     family_list = similarities.plan.families
-    norms = math.prod(inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
     best: Matching | None = None
     for attempt in range(restarts if solver == "descent" else 1):
         iterations = 0
@@ -227,7 +226,7 @@ def weight_matching(
             def value(trial: Permutation) -> float:
                 return inner_product(graph, reference_state, permute_tensors(graph, trial, state))
 
-            least = _ROUNDING * norms
+            least = _ROUNDING * math.prod(inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
             permutation, more = _look_again(similarities, family_list, start, permutation, value, least, max_iterations)
             sweeps += more
         moved = permute_tensors(graph, permutation, state)

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tu_symmetry.alignment.activations import Similarity
 from tu_symmetry.alignment.align import MatchOn, Reference, align
@@ -570,7 +571,7 @@ def _nan_batch(model: nn.Module, state: Mapping[str, Tensor], data: Iterable[Any
     """The first batch on which the loss is NaN, in words."""
     for k, batch in enumerate(data):
         if math.isnan(mean_loss(model, state, [batch], loss)):
-            finite = all(bool(torch.isfinite(t).all()) for t in batch)
+            finite = all(bool(torch.isfinite(t).all()) for t in tree_leaves(batch) if isinstance(t, Tensor))
             why = "its numbers are finite: the network diverges" if finite else "it holds such numbers itself"
             return f"the loss is NaN on batch {k} of the data (counted from 0), and {why}"
     return "the loss is NaN"

@@ -135,7 +135,8 @@ class PosteriorDraws(Callback):
         """Draw and write."""
         if not trainer.is_global_zero:
             return
-        folder, _ = self._folder(trainer), _training_loader(trainer)
+        _training_loader(trainer)  # or there was no training
+        folder = self._folder(trainer)
         there = folder.is_dir() and any(folder.iterdir())
         store = SampleStore.open(folder) if there else None
         if store is not None and self.chain in store.chains:

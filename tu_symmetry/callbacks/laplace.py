@@ -56,6 +56,7 @@ from tu_symmetry.laplace.model import (
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.reporting.progress import show_progress
+from tu_symmetry.routines.predictive import HALF_PRECISION
 
 Calibrate = bool | Literal["auto"]
 Iterations = int | Literal["auto"] | None
@@ -288,7 +289,7 @@ class FitLaplace(Callback):
             UnsupportedLayerError: layers without Kronecker factors, by name.
         """
         require_whole_weights(trainer)
-        if str(trainer.precision) in ("bf16-true", "16-true", "transformer-engine"):
+        if trainer.precision in HALF_PRECISION:
             raise TypeError(
                 f"precision={trainer.precision!r} makes the weights torch.bfloat16 or torch.float16, of which no "
                 "curvature can be taken: train with 'bf16-mixed' or '32-true'"

@@ -567,7 +567,8 @@ class Gaussian(Likelihood):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error; zero where that is rounding (16 units of the targets' root mean square)."""
         error = (outputs - targets).square().flatten(1).sum(1)
-        least = (_ROUNDING * torch.finfo(error.dtype).eps) ** 2 * targets.square().sum() / max(1, len(targets))
+        rounding = _ROUNDING * min(torch.finfo(error.dtype).eps, torch.finfo(torch.float32).eps)
+        least = rounding**2 * targets.square().sum() / max(1, len(targets))
         return 0.5 * torch.where(error > least, error, 0)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tu_symmetry.states import check_number
+
 States = dict[str, Tensor]
 NLL = Callable[[Tensor, Tensor], Tensor]
 
@@ -169,7 +171,7 @@ def require_numbers(**values: object) -> None:
     """Raise a TypeError that names the first value that is a text, as a number in quotes is; ``auto`` is none."""
     for name, value in values.items():
         if isinstance(value, str) and value != "auto":
-            raise TypeError(f"{name} is the text {value!r}, not a number: write it without quotes")
+            check_number(value, name)
 
 
 def require_positive(**values: float) -> None:

@@ -19,7 +19,7 @@ from tu_symmetry.datamodules.tomography import TomographyProblem
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.network import States, derived_seed, initialized, require_positive
 from tu_symmetry.routines.members import StackedNetworks, stacked_module
-from tu_symmetry.routines.predictive import optimizer_config
+from tu_symmetry.routines.predictive import HALF_PRECISION, optimizer_config
 from tu_symmetry.states import unstack
 from tu_symmetry.transfer import numbers
 
@@ -189,7 +189,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         Raises:
             ValueError: weights in half precision.
         """
-        if self.trainer.precision in ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16"):
+        if self.trainer.precision in HALF_PRECISION:
             raise ValueError(
                 f"precision={self.trainer.precision!r} rounds the weights by more than a step of the optimizer changes "
                 "them, and the measurements: take 32-true, 64-true, or a mixed precision, which keeps both"

@@ -17,6 +17,10 @@ from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, Mul
 Likelihood = Callable[..., Any]  # as :data:`tu_symmetry.posterior.network.NLL`; jsonargparse takes a path or a class
 
 
+# of a Trainer, with which weights are in half precision
+HALF_PRECISION = ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16")
+
+
 class PredictiveNLL(Metric):
     """Mean negative log-probability of the targets, in nats."""
 

@@ -524,7 +524,8 @@ class _Exactly(TorchDispatchMode):
         if schema is not None and schema.is_mutable:
             self._guard(schema, args, kwargs)
         try:
-            result = _convolution(*args) if func is torch.ops.aten.convolution.default else func(*args, **kwargs)
+            dense = func is torch.ops.aten.convolution.default and not kwargs
+            result = _convolution(*args) if dense else func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             if not mixed or schema is None or schema.is_mutable:
                 raise

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
-FEW = 8  # units of a block; two blocks of so many move alike by chance in one pass of 5,040 at most
+FEW = 8  # units of a block; two blocks of so many move alike by chance in one of 5,040 passes at most
 
 
 def verify_symmetries(

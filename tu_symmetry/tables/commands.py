@@ -170,6 +170,8 @@ def run_commands(
     folder = Path(folder)
     table = load_table(folder)
     root = Path(out) if out is not None else Path(table.root)
+    if root.resolve() == folder.resolve():
+        raise ConfigError(f"{root} is the recipe, which a run would write into: choose another folder with --out")
     for old in root.glob(f"*/{STAGE}"):
         raise ConfigError(
             f"{root} is the run folder of an older version ({old} marks a stage), whose results cannot be resumed: "

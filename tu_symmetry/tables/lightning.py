@@ -15,7 +15,6 @@ import os
 import sys
 import time
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError, read_yaml
+from tu_symmetry.files import FileError, check_archive
 from tu_symmetry.tables.mistakes import ROOMS, OneLineParser
 
 with scripting_unsaid():
@@ -137,15 +137,11 @@ def require_checkpoint(path: str) -> None:
         beside = f"; beside it are {', '.join(there)}" if there else ""
         raise ConfigError(f"--ckpt_path {path}: there is no such file{beside}")
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, zlib.error, OSError, NotImplementedError) as error:
-        damaged = str(error)
-    if damaged is not None:
-        raise ConfigError(
-            f"--ckpt_path {path} is truncated, damaged or no checkpoint ({damaged}): restore it, or take another; "
-            "without it the run starts anew"
-        )
+        if not zipfile.is_zipfile(path):
+            raise FileError(f"{path} is truncated, or no file of torch.save")
+        check_archive(path)
+    except FileError as error:
+        raise ConfigError(f"--ckpt_path: {error}; or take another; without it the run starts anew") from error
 
 
 class OutOfTime(Exception):

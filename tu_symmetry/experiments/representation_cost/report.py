@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
@@ -100,7 +99,5 @@ def draw(
 
 def _spread(values: Sequence[float], form: str) -> str:
     """Mean and standard deviation over seeds."""
-    spread = (
-        f" ± {torch.tensor(values, dtype=torch.float64, device='cpu').std().item():{form}}" if len(values) > 1 else ""
-    )
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
     return f"{sum(values) / len(values):{form}}{spread}"
