@@ -144,12 +144,13 @@ def check_number(value: Any, name: str, *, whole: bool = False) -> None:
     Raises:
         TypeError: no number, or no whole one.
     """
-    if isinstance(value, str):
-        raise TypeError(f"{name} is the text {value!r}, not a number: write it without quotes")
     kinds = numbers.Integral if whole else numbers.Real
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{name} must be a {'whole ' if whole else ''}number, got {value!r} ({type(value).__name__})")
+        remedy = ": write it without quotes" if isinstance(value, str) else ""
+        raise TypeError(
+            f"{name} must be a {'whole ' if whole else ''}number, got {value!r} ({type(value).__name__}){remedy}"
+        )
 
 
 def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:

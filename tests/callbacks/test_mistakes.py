@@ -37,7 +37,7 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
 
 @pytest.mark.parametrize(("name", "make"), TEXTS)
 def test_a_number_in_quotes_is_named(name: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} is the text '\d', not a number: write it without quotes$"):
+    with pytest.raises(TypeError, match=rf"^{name} must be a (whole )?number, got '\d' \(str\): write it without quotes$"):
         make()
 
 

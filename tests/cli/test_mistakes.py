@@ -353,7 +353,7 @@ def test_what_the_package_refuses_is_one_line_and_what_breaks_in_a_users_code_is
     place = "tu_symmetry.tables." + ("commands._execute" if command == "table" else "lightning.run_lightning")
     monkeypatch.syspath_prepend(str(ROOT / "tests"))
     words = ["table", str(folder / "toy"), "--out", str(folder / "out")] if command == "table" else ["fit"]
-    for broken, message in ((refuses, "rank is the text '3'"), (in_use, "is in use by another run")):
+    for broken, message in ((refuses, "number, got '3'"), (in_use, "is in use by another run")):
         monkeypatch.setattr(place, broken)
         assert cli.main(words) == 2
         error = capsys.readouterr().err

