@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -38,6 +39,31 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
     return [(text[: match.start(1)].count("\n"), match.group(1)) for match in found]
 
 
+def two_checkpoints() -> dict[str, object]:
+    """Names that the README's first block takes from its tutorial, and files ``a.pt`` and ``b.pt``."""
+    import torch
+
+    tutorial = (ROOT / "docs" / "tutorials" / "1_merge.py").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(tutorial.partition("# %%\n# What may be permuted")[0], names)
+    for name, network in zip("ab", names["networks"], strict=True):
+        torch.save(network.state_dict(), f"{name}.pt")
+    return {
+        "__name__": "example",
+        "model": names["perceptron"](),
+        "images": names["images"],
+        "batches": names["training"],
+        "held_out": names["test"],
+    }
+
+
+def same(shown: str, printed: str) -> bool:
+    """Whether two lines agree but for a tenth of each number: trained networks differ from machine to machine."""
+    number = r"\d+\.\d+"
+    ours, theirs = (list(map(float, re.findall(number, line))) for line in (shown, printed))
+    return re.sub(number, "#", shown) == re.sub(number, "#", printed) and ours == pytest.approx(theirs, rel=0.1)
+
+
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_python_blocks_run_in_order_and_print_what_the_page_shows(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -45,7 +71,7 @@ def test_python_blocks_run_in_order_and_print_what_the_page_shows(
     monkeypatch.chdir(tmp_path)
     found = blocks(page, "python")
     assert found
-    names: dict[str, object] = {"__name__": "example"}
+    names: dict[str, object] = two_checkpoints() if page.name == "README.md" else {"__name__": "example"}
     with warned(page) as unwelcome:
         for line, block in found:
             source = "\n" * line + block  # so that a traceback has the page's line numbers
@@ -53,7 +79,7 @@ def test_python_blocks_run_in_order_and_print_what_the_page_shows(
     assert unwelcome == []
     printed = capsys.readouterr().out.splitlines()
     shown = [line for _, block in blocks(page, "text") for line in block.splitlines() if line != "..."]
-    assert [line for line in shown if line not in printed] == []
+    assert [line for line in shown if not any(same(line, other) for other in printed)] == []
 
 
 def test_yaml_blocks_are_accepted() -> None:
