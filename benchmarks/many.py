@@ -48,7 +48,7 @@ def run(settings: Settings) -> Section:
     families = {"noisy copies": _copies(graph, model, max(counts)), "independent": _draws(model, max(counts))}
     align(graph, families["independent"][:2])  # first-use costs
     spent: dict[tuple[str, int], list[tuple[float, float]]] = {(f, n): [] for f in families for n in counts}
-    found: dict[tuple[str, int], tus.Alignment[Any]] = {}
+    found: dict[tuple[str, int], tus.alignment.Alignment[Any]] = {}
     for repeat in range(repeats):
         for key in spent:
             with Stopwatch() as watch:
@@ -89,7 +89,7 @@ def run(settings: Settings) -> Section:
     return Section("Many networks", text, [Grid("To one universe", header, rows)], _goals(data, slopes, steady), data)
 
 
-def align(graph: tus.SymmetryGraph, states: list[State]) -> tus.Alignment[Any]:
+def align(graph: tus.SymmetryGraph, states: list[State]) -> tus.alignment.Alignment[Any]:
     """All networks to one universe, on one thread."""
     return tus.align(graph, states, reference="universe", solver="synchronized")
 

@@ -130,7 +130,7 @@ def _against_cvxpy(settings: Settings, kind: str, build: Callable[[int], nn.Modu
     repeats = 1 if settings.quick else _REPEATS
     ours = interleave(candidates, repeats)["ours"]
     peer = interleave({"cvxpy": lambda: _compiled(graph, state)}, 1)["cvxpy"]
-    form: tus.CanonicalForm = ours.value
+    form: tus.scaling.CanonicalForm = ours.value
     difference = None if peer.error else (peer.value - form.mass_after) / form.mass_after
     record = {
         "network": f"{kind} {width}",
@@ -201,7 +201,7 @@ def _alone(settings: Settings, name: str, model: nn.Module, shape: tuple[int, ..
     outcome = interleave(
         {name: lambda: partial(tus.canonicalize, graph, state)}, 1 if settings.quick else _REPEATS_ALONE
     )[name]
-    form: tus.CanonicalForm = outcome.value
+    form: tus.scaling.CanonicalForm = outcome.value
     record = {
         "network": name,
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -102,7 +102,7 @@ def _match(
     state: dict[str, Tensor],
     seed: int,
     options: dict[str, Any],
-) -> tuple[tus.Matching, float]:
+) -> tuple[tus.alignment.Matching, float]:
     generator = torch.Generator().manual_seed(seed) if "restarts" in options else None
     with Stopwatch() as watch:
         found = tus.weight_matching(graph, reference, state, generator=generator, **options)

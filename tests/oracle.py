@@ -124,7 +124,7 @@ def judge(
 
 
 def _permutations(graph: tus.SymmetryGraph, generator: torch.Generator) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    def drawn(group: tus.PermutationGroup) -> Tensor:
+    def drawn(group: tus.symmetry.PermutationGroup) -> Tensor:
         rows = max(1, torch.Size(group.blocks).numel())
         element = torch.stack([torch.randperm(group.size, generator=generator) for _ in range(rows)])
         return element.reshape(group.shape)

@@ -152,9 +152,13 @@ def dual(x: Tensor, y: Tensor, device: Any) -> Any:
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double().to(device)
     model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
     images, matrix = x[:4].reshape(1, 1, 5, 4), x[:24].reshape(6, 20)
-    prior = tus.KernelPrior(["0.weight", "2.weight"], name="kernels")
-    found = tus.DualLaplace(model, structured=[prior], prior=None, observation=tus.LinearObservation(matrix))
-    found.fit([(images, x[:1, :1].expand(1, 6))]).optimize_evidence(hyperprior=tus.TotalVariation((5, 4), weight=0.1))
+    prior = tus.laplace.KernelPrior(["0.weight", "2.weight"], name="kernels")
+    found = tus.laplace.DualLaplace(
+        model, structured=[prior], prior=None, observation=tus.laplace.LinearObservation(matrix)
+    )
+    found.fit([(images, x[:1, :1].expand(1, 6))]).optimize_evidence(
+        hyperprior=tus.laplace.TotalVariation((5, 4), weight=0.1)
+    )
     return found.function_samples(images, 3)
 
 
@@ -210,8 +214,8 @@ def test_inputs_on_another_device_are_named(cuda: torch.device) -> None:
 
 def test_profiles_take_factors_from_the_device(cuda: torch.device) -> None:
     graph, factors = tus.discover_symmetries(network(), data()[0]), torch.linspace(-1, 1, 5)
-    found = tus.mass_profile(graph, moved(states()[0], cuda), factors.to(cuda))
-    for name, masses in tus.mass_profile(graph, states()[0], factors).masses.items():
+    found = tus.scaling.mass_profile(graph, moved(states()[0], cuda), factors.to(cuda))
+    for name, masses in tus.scaling.mass_profile(graph, states()[0], factors).masses.items():
         torch.testing.assert_close(found.masses[name], masses, **CLOSE)
 
 
@@ -244,15 +248,17 @@ def test_a_dual_posterior_follows_its_network(cuda: torch.device) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double()
     x, y, matrix = (torch.randn(shape).double() for shape in ((1, 1, 5, 4), (1, 12), (12, 20)))
-    prior = tus.KernelPrior(["0.weight", "2.weight"], name="kernels")
-    dual = tus.DualLaplace(model, structured=[prior], prior=None, observation=tus.LinearObservation(matrix))
+    prior = tus.laplace.KernelPrior(["0.weight", "2.weight"], name="kernels")
+    dual = tus.laplace.DualLaplace(
+        model, structured=[prior], prior=None, observation=tus.laplace.LinearObservation(matrix)
+    )
     dual.fit([(x, y)])
     expected = dual.function_samples(x, 3)
     model.to(cuda)
     found = dual.function_samples(x, 3)
     assert found.device == cuda
     torch.testing.assert_close(found.cpu(), expected, **CLOSE)
-    dual.optimize_evidence(hyperprior=tus.TotalVariation((5, 4), weight=0.1))
+    dual.optimize_evidence(hyperprior=tus.laplace.TotalVariation((5, 4), weight=0.1))
     model.cpu()
     assert dual.function_samples(x, 3).device.type == "cpu"
 
@@ -261,10 +267,10 @@ def test_an_observation_by_functions_that_hold_tensors_on_the_device(cuda: torch
     matrix = torch.randn(7, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     there = matrix.to(cuda)
     functions: dict[str, Any] = {"forward": lambda f: f @ there.T, "adjoint": lambda u: u @ there}
-    found = tus.LinearObservation(**functions, outputs=10, values=7, device=cuda)
+    found = tus.laplace.LinearObservation(**functions, outputs=10, values=7, device=cuda)
     assert torch.equal(found.matrix(10), matrix)
     with pytest.raises(RuntimeError, match=r"say device="):
-        tus.LinearObservation(**functions, outputs=10, values=7)
+        tus.laplace.LinearObservation(**functions, outputs=10, values=7)
 
 
 def test_swag_takes_snapshots_of_a_network_on_the_device(cuda: torch.device) -> None:

@@ -7,6 +7,7 @@ and a table cannot be old. They land in `docs/generated/`, which git ignores.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -19,18 +20,18 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 
 ROOMS = {
-    "symmetry": "Symmetries of a network: discovered, verified, applied, certified",
-    "alignment": "Alignment: matching units, interpolating, merging",
+    "core": "Functions and classes that most need",
+    "symmetry": "Symmetries: groups and certificates",
+    "alignment": "Alignment: what it returns",
     "scaling": "Positive scales: canonical forms and mass",
     "laplace": "Linearized Laplace, in the space of weights and of outputs",
-    "posterior": "Posteriors: samples on disk, compact Gaussians",
+    "likelihoods": "Likelihoods",
+    "rules": "Rules for operators of your own",
     "metrics": "Metrics, as torchmetrics classes",
     "callbacks": "Lightning callbacks",
     "routines": "Routines and post-processing for TorchUncertainty",
     "datamodules": "Data modules",
-    "reporting": "Progress",
     "plot": "Figures",
-    "other": "Reading and errors",
 }
 
 
@@ -52,16 +53,17 @@ def public_names() -> dict[str, dict[str, str]]:
     import tu_symmetry
 
     found: dict[str, dict[str, str]] = {room: {} for room in ROOMS}
-    for name in sorted(tu_symmetry.__all__):
-        if name == "__version__":
-            continue
-        room = tu_symmetry._EXPORTS[name].partition(".")[0]
-        found[room if room in found else "other"][name] = f"tu_symmetry.{name}"
-    for package in ("metrics", "metrics.functional", "callbacks", "routines", "datamodules"):
-        module = importlib.import_module(f"tu_symmetry.{package}")
-        own = found[package.partition(".")[0]]
-        for name in sorted(module.__all__):
-            own.setdefault(name, f"tu_symmetry.{package}.{name}")
+    top = tu_symmetry.__all__
+    for package in (*ROOMS, "metrics.functional"):
+        if package != "core" and importlib.util.find_spec(f"tu_symmetry.{package}") is not None:
+            module = importlib.import_module(f"tu_symmetry.{package}")
+            for name in sorted(getattr(module, "__all__", ())):
+                if name != "functional":
+                    own = "tu_symmetry" if name in top else module.__name__
+                    found[package.partition(".")[0]][name] = f"{own}.{name}"
+    known = {name for names in found.values() for name in names}
+    found["core"] = {name: f"tu_symmetry.{name}" for name in sorted(top) if name not in known and name not in ROOMS}
+    found["plot"] = {"plot": "tu_symmetry.plot"}
     return {room: names for room, names in found.items() if names}
 
 

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_uncertainty.routines import ClassificationRoutine
 
-from tu_symmetry import FitLaplace, LaplacePostProcessing
+from tu_symmetry import FitLaplace
+from tu_symmetry.routines import LaplacePostProcessing
 
 
 class KnownAndNew(LightningDataModule):

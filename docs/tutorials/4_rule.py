@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.operators.pointwise import elementwise
+from tu_symmetry.rules import elementwise
 
 
 @torch.library.custom_op("tutorial::half_relu", mutates_args=())

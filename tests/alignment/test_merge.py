@@ -69,7 +69,7 @@ def test_permuted_copies_merge_into_the_same_function(case: Case) -> None:
     moves = [tus.random_permutation(graph, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     copies = [tus.apply_permutation(graph, p, state) for p in moves]
     found = tus.merge(graph, copies, model, weights=[0.2, 0.5, 0.3])
-    tus.require_certificate(tus.certify(graph, state, found.state), "the merged network")
+    tus.symmetry.require_certificate(tus.certify(graph, state, found.state), "the merged network")
     close(found.state, copies[0], rtol=1e-9, atol=1e-12)
     assert found.transpositions[0] == 0
 

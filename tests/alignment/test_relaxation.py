@@ -38,7 +38,7 @@ def case_of(name: str) -> tuple[nn.Module, tus.SymmetryGraph]:
     return discovered(next(c for c in CASES if c.name == name))
 
 
-def elements(groups: list[tus.PermutationGroup]) -> Iterator[dict[str, Tensor]]:
+def elements(groups: list[tus.symmetry.PermutationGroup]) -> Iterator[dict[str, Tensor]]:
     """Every element of the product of some groups."""
     options = []
     for g in groups:
@@ -54,7 +54,7 @@ def test_assignment_over_nested_groups_is_the_brute_force_optimum(name: str) -> 
     _, graph = case_of(name)
     generator = torch.Generator().manual_seed(0)
     (family,) = families(graph)
-    children: list[tus.PermutationGroup] = []
+    children: list[tus.symmetry.PermutationGroup] = []
     for child in family.children:  # as many as can be tried in all orders
         if math.prod(math.factorial(g.size) ** math.prod(g.blocks) for g in (*children, child)) <= 6000:
             children.append(child)

@@ -671,7 +671,7 @@ callback:
     assert found.hyperprior.std == 3 and found.likelihood == "regression"
     plain = parser.parse_object({"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {}}})
     assert parser.instantiate(plain).callback.likelihood is None  # that of the loss
-    own = {"class_path": "tu_symmetry.Categorical", "init_args": {"label_smoothing": 0.1}}
+    own = {"class_path": "tu_symmetry.likelihoods.Categorical", "init_args": {"label_smoothing": 0.1}}
     given = {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"likelihood": own}}
     made = parser.instantiate(parser.parse_object({"callback": given})).callback
     assert made.likelihood.label_smoothing == 0.1
@@ -714,7 +714,9 @@ def test_a_single_logit_trained_with_binary_cross_entropy() -> None:
     trainer(callback).fit(routine, Data(dataset))
     assert callback.laplace is not None
     assert callback.laplace.likelihood.config() == {"pos_weight": [2.0], "ignore_index": None}
-    expected = by_hand(model, (x, y > 0), likelihood=tus.Bernoulli(pos_weight=2.0), prior="single", evaluate_at="map")
+    expected = by_hand(
+        model, (x, y > 0), likelihood=tus.likelihoods.Bernoulli(pos_weight=2.0), prior="single", evaluate_at="map"
+    )
     torch.testing.assert_close(callback.laplace.predictive(x), expected.predictive(x), rtol=1e-4, atol=1e-4)
 
 

@@ -24,20 +24,22 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
     ("every_n_steps", lambda: tus.ScaleCanonicalization(every_n_steps="2")),  # type: ignore[arg-type]
     ("every_n_epochs", lambda: tus.Rebasin(every_n_epochs="2")),  # type: ignore[arg-type]
     ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
-    ("scale", lambda: tus.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
+    ("scale", lambda: tus.callbacks.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
     ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
-    ("rank", lambda: tus.FitCompactPosterior("x", rank="3")),  # type: ignore[arg-type]
+    ("rank", lambda: tus.callbacks.FitCompactPosterior("x", rank="3")),  # type: ignore[arg-type]
     ("memory", lambda: tus.FitLaplace(memory="5")),  # type: ignore[arg-type]
     ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
-    ("burn_in", lambda: tus.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
-    ("num_members", lambda: tus.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]
-    ("prior_precision", lambda: tus.VariationalRoutine(nn.Linear(2, 2), "1")),  # type: ignore[arg-type]
+    ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
+    ("num_members", lambda: tus.routines.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]
+    ("prior_precision", lambda: tus.routines.VariationalRoutine(nn.Linear(2, 2), "1")),  # type: ignore[arg-type]
 ]
 
 
 @pytest.mark.parametrize(("name", "make"), TEXTS)
 def test_a_number_in_quotes_is_named(name: str, make: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=rf"^{name} must be a (whole )?number, got '\d' \(str\): write it without quotes$"):
+    with pytest.raises(
+        TypeError, match=rf"^{name} must be a (whole )?number, got '\d' \(str\): write it without quotes$"
+    ):
         make()
 
 
@@ -78,7 +80,7 @@ def test_draws_need_a_training(tmp_path: Path) -> None:
 
 
 def test_the_history_of_a_second_fit_goes_on(tmp_path: Path) -> None:
-    callback, module = tus.EvidenceWeightDecay(every_n_epochs=1), Plain()
+    callback, module = tus.callbacks.EvidenceWeightDecay(every_n_epochs=1), Plain()
     for count in (1, 2):
         trainer(tmp_path, callback).fit(module, loader())
         assert len(callback.history) == count

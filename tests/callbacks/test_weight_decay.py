@@ -130,7 +130,7 @@ IGNORING: dict[str, tuple[tuple[int, ...], int, int, int | None, Any, Any]] = {
     "labels, smoothed": ((20,), 3, -1, 1, None, nn.CrossEntropyLoss(ignore_index=1, label_smoothing=0.2)),
     "tokens": ((6, 5), 3, -1, -100, "classification", flat_cross_entropy),
     "pixels": ((4, 3, 2), 3, 1, 255, None, nn.CrossEntropyLoss(ignore_index=255)),
-    "answers": ((7,), 3, -1, -1, tus.Bernoulli(ignore_index=-1), present_answers),
+    "answers": ((7,), 3, -1, -1, tus.likelihoods.Bernoulli(ignore_index=-1), present_answers),
     "all answers": ((7,), 3, -1, None, None, nn.BCEWithLogitsLoss()),
     "regression": ((20,), 2, -1, None, None, nn.MSELoss()),
 }
@@ -297,7 +297,7 @@ def test_in_yaml() -> None:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Callback, "callback")
     options = {"every_n_epochs": 3, "prior": "single", "curvature": "diag", "hyperprior": {"std": 3.0}}
-    own = {"class_path": "tu_symmetry.EvidenceWeightDecay", "init_args": options}
+    own = {"class_path": "tu_symmetry.callbacks.EvidenceWeightDecay", "init_args": options}
     found = parser.instantiate(parser.parse_object({"callback": own})).callback
     assert (found.every_n_epochs, found.options["curvature"], found.hyperprior.std) == (3, "diag", 3.0)
 

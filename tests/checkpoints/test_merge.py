@@ -54,7 +54,7 @@ def merge(paths: list[Path], out: Path, *more: str) -> int:
     return cli.main(["merge", *map(str, paths), *words, *more])
 
 
-def expected(count: int, **options: Any) -> tus.Merged:
+def expected(count: int, **options: Any) -> tus.alignment.Merged:
     model = Net()
     return tus.merge(tus.discover_symmetries(model, torch.randn(2, 4)), states(count), model, **options)
 

@@ -166,7 +166,7 @@ def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt)
     for hidden in (1, 4):
         model = network(hidden).double().to(CUDA)
         blocks = [IsotropicPrior((name,), name=name) for name, _ in model.named_parameters()]
-        la = tus.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
+        la = tus.laplace.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
         la.fit([(x.double().to(CUDA), torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
         assert waits(lambda la=la: la.evidence.value_and_gradient(la.phi)) <= 4  # type: ignore[misc]
 

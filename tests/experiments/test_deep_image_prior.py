@@ -235,7 +235,9 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
     assert len({found["hyperparameters"][row]["1"]["inc.lengthscale"] for row in (EVIDENCE, TV_SEED, TV_CODE)}) == 3
     saved = Reconstructions.load(root / "dip.safetensors")
     network, x, a, y = one_problem(saved, 1, UNet((4, 4), (2,)))
-    la = tus.DualLaplace(network, structured=unet_priors(network), prior=None, observation=tus.LinearObservation(a))
+    la = tus.laplace.DualLaplace(
+        network, structured=unet_priors(network), prior=None, observation=tus.laplace.LinearObservation(a)
+    )
     la.fit([(x, y.unsqueeze(0))])
     for row in (EVIDENCE, TV_SEED):
         la.set_hyperparameters(found["hyperparameters"][row]["1"])

@@ -18,7 +18,7 @@ def network():
 
 
 def fitted(own, **options):
-    return tus.DualLaplace(
+    return tus.laplace.DualLaplace(
         own.model, structured=own.priors, prior=None, observation=own.observation, **options
     ).fit([(own.x, own.y.unsqueeze(0))])  # fmt: skip
 
@@ -35,7 +35,7 @@ def test_equals_the_full_curvature_with_isotropic_priors(evaluate_at, prior):
     full.set_precision(precision)
     if evaluate_at == "tangent_mode":
         full.solve_mode(tolerance=1e-12)
-    dual = tus.DualLaplace(model, prior=prior, evaluate_at=evaluate_at, noise_variance=0.3)
+    dual = tus.laplace.DualLaplace(model, prior=prior, evaluate_at=evaluate_at, noise_variance=0.3)
     dual.fit([(x[:4], y[:4]), (x[4:], y[4:])])
     dual.set_hyperparameters({f"{name}.variance": 1 / value for name, value in precision.items()})
     assert dual.log_marginal_likelihood() == pytest.approx(full.log_marginal_likelihood(), rel=1e-8)
@@ -48,11 +48,11 @@ def test_equals_the_full_curvature_with_isotropic_priors(evaluate_at, prior):
 def test_evaluated_elsewhere_is_as_if_fitted_there():
     x, y = data(3, outputs=2, kind="regression", samples=6)
     model = network()
-    there = tus.DualLaplace(model, evaluate_at="map").fit([(x, y)])
+    there = tus.laplace.DualLaplace(model, evaluate_at="map").fit([(x, y)])
     there.phi = there.phi + 0.3
     here, expected = (
         there.evaluated_at("tangent_mode"),
-        tus.DualLaplace(model, evaluate_at="tangent_mode").fit([(x, y)]),
+        tus.laplace.DualLaplace(model, evaluate_at="tangent_mode").fit([(x, y)]),
     )
     assert there.evaluate_at == "map" and here.evaluate_at == "tangent_mode"
     assert torch.equal(here.phi, expected.phi) and not torch.equal(there.phi, here.phi)
@@ -61,18 +61,18 @@ def test_evaluated_elsewhere_is_as_if_fitted_there():
     with pytest.raises(ValueError, match="is not known"):
         there.evaluated_at("mode")
     with pytest.raises(RuntimeError, match="not been fitted"):
-        tus.DualLaplace(model).evaluated_at("map")
+        tus.laplace.DualLaplace(model).evaluated_at("map")
 
 
 def test_optimized_evidence_agrees_with_the_full_curvature():
     x, y = data(3, outputs=2, kind="regression", samples=20)
     model = network()
-    flat = tus.Hyperprior(std=math.inf, cap=1e9)
+    flat = tus.laplace.Hyperprior(std=math.inf, cap=1e9)
     full = tus.LinearizedLaplace(model, "regression", curvature="full", prior="single", evaluate_at="tangent_mode").fit(
         [(x, y)]
     )
     full.optimize_evidence(hyperprior=flat)
-    dual = tus.DualLaplace(model, prior="single").fit([(x, y)])
+    dual = tus.laplace.DualLaplace(model, prior="single").fit([(x, y)])
     dual.optimize_evidence()
     assert dual.log_marginal_likelihood() >= full.log_marginal_likelihood() - 1e-3
 
@@ -80,7 +80,7 @@ def test_optimized_evidence_agrees_with_the_full_curvature():
 def test_predictive_of_new_inputs_is_the_gaussian_process():
     x, y = data(3, outputs=2, kind="regression", samples=6)
     model = network()
-    dual = tus.DualLaplace(model, prior="single", noise_variance=0.2).fit([(x, y)])
+    dual = tus.laplace.DualLaplace(model, prior="single", noise_variance=0.2).fit([(x, y)])
     dual.set_hyperparameters({"all.variance": 0.7})
     names = [name for name, _ in model.named_parameters()]
     new = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -107,22 +107,22 @@ def test_images_keep_their_shape_and_files_give_the_same(tmp_path):
     assert found.mean.shape == (1, 1, *SHAPE) and found.variance.shape == found.mean.shape
     assert dual.function_samples(None, 3).shape == (3, 1, 1, *SHAPE)
     dual.save(tmp_path / "la.safetensors")
-    again = tus.DualLaplace.load(tmp_path / "la.safetensors", own.model)
+    again = tus.laplace.DualLaplace.load(tmp_path / "la.safetensors", own.model)
     assert again.hyperparameters == dual.hyperparameters
     assert torch.equal(again.predictive().covariance, found.covariance)
     assert torch.equal(again.predictive(own.x).covariance, dual.predictive(own.x).covariance)
     assert again.log_marginal_likelihood() == pytest.approx(dual.log_marginal_likelihood(), rel=1e-12)
     assert torch.equal(again.function_samples(None, 2, seed=3), dual.function_samples(None, 2, seed=3))
     other = randomize(type(own.model)(), seed=9)
-    with pytest.raises(tus.LaplaceFileError, match="other weights"):
-        tus.DualLaplace.load(tmp_path / "la.safetensors", other)
-    with pytest.raises(tus.LaplaceFileError, match="another network"):
-        tus.DualLaplace.load(tmp_path / "la.safetensors", network())
+    with pytest.raises(tus.laplace.LaplaceFileError, match="other weights"):
+        tus.laplace.DualLaplace.load(tmp_path / "la.safetensors", other)
+    with pytest.raises(tus.laplace.LaplaceFileError, match="another network"):
+        tus.laplace.DualLaplace.load(tmp_path / "la.safetensors", network())
     (tmp_path / "cut").write_bytes((tmp_path / "la.safetensors").read_bytes()[:-9])
-    with pytest.raises(tus.LaplaceFileError):
-        tus.DualLaplace.load(tmp_path / "cut", own.model)
+    with pytest.raises(tus.laplace.LaplaceFileError):
+        tus.laplace.DualLaplace.load(tmp_path / "cut", own.model)
     with pytest.raises(FileNotFoundError):
-        tus.DualLaplace.load(tmp_path / "none", own.model)
+        tus.laplace.DualLaplace.load(tmp_path / "none", own.model)
 
 
 def test_log_density_is_that_of_the_gaussian():
@@ -139,7 +139,7 @@ def test_log_density_is_that_of_the_gaussian():
 
 def test_blocks_beside_the_structured_ones():
     own = case(7)
-    dual = tus.DualLaplace(
+    dual = tus.laplace.DualLaplace(
         own.model, structured=[KernelPrior(["a.weight"], name="a")], observation=own.observation
     ).fit([(own.x, own.y.unsqueeze(0))])
     assert [prior.name for prior in dual.priors] == ["a", "a (rest)", "b", "c"]
@@ -151,10 +151,10 @@ def test_blocks_beside_the_structured_ones():
 def test_per_group_uses_the_normalization_groups():
     model = randomize(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 1)))
     x, y = data(3, outputs=1, kind="regression", samples=5)
-    dual = tus.DualLaplace(model, prior="per_group").fit([(x, y)])
+    dual = tus.laplace.DualLaplace(model, prior="per_group").fit([(x, y)])
     assert "rest" in {prior.name for prior in dual.priors} and len(dual.priors) > 1
     with pytest.raises(ValueError, match="do not go together: a normalization group"):
-        tus.DualLaplace(case(7).model, prior="per_group", structured=[KernelPrior(["a.weight"])])
+        tus.laplace.DualLaplace(case(7).model, prior="per_group", structured=[KernelPrior(["a.weight"])])
 
 
 def test_saturated_outputs_stay_without_variance():
@@ -175,7 +175,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="DualLaplace"):
         tus.LinearizedLaplace(own.model, "regression", curvature="dual")
     with pytest.raises(ValueError, match="NaN"):
-        fitted_with = tus.DualLaplace(own.model, structured=own.priors, prior=None, observation=own.observation)
+        fitted_with = tus.laplace.DualLaplace(own.model, structured=own.priors, prior=None, observation=own.observation)
         fitted_with.fit([(own.x, torch.full((1, 7), math.nan, dtype=torch.float64))])
     with pytest.raises(ValueError, match="takes 20 outputs, the network gives 24"):
         fitted_with.fit([(torch.zeros(1, 1, 6, 4, dtype=torch.float64), own.y.unsqueeze(0))])
@@ -184,15 +184,15 @@ def test_bad_input():
     with pytest.raises(RuntimeError, match="not been fitted"):
         fitted_with.log_marginal_likelihood()
     with pytest.raises(ValueError, match="need to be equal"):
-        tus.DualLaplace(network()).fit([(torch.zeros(2, 3).double(), torch.zeros(2, 1).double())])
+        tus.laplace.DualLaplace(network()).fit([(torch.zeros(2, 3).double(), torch.zeros(2, 1).double())])
     with pytest.raises(ValueError, match="nothing would be uncertain"):
-        tus.DualLaplace(own.model, prior=None)
+        tus.laplace.DualLaplace(own.model, prior=None)
     with pytest.raises(ValueError, match="covers"):
-        tus.DualLaplace(own.model, prior=None, structured=own.priors, parameters=["a", "b", "c.weight"])
+        tus.laplace.DualLaplace(own.model, prior=None, structured=own.priors, parameters=["a", "b", "c.weight"])
     with pytest.raises(ValueError, match="leaves out"):
-        tus.DualLaplace(own.model, structured=own.priors, parameters=["a"])
+        tus.laplace.DualLaplace(own.model, structured=own.priors, parameters=["a"])
     with pytest.raises(ValueError, match="positive and finite"):
-        tus.DualLaplace(own.model, noise_variance=0.0)
+        tus.laplace.DualLaplace(own.model, noise_variance=0.0)
     dual = fitted(own)
     with pytest.raises(ValueError, match="no hyperparameter"):
         dual.set_hyperparameters({"z": 1.0})
@@ -205,7 +205,7 @@ def test_bad_input():
 def test_a_kernel_that_is_a_function_is_fitted_but_not_saved(tmp_path):
     own = case(None)
     prior = KernelPrior(["a.weight", "b.weight"], kernel=lambda d: 1 / (1 + d.square()), lengthscale=1.0)
-    dual = tus.DualLaplace(own.model, structured=[prior], prior=None).fit([(own.x, own.y.view(1, 1, *SHAPE))])
+    dual = tus.laplace.DualLaplace(own.model, structured=[prior], prior=None).fit([(own.x, own.y.view(1, 1, *SHAPE))])
     dual.optimize_evidence()
     with pytest.raises(ValueError, match="function"):
         dual.save(tmp_path / "la")
@@ -218,13 +218,13 @@ def test_observation_by_functions_is_saved_as_its_matrix(tmp_path):
     own.observation = LinearObservation(forward=lambda x: x @ a.mT, adjoint=lambda u: u @ a, outputs=20, values=7)
     dual = fitted(own)
     dual.save(tmp_path / "la")
-    again = tus.DualLaplace.load(tmp_path / "la", own.model)
+    again = tus.laplace.DualLaplace.load(tmp_path / "la", own.model)
     assert again.log_marginal_likelihood() == pytest.approx(dual.log_marginal_likelihood(), rel=1e-12)
 
 
 def test_isotropic_block_alone():
     own = case(7)
-    dual = tus.DualLaplace(
+    dual = tus.laplace.DualLaplace(
         own.model, structured=[IsotropicPrior(["c"], name="last")], prior=None, observation=own.observation
     ).fit([(own.x, own.y.unsqueeze(0))])
     assert dual.tangent.names == ("c.weight", "c.bias") and dual.names == ("last.log_variance", "log_noise_variance")

@@ -118,13 +118,13 @@ def test_members_are_saved_and_loaded(tmp_path: Path) -> None:
     found.save(tmp_path / "mixture")
     again = LaplaceMixture.load(tmp_path / "mixture", [la.model for la in found.members])
     assert torch.equal(again.predictive(x), found.predictive(x))
-    with pytest.raises(tus.LaplaceFileError, match="other weights"):
+    with pytest.raises(tus.laplace.LaplaceFileError, match="other weights"):
         LaplaceMixture.load(tmp_path / "mixture", [net(2), net(1)])
 
 
 def test_what_is_no_mixture() -> None:
     found, x, y = mixture()
-    other = tus.LinearizedLaplace(net(), tus.Categorical(label_smoothing=0.1), **OPTIONS).fit([(x, y)])
+    other = tus.LinearizedLaplace(net(), tus.likelihoods.Categorical(label_smoothing=0.1), **OPTIONS).fit([(x, y)])
     for make, message in (
         (lambda: LaplaceMixture([]), "at least one"),
         (lambda: LaplaceMixture([*found.members, other]), "several likelihoods"),

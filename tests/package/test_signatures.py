@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import public
 import pytest
 
 import tu_symmetry as tus
@@ -39,8 +40,8 @@ ROOMS = ("alignment", "callbacks", "cli", "metrics", "posterior", "routines", "s
 
 def public_callables() -> Iterator[tuple[str, Any]]:
     """Functions, constructors that are written by hand, and public methods of all that is exported."""
-    for name in tus.__all__:
-        value = getattr(tus, name)
+    for path, value in public.names():
+        name = path.rpartition(".")[2]
         if inspect.isfunction(value):
             yield name, value
         if not inspect.isclass(value):
@@ -58,21 +59,21 @@ def parameters(function: Any) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "cls")]
 
 
-@pytest.mark.parametrize(("name", "function"), [pytest.param(n, f, id=n) for n, f in public_callables()])
-def test_operands_then_options_by_name(name: str, function: Any) -> None:
-    by_position = [p for p in parameters(function) if p.kind is p.POSITIONAL_OR_KEYWORD]
-    late = [p.name for p in by_position[2:] if p.default is not p.empty and p.name not in OPERANDS.get(name, ())]
-    assert not late, f"{late}: options after the second argument are keyword-only"
-    names = [p.name for p in by_position]
-    assert "graph" not in names[1:] or name in GRAPH_SECOND, "the graph comes first"
+def test_operands_come_first_and_options_are_passed_by_name() -> None:
+    for name, function in public_callables():
+        by_position = [p for p in parameters(function) if p.kind is p.POSITIONAL_OR_KEYWORD]
+        late = [p.name for p in by_position[2:] if p.default is not p.empty and p.name not in OPERANDS.get(name, ())]
+        assert not late, f"{name}: options after the second argument are keyword-only: {late}"
+        names = [p.name for p in by_position]
+        assert "graph" not in names[1:] or name in GRAPH_SECOND, f"{name}: the graph comes first"
 
 
-@pytest.mark.parametrize(("name", "function"), [pytest.param(n, f, id=n) for n, f in public_callables()])
-def test_one_word_for_one_thing(name: str, function: Any) -> None:
-    found = {p.name: OTHER_WORDS[p.name] for p in parameters(function) if p.name in OTHER_WORDS}
-    assert not found, f"what stands for which: {found}"
-    if "." not in name and name not in SEEDED:
-        assert "seed" not in {p.name for p in parameters(function)}, "functions take a generator"
+def test_one_word_for_one_thing() -> None:
+    for name, function in public_callables():
+        found = {p.name: OTHER_WORDS[p.name] for p in parameters(function) if p.name in OTHER_WORDS}
+        assert not found, f"{name}: what stands for which: {found}"
+        if "." not in name and name not in SEEDED:
+            assert "seed" not in {p.name for p in parameters(function)}, f"{name}: functions take a generator"
 
 
 def test_the_walk_sees_functions_constructors_and_methods() -> None:

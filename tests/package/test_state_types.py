@@ -76,7 +76,7 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "apply_permutation of a stack": stacked(lambda s: tus.apply_permutation(GRAPH, permutation(), s)),
     "apply_scale": of_one(lambda s: tus.apply_scale(GRAPH, scales(), s)),
     "scale_with_epsilon": of_one(
-        lambda s: tus.scale_with_epsilon(GRAPH, scales(), s, tus.normalization_epsilons(NETWORK))
+        lambda s: tus.scaling.scale_with_epsilon(GRAPH, scales(), s, tus.scaling.normalization_epsilons(NETWORK))
     ),
     "canonicalize": of_one(lambda s: tus.canonicalize(GRAPH, s).state),
     "remove_symmetries": of_one(lambda s: tus.remove_symmetries(GRAPH, s)),

@@ -71,7 +71,7 @@ def test_unit_forms_keep_the_function_and_are_constant_on_orbits(case: Case, met
     assert_equal_states(form.state, tus.canonicalize(graph, moved, method=method).state, rtol=1e-9)
 
 
-def filters_of(graph: tus.SymmetryGraph, group: tus.NormalizationGroup) -> float:
+def filters_of(graph: tus.SymmetryGraph, group: tus.symmetry.NormalizationGroup) -> float:
     """Filters that each factor of a group multiplies, or entries where it multiplies vectors alone."""
     filters, entries = 0, 0
     for member in group.members:

@@ -89,7 +89,9 @@ def test_aligning_to_a_reference_instead_of_sorting() -> None:
     assert_equal_states(tus.canonicalize(graph, state, normalizations="unit_norm").state, found, rtol=1e-6)
 
 
-def definition(graph: tus.SymmetryGraph, state: dict[str, Tensor], group: tus.ScaleGroup, log_factor: float) -> float:
+def definition(
+    graph: tus.SymmetryGraph, state: dict[str, Tensor], group: tus.symmetry.ScaleGroup, log_factor: float
+) -> float:
     moved = tus.apply_scale(graph, {group.name: torch.full((group.size,), log_factor, dtype=torch.float64)}, state)
     return sum(float(moved[n].square().sum()) for n in graph.shapes if n not in graph.buffers)
 
@@ -98,7 +100,7 @@ def definition(graph: tus.SymmetryGraph, state: dict[str, Tensor], group: tus.Sc
 def test_profiles_are_the_mass_of_scaled_networks(name: str) -> None:
     _, graph, state = named(name)
     factors = [-1.0, -0.3, 0.0, 0.7]
-    profile = tus.mass_profile(graph, state, factors, normalizations=True)
+    profile = tus.scaling.mass_profile(graph, state, factors, normalizations=True)
     assert profile.masses.keys() == {g.name for g in (*graph.scales, *graph.normalizations)}
     for group in (*graph.scales, *graph.normalizations):
         masses = profile.masses[group.name]
@@ -111,7 +113,7 @@ def test_profiles_are_the_mass_of_scaled_networks(name: str) -> None:
 @pytest.mark.parametrize("name", ["mlp_relu", "resnet_batchnorm", "transformer_fused", "BilinearGate"])
 def test_profiles_have_their_minimum_at_the_canonical_form(name: str) -> None:
     _, graph, state = named(name)
-    least = tus.mass_profile(graph, tus.canonicalize(graph, state).state, torch.linspace(-1, 1, 9))
+    least = tus.scaling.mass_profile(graph, tus.canonicalize(graph, state).state, torch.linspace(-1, 1, 9))
     assert least.masses.keys() == {g.name for g in graph.scales}
     assert all(int(m.argmin()) == 4 for m in least.masses.values())
     assert all(abs(s) < 1e-9 for s in least.minima.values())
@@ -119,12 +121,12 @@ def test_profiles_have_their_minimum_at_the_canonical_form(name: str) -> None:
 
 def test_profile_of_one_hidden_layer() -> None:
     graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    profile = tus.mass_profile(graph, state, [0.0])
+    profile = tus.scaling.mass_profile(graph, state, [0.0])
     inside = float(state["0.weight"].square().sum() + state["0.bias"].square().sum())
     outside, rest = float(state["2.weight"].square().sum()), float(state["2.bias"].square().sum())
     assert profile.coefficients["0"] == pytest.approx({1.0: inside, -1.0: outside, 0.0: rest})
     assert profile.minima["0"] == pytest.approx(0.25 * torch.tensor(outside / inside).log().item(), abs=1e-6)
-    only = tus.mass_profile(graph, state, [0.0], parameters="2.*")
+    only = tus.scaling.mass_profile(graph, state, [0.0], parameters="2.*")
     assert only.minima["0"] == float("inf") and only.mass == pytest.approx(outside + rest)
     with pytest.raises(ValueError, match="one state"):
-        tus.mass_profile(graph, {n: t.unsqueeze(0) for n, t in state.items()}, [0.0])
+        tus.scaling.mass_profile(graph, {n: t.unsqueeze(0) for n, t in state.items()}, [0.0])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import public
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ def spoiled(kind: str, good: Mapping[str, Tensor]) -> State:
 ONE: dict[str, Callable[[State], Any]] = {
     "apply_permutation": lambda s: tus.apply_permutation(graph(), tus.random_permutation(graph()), s),
     "apply_scale": lambda s: tus.apply_scale(graph(), tus.random_scale(graph()), s),
-    "scale_with_epsilon": lambda s: tus.scale_with_epsilon(graph(), tus.random_scale(graph()), s, {}),
+    "scale_with_epsilon": lambda s: tus.scaling.scale_with_epsilon(graph(), tus.random_scale(graph()), s, {}),
     "weight_matching reference": lambda s: tus.weight_matching(graph(), s, state(1)),
     "weight_matching": lambda s: tus.weight_matching(graph(), state(1), s),
     "activation_matching reference": lambda s: tus.activation_matching(graph(), MODEL, s, state(1), loader()),
@@ -104,7 +105,7 @@ ONE: dict[str, Callable[[State], Any]] = {
     "representation_cost": lambda s: tus.representation_cost(graph(), s),
     "representation_costs": lambda s: functional.representation_costs(graph(), s),
     "RepresentationCost": lambda s: tus.RepresentationCost(graph()).update(s),
-    "mass_profile": lambda s: tus.mass_profile(graph(), s, [0.0, 1.0]),
+    "mass_profile": lambda s: tus.scaling.mass_profile(graph(), s, [0.0, 1.0]),
     "remove_symmetries": lambda s: tus.remove_symmetries(graph(), s),
     "remove_symmetries reference": lambda s: tus.remove_symmetries(graph(), state(1), reference=s),
     "CompactPosterior.from_states": lambda s: tus.CompactPosterior.from_states([state(1), s], graph()),
@@ -273,7 +274,7 @@ def test_right_states_are_taken_and_no_public_function_advances_the_global_rando
         "verify_symmetries": lambda: tus.verify_symmetries(graph(), own, torch.zeros(2, 4)),
         "random_permutation": lambda: tus.random_permutation(graph()),
         "random_scale": lambda: tus.random_scale(graph()),
-        "identity_permutation": lambda: tus.identity_permutation(graph()),
+        "identity_permutation": lambda: tus.symmetry.identity_permutation(graph()),
         "compose": lambda: tus.compose(tus.random_permutation(graph()), tus.random_permutation(graph())),
         "invert": lambda: tus.invert(tus.random_permutation(graph())),
         "restarts": lambda: tus.weight_matching(graph(), good, state(1), solver="descent", restarts=3),
@@ -284,7 +285,7 @@ def test_right_states_are_taken_and_no_public_function_advances_the_global_rando
         "marginal_homogeneity": lambda: functional.marginal_homogeneity(samples, num_resamples=3),
         "maximum_mean_discrepancy": lambda: functional.maximum_mean_discrepancy(*tensors),
         "pairwise_mutual_information": lambda: functional.pairwise_mutual_information(probs),
-        "normalization_epsilons": lambda: tus.normalization_epsilons(MODEL),
+        "normalization_epsilons": lambda: tus.scaling.normalization_epsilons(MODEL),
         "Laplace": lambda: tus.LinearizedLaplace(own, "classification").fit(loader()),
         "report": lambda: (str(graph()), graph().to_html()),
     }
@@ -303,10 +304,9 @@ def test_every_public_function_that_takes_states_is_in_the_table() -> None:
     covered = {name.split()[0] for name in (*ONE, *STACK)}
     words = {"state", "states", "reference_state", "state_a"}
     found = set()
-    for name in tus.__all__:
-        value = getattr(tus, name)
+    for path, value in public.names():
         if inspect.isfunction(value) and words & inspect.signature(value).parameters.keys():
-            found.add(name)
+            found.add(path.rpartition(".")[2])
     assert found <= covered, found - covered
     assert len(found) > 8
 

@@ -23,7 +23,7 @@ def network() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(4, 5)
 
 
-def damaged(state: dict[str, Tensor], group: tus.PermutationGroup) -> dict[str, Tensor]:
+def damaged(state: dict[str, Tensor], group: tus.symmetry.PermutationGroup) -> dict[str, Tensor]:
     """A state of which one axis of one tensor moved, and nothing else."""
     member = group.members[0]
     tensor = state[member.parameter]
@@ -52,7 +52,7 @@ def test_certificates_hold_for_right_moves_and_for_no_wrong_one(case: Case, dtyp
         wrong = tus.certify(graph, state, damaged(moved, group))
         assert not wrong.holds and wrong.change > 1e-3, (group.name, str(wrong))
         with pytest.raises(tus.SymmetryError, match=r"aligned weights: the outputs .* They change by"):
-            tus.require_certificate(wrong, "aligned weights")
+            tus.symmetry.require_certificate(wrong, "aligned weights")
 
 
 def test_every_sample_of_a_stack_is_certified() -> None:

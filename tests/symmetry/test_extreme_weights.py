@@ -120,7 +120,7 @@ def test_masses_of_extreme_weights_are_those_of_ordinary_ones(name: str, size: f
     assert huge / size == pytest.approx(tus.representation_cost(graph, exact) * size, rel=1e-9)
     costs = representation_costs(graph, far)
     assert bool(torch.isfinite(costs.ratio).all()) and float(costs.minimal_mass[0]) == huge
-    profile = tus.mass_profile(graph, far, [-1.0, 0.0, 1.0])
+    profile = tus.scaling.mass_profile(graph, far, [-1.0, 0.0, 1.0])
     assert all(float(m[1]) == pytest.approx(profile.mass, rel=1e-9) for m in profile.masses.values())
     assert size == 1e-45 or all(math.isfinite(value) for value in profile.minima.values())  # else all may be zero
 
@@ -190,7 +190,7 @@ def test_a_variance_that_cannot_hold_what_epsilon_needs_is_refused() -> None:
     """Weights of 1e18 before a batch normalization: with unit norm, the variance would be 1e-36 beside 1e-5."""
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).eval()
     graph = tus.discover_symmetries(model, torch.randn(3, 4))
-    epsilons = tus.normalization_epsilons(model)
+    epsilons = tus.scaling.normalization_epsilons(model)
     state = {n: t.double().abs() + 0.5 if t.ndim else t for n, t in model.state_dict().items()}
     far = {n: t * 1e18 if n in ("0.weight", "0.bias") else t for n, t in state.items()}
     tus.canonicalize(graph, state, normalizations="unit_norm", epsilons=epsilons)

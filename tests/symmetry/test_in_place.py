@@ -63,7 +63,7 @@ def test_function_gradients_and_averages_follow(case: Case, kind: str) -> None:
         for name, tensor in found.items():
             assert torch.equal(tensor, wanted[name])
     assert identities == {n: id(t) for n, t in model.state_dict(keep_vars=True).items()}
-    loose = kind == "scale" and any(not g.exact for g in graph.groups() if isinstance(g, tus.ScaleGroup))
+    loose = kind == "scale" and any(not g.exact for g in graph.groups() if isinstance(g, tus.symmetry.ScaleGroup))
     if not loose:  # what holds up to an epsilon is compared with what the pure action gives, above
         kept = {n: g.clone() for n, g in moved.items()}
         for a, b in zip(before, backward(model, inputs), strict=True):

@@ -841,7 +841,7 @@ def check_by_hand(graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Tens
             for n, t in model.state_dict().items()
         }
         for group in graph.groups():
-            if isinstance(group, tus.PermutationGroup):
+            if isinstance(group, tus.symmetry.PermutationGroup):
                 orders = [torch.randperm(group.size, generator=generator) for _ in range(math.prod(group.blocks))]
                 moved = permute_tensors(graph, {group.name: torch.stack(orders).reshape(group.shape)}, state)
             elif group.exact:

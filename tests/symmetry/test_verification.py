@@ -48,7 +48,7 @@ def discovered(case: Case) -> tuple[nn.Module, tus.SymmetryGraph]:
     return _GRAPHS[case.name]
 
 
-def terms(graph: tus.SymmetryGraph, groups: Sequence[tus.ScaleGroup]) -> dict[str, tuple[ScaleTerm, ...]]:
+def terms(graph: tus.SymmetryGraph, groups: Sequence[tus.symmetry.ScaleGroup]) -> dict[str, tuple[ScaleTerm, ...]]:
     """The log-scales of all tensors, spelled out from the members of the groups."""
     found: dict[str, tuple[ScaleTerm, ...]] = {}
     start = 0
@@ -67,14 +67,14 @@ def terms(graph: tus.SymmetryGraph, groups: Sequence[tus.ScaleGroup]) -> dict[st
     return found
 
 
-def split(group: tus.PermutationGroup) -> tuple[tus.PermutationGroup, tus.PermutationGroup]:
+def split(group: tus.symmetry.PermutationGroup) -> tuple[tus.symmetry.PermutationGroup, tus.symmetry.PermutationGroup]:
     """One symmetry, claimed as two: what makes its units, and what reads them."""
     made = tuple(m for m in group.members if m.axis == 0) or group.members[:1]
     read = tuple(m for m in group.members if m not in made) or made[1:]
     return replace(group, name="one", members=made or read), replace(group, name="two", members=read)
 
 
-def only(graph: tus.SymmetryGraph, *groups: tus.PermutationGroup) -> tus.SymmetryGraph:
+def only(graph: tus.SymmetryGraph, *groups: tus.symmetry.PermutationGroup) -> tus.SymmetryGraph:
     return replace(graph, permutations=groups, scales=(), normalizations=(), scale_terms={}, verified=False)
 
 
@@ -122,7 +122,7 @@ def test_two_permutation_groups_that_are_mixed_are_refused(case: Case) -> None:
             replace(m, index=m.index[:size], within=None if m.within is None else m.within[:size])
             for m in (*one.members, *two.members)
         )
-        refused(only(graph, tus.PermutationGroup("mixed", size, members)), model, case.inputs())
+        refused(only(graph, tus.symmetry.PermutationGroup("mixed", size, members)), model, case.inputs())
 
 
 @zoo
@@ -159,16 +159,22 @@ def test_blocks_of_a_nested_group_are_moved_apart_from_each_other() -> None:
     graph = tus.discover_symmetries(model, x)
     blocks = torch.tensor([[[0], [1]], [[2], [3]]])
     members = tuple(PermutationMember(n, 0, blocks) for n in ("a.weight", "a.bias"))
-    claim = only(graph, tus.PermutationGroup("apart", 2, members, None, (2,)))  # true only if both blocks move alike
+    claim = only(
+        graph, tus.symmetry.PermutationGroup("apart", 2, members, None, (2,))
+    )  # true only if both blocks move alike
     assert "'apart'" in refused(claim, model, x)
     together = tuple(replace(m, index=torch.tensor([[0, 2], [1, 3]])) for m in members)
-    tus.verify_symmetries(only(graph, tus.PermutationGroup("alike", 2, together)), model, x, on_failure="raise")
+    tus.verify_symmetries(
+        only(graph, tus.symmetry.PermutationGroup("alike", 2, together)), model, x, on_failure="raise"
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 21])
 def test_passes_move_each_of_two_groups_without_the_other(count: int) -> None:
     member = PermutationMember("w", 0, torch.arange(2).unsqueeze(1))
-    groups = [tus.PermutationGroup(str(k), 2, (member,), None, (3,) if k % 4 == 3 else ()) for k in range(count)]
+    groups = [
+        tus.symmetry.PermutationGroup(str(k), 2, (member,), None, (3,) if k % 4 == 3 else ()) for k in range(count)
+    ]
     plans = list(verification._passes(groups, torch.Generator().manual_seed(0)))
     moving = torch.stack([torch.cat([p.moving[g].flatten() for g in groups]) for p in plans])
     atoms = moving.shape[1]
@@ -220,7 +226,7 @@ def test_many_units_take_no_passes_of_their_own(monkeypatch: pytest.MonkeyPatch)
 
 def test_elements_move_every_block_of_a_pass_and_no_other() -> None:
     index = torch.arange(6).reshape(3, 2, 1)
-    group = tus.PermutationGroup("g", 2, (PermutationMember("w", 0, index),), None, (3,))
+    group = tus.symmetry.PermutationGroup("g", 2, (PermutationMember("w", 0, index),), None, (3,))
     mask = torch.tensor([True, False, True])
     for cycles in (True, False):
         element = verification._draw([group], verification._Pass({group: mask}, cycles), torch.Generator())
@@ -354,7 +360,7 @@ def test_right_groups_pass_and_wrong_ones_do_not_whatever_the_outputs(name: str)
     assert "a" in {g.name for g in graph.permutations}
     tus.verify_symmetries(graph, model, x, on_failure="raise")
     group = graph["a"]
-    assert isinstance(group, tus.PermutationGroup)
+    assert isinstance(group, tus.symmetry.PermutationGroup)
     less = only(graph, replace(group, members=tuple(m for m in group.members if m.parameter != "a.bias")))
     assert "'a'" in refused(less, model, x)
 

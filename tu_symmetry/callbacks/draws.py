@@ -225,7 +225,7 @@ class TrueTemperature(Callback):
         ValueError: values that are not positive; a fit with another optimizer, or with a loss that is not a mean.
     """
 
-    def __init__(self, prior_precision: float = 1.0, temperature: float = 1.0, num_data: int | None = None) -> None:
+    def __init__(self, prior_precision: float = 1.0, temperature: float = 1.0, *, num_data: int | None = None) -> None:
         super().__init__()
         require_numbers(prior_precision=prior_precision, temperature=temperature, num_data=num_data)
         if not prior_precision > 0 or not temperature > 0:

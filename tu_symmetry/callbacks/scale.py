@@ -85,7 +85,7 @@ class ScaleCanonicalization(SymmetryCallback):
         parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
             them; all parameters if left out.
         profile: natural-log factors at which the mass profile of every group is taken
-            (:func:`~tu_symmetry.mass_profile`); none if empty.
+            (:func:`~tu_symmetry.scaling.mass_profile`); none if empty.
         example_input: an input of the network, to discover the symmetries with. Default: the LightningModule's
             ``example_input_array``, else the first batch of training (its first tensor).
         graph: the network's symmetry graph, instead of discovering it.

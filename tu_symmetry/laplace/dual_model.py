@@ -137,7 +137,7 @@ class DualLaplace:
     Example:
         >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).double()
         >>> x, y = torch.randn(6, 1, 4, 4).double(), torch.randn(6, 1).double()
-        >>> la = DualLaplace(network, structured=[tus.KernelPrior(["0.weight"])], prior="per_layer")
+        >>> la = DualLaplace(network, structured=[tus.laplace.KernelPrior(["0.weight"])], prior="per_layer")
         >>> found = la.fit([(x, y)]).optimize_evidence()
         >>> la.predictive(x).variance.shape
         torch.Size([6, 1])

@@ -194,8 +194,8 @@ class LinearizedLaplace:
         require_module(model)
         if curvature == "dual":
             raise ValueError(
-                "curvature='dual' is a class of its own, tu_symmetry.DualLaplace: it has no curvature of the weights "
-                "but a kernel of the outputs, and takes structured priors and linear observations"
+                "curvature='dual' is a class of its own, tu_symmetry.laplace.DualLaplace: it has no curvature of the "
+                "weights but a kernel of the outputs, and takes structured priors and linear observations"
             )
         for option, value, allowed in (
             ("prior", prior, ("per_group", "per_filter", "per_layer", "per_tensor", "single", "diagonal")),

@@ -470,7 +470,7 @@ class SampledEvidence:
             decay_every: steps after which the learning rate is halved.
             refresh_every: steps after which the preconditioner is made anew.
             hyperprior: added to the negative log evidence, as for :class:`~tu_symmetry.laplace.dual.DualEvidence`; of
-                :class:`~tu_symmetry.TotalVariation` the variances are estimated, once for all steps.
+                :class:`~tu_symmetry.laplace.TotalVariation` the variances are estimated, once for all steps.
             hyperprior_probes: random signs of each block for these estimates.
             progress: called with the history's entry after each step.
         """

@@ -1,1 +1,5 @@
 """Symmetries of a module: found by tracing, verified numerically, and applied to weights."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -143,7 +143,7 @@ class Call:
                 found += [a for a in argument if isinstance(a, Value)]
         return found
 
-    def axis(self, name: str = "dim", of: Value | None = None, default: int | None = None) -> int:
+    def axis(self, name: str = "dim", *, of: Value | None = None, default: int | None = None) -> int:
         """An axis argument, counted from the front."""
         value = of or self.tensors[0]
         axis = self.arguments.get(name, default)

@@ -1,0 +1,9 @@
+from .images import CIFARDataModule as CIFARDataModule
+from .images import DigitsDataModule as DigitsDataModule
+from .images import IDXDataModule as IDXDataModule
+from .images import ImageDataModule as ImageDataModule
+from .readers import DataFileError as DataFileError
+from .tiny_imagenet import TinyImageNetDataModule as TinyImageNetDataModule
+from .tomography import ScannedTomographyDataModule as ScannedTomographyDataModule
+from .tomography import TomographyDataModule as TomographyDataModule
+from .tomography import TomographyProblem as TomographyProblem

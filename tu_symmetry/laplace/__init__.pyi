@@ -1,0 +1,12 @@
+from .dual_model import DualLaplace as DualLaplace
+from .dual_model import DualPredictive as DualPredictive
+from .evidence import Hyperprior as Hyperprior
+from .hyperpriors import TotalVariation as TotalVariation
+from .links import GaussianPredictive as GaussianPredictive
+from .mixture import LaplaceMixture as LaplaceMixture
+from .observation import LinearObservation as LinearObservation
+from .report import PrunedGroupWarning as PrunedGroupWarning
+from .sampled import SampledEvidence as SampledEvidence
+from .storage import LaplaceFileError as LaplaceFileError
+from .structured import IsotropicPrior as IsotropicPrior
+from .structured import KernelPrior as KernelPrior

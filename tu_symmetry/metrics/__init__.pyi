@@ -1,0 +1,10 @@
+from . import functional as functional
+from .discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
+from .diversity import FunctionalDiversity as FunctionalDiversity
+from .diversity import PairwiseMutualInformation as PairwiseMutualInformation
+from .homogeneity import MarginalHomogeneity as MarginalHomogeneity
+from .predictive import PredictiveAgreement as PredictiveAgreement
+from .predictive import PredictiveTotalVariation as PredictiveTotalVariation
+from .quotient import QuotientDistance as QuotientDistance
+from .representation import RepresentationCost as RepresentationCost
+from .transpositions import TranspositionCount as TranspositionCount

@@ -1,0 +1,10 @@
+from .deep_image_prior import DeepImagePriorRoutine as DeepImagePriorRoutine
+from .deep_image_prior import Reconstructions as Reconstructions
+from .ensembles import posterior_ensemble as posterior_ensemble
+from .hmc import HMCRoutine as HMCRoutine
+from .laplace import LaplaceEnsemble as LaplaceEnsemble
+from .laplace import LaplacePostProcessing as LaplacePostProcessing
+from .laplace import LaplaceRegressionRoutine as LaplaceRegressionRoutine
+from .members import MembersRoutine as MembersRoutine
+from .swag import SWAG as SWAG
+from .variational import VariationalRoutine as VariationalRoutine
