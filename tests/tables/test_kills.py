@@ -202,7 +202,7 @@ def done_elsewhere(request: pytest.FixtureRequest) -> bool:
     if "TU_SYMMETRY_FRESH" in os.environ:
         return False
     words = [sys.executable, "-m", "pytest", "-q", "-m", "", request.node.nodeid]
-    environment = os.environ | {"TU_SYMMETRY_FRESH": "1"}
+    environment = os.environ | {"TU_SYMMETRY_FRESH": "1", "OMP_NUM_THREADS": "1"}  # nor threads of OpenMP
     found = subprocess.run(
         words, cwd=request.config.rootpath, env=environment, capture_output=True, text=True, check=False
     )
