@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its pools
@@ -12,10 +13,24 @@ import pytest
 import torch
 
 DATA_VARIABLE = "TU_SYMMETRY_DATA"
+SAMPLE = int(os.environ.get("TU_SYMMETRY_SAMPLE", "0"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_report_header() -> str:
+    return f"sample {SAMPLE} of the large suites (TU_SYMMETRY_SAMPLE)"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One in n of the tests marked ``sampled(n)`` is fast, by its name and the number of the sample; all others are slow."""
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and (zlib.crc32(item.nodeid.encode()) + SAMPLE) % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -132,22 +132,26 @@ class Net(nn.Module):
         return self.c(self.read(x))
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=[] if "first" in n or "blocks as" in n else [pytest.mark.slow]) for n in LAYOUTS]
-)
-def test_what_is_claimed_holds_in_every_layout(layout: str) -> None:
-    tried = 0
-    for name in OPERATORS:
-        torch.manual_seed(0)
-        try:
-            model, x = Net(name, layout).eval(), torch.randn(SAMPLES, 2, 2, 3)
-            model(x)
-        except (RuntimeError, ValueError):  # sizes that the operator does not take
-            continue
-        graph = tus.discover_symmetries(model, x)
-        try:
-            tus.verify_symmetries(graph, model, x, on_failure="raise")
-        except tus.SymmetryError as error:
-            raise AssertionError(f"{name}: {error}") from error
-        tried += 1
-    assert tried > 0.8 * len(OPERATORS)
+def made(name: str, layout: str) -> tuple[nn.Module, Tensor] | None:
+    """Network and inputs; none where the operator does not take these sizes."""
+    torch.manual_seed(0)
+    try:
+        model, x = Net(name, layout).eval(), torch.randn(SAMPLES, 2, 2, 3)
+        model(x)
+    except (RuntimeError, ValueError):
+        return None
+    return model, x
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_is_claimed_holds_in_every_layout(name: str, layout: str) -> None:
+    if (network := made(name, layout)) is not None:
+        graph = tus.discover_symmetries(*network)
+        tus.verify_symmetries(graph, *network, on_failure="raise")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_most_operators_take_every_layout(layout: str) -> None:
+    assert sum(made(name, layout) is not None for name in OPERATORS) > 0.8 * len(OPERATORS)

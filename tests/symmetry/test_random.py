@@ -3,8 +3,8 @@
 Every module goes through discovery and verification as a user's would, and what is left of its groups is tried by an
 oracle that shares no code with them (``oracle.py``). A failure is shrunk, and printed as source code that runs.
 
-    pytest tests/symmetry/test_random.py             # 300 random modules, and all of the hand-written ones
-    pytest tests/symmetry/test_random.py -m slow     # 5,000 others
+    pytest tests/symmetry/test_random.py             # 70 random modules, and some of the hand-written ones
+    pytest tests/symmetry/test_random.py -m slow     # 6,300 others, and all of the hand-written ones
 """
 
 from __future__ import annotations
@@ -186,10 +186,12 @@ def beyond_census(seeds: Sequence[int]) -> Census:
     return total
 
 
-def test_random_modules_on_what_their_example_does_not_show() -> None:
-    total = beyond_census(range(100))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("block", range(20))
+def test_random_modules_on_what_their_example_does_not_show(block: int) -> None:
+    total = beyond_census(range(5 * block, 5 * block + 5))
     assert not total.counts[WRONG] and not total.counts[CRASHED], f"{total}\n" + "\n\n".join(total.reports)
-    assert total.counts[REFUSED] < 0.02 * total.modules, total
+    assert not total.counts[REFUSED], total
 
 
 @pytest.mark.slow
@@ -200,8 +202,10 @@ def test_many_random_modules_on_what_their_example_does_not_show(block: int) -> 
     assert total.counts[REFUSED] < 0.02 * total.modules, total
 
 
-def test_random_modules() -> None:
-    check(census(range(300)))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("block", range(6))
+def test_random_modules(block: int) -> None:
+    check(census(range(50 * block, 50 * block + 50)))
 
 
 @pytest.mark.slow
