@@ -26,7 +26,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One in n of the tests marked ``sampled(n)`` is fast, by its name and the number of the sample; all others are slow."""
+    """One in n of the tests marked ``sampled(n)`` is fast, by its name and the sample's number; all others are slow."""
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is not None and (zlib.crc32(item.nodeid.encode()) + SAMPLE) % mark.args[0]:
