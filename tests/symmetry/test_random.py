@@ -222,6 +222,7 @@ def of_name(name: str) -> Outcome:
         return examine(entry.build().eval(), entry.inputs)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("entry", HANDWRITTEN, ids=lambda h: h.name)
 def test_handwritten_module(entry: Handwritten) -> None:
     outcome = of_name(entry.name)
@@ -230,6 +231,7 @@ def test_handwritten_module(entry: Handwritten) -> None:
         assert not set(entry.finds) - outcome.found, f"only {sorted(outcome.found)} were found"
 
 
+@pytest.mark.slow
 def test_hardly_any_handwritten_module_is_refused() -> None:
     refused = {h.name: of_name(h.name).why for h in HANDWRITTEN if of_name(h.name).verdict == REFUSED}
     assert len(refused) < 0.02 * len(HANDWRITTEN), refused
