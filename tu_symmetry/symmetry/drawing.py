@@ -7,15 +7,12 @@ import os
 from collections import Counter, defaultdict
 from html import escape
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from tu_symmetry.files import write_text
 from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.layout import Lane, hues_of, lay_out
 from tu_symmetry.symmetry.report import member_text, shape_text, summary
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.symmetries import Symmetries
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #222; }
@@ -56,7 +53,7 @@ def is_drawing(content: bytes) -> bool:
     return content.startswith(_HEAD.encode()) and _TITLE.encode() in content[:200]
 
 
-def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) -> str:
+def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
     """Draw the network with its groups, then its tensors, and list all groups.
 
     In the drawing of the network each box is a layer, and each line a group, which branches to the layers whose tensors
@@ -106,7 +103,7 @@ _BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
 _SHOWN = 34  # characters of a layer's name
 
 
-def _network(graph: SymmetryGraph) -> str:
+def _network(graph: Symmetries) -> str:
     """Layers as boxes in rows, groups as lines in lanes beside them, their names at the right where they begin."""
     layout = lay_out(graph)
     labels = _BOX + 24 + _SPACING * layout.columns
@@ -155,7 +152,7 @@ def _size(lane: Lane) -> str:
     return lane.size + {"permutation": "", "nested": " in each block"}.get(lane.kind, f" {lane.kind}")
 
 
-def _colors(graph: SymmetryGraph) -> dict[str, str]:
+def _colors(graph: Symmetries) -> dict[str, str]:
     """The hues of the drawing of the network; groups nested in one parent are lighter and darker by turns."""
     colors, shades = {}, defaultdict[str, int](int)
     hues = hues_of(graph)
@@ -168,7 +165,7 @@ def _colors(graph: SymmetryGraph) -> dict[str, str]:
     return colors
 
 
-def _tensors(graph: SymmetryGraph, colors: dict[str, str]) -> str:
+def _tensors(graph: Symmetries, colors: dict[str, str]) -> str:
     owners: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(dict)
     for group in graph.permutations:
         for member in group.members:
@@ -234,7 +231,7 @@ def _axis(
     return bars
 
 
-def _tables(graph: SymmetryGraph, colors: dict[str, str]) -> list[str]:
+def _tables(graph: Symmetries, colors: dict[str, str]) -> list[str]:
     parts = []
     for title, groups in (
         ("Permutation groups", graph.permutations),

@@ -14,12 +14,10 @@ Lanes are shared by groups that do not meet, as tracks of a railway station, so 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.symmetries import Symmetries
 
 Kind = Literal["permutation", "nested", "scale", "normalization"]
 NAME, NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of another one
@@ -90,7 +88,7 @@ class Layout:
     height: float
 
 
-def lay_out(graph: SymmetryGraph) -> Layout:
+def lay_out(graph: Symmetries) -> Layout:
     """Rows and lanes for a graph; layers in the order of the state dict, lanes in the order in which they begin."""
     rows: dict[str, list[str]] = {}
     for name in graph.shapes:
@@ -147,7 +145,7 @@ def _kind(group: PermutationGroup | ScaleGroup) -> Kind:
     return "normalization" if isinstance(group, NormalizationGroup) else "scale"
 
 
-def hues_of(graph: SymmetryGraph) -> dict[str, float]:
+def hues_of(graph: Symmetries) -> dict[str, float]:
     """Hues by the golden angle, so that neighbors differ; what belongs together has one."""
     hues: dict[str, float] = {}
     for group in graph.groups():

@@ -26,7 +26,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,7 @@ from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of, perturb_
 from tu_symmetry.symmetry.probe import random_state as random_state
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.symmetries import Symmetries
 
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
@@ -49,7 +47,7 @@ FEW = 8  # units of a block; two blocks of so many move alike by chance in one o
 
 
 def verify_symmetries(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
@@ -102,7 +100,7 @@ def verify_symmetries(
 
 
 def verify(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     probe: Probe,
     *,
     on_failure: Literal["pin", "raise"] = "pin",
@@ -144,11 +142,11 @@ def _kind(group: Group) -> str:
     return "normalization group" if isinstance(group, NormalizationGroup) else "scale group"
 
 
-def _by_hand(graph: SymmetryGraph, group: Group) -> bool:
+def _by_hand(graph: Symmetries, group: Group) -> bool:
     return isinstance(group, PermutationGroup) and group.name in graph.by_hand
 
 
-def _refusal(graph: SymmetryGraph, failed: Mapping[Group, Difference]) -> str:
+def _refusal(graph: Symmetries, failed: Mapping[Group, Difference]) -> str:
     told = [
         f"the {_kind(group)} {group.name!r} is no symmetry of this network: the outputs change by "
         f"{found.change:.1e} (relative to an output's own scale; {found.allowed:.0e} is allowed)"
@@ -247,7 +245,7 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _failures(
-    graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], tolerance: float, seed: int
+    graph: Symmetries, probe: Probe, claimed: Sequence[Group], tolerance: float, seed: int
 ) -> dict[Group, Difference]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
@@ -279,7 +277,7 @@ def _failures(
 
 
 def _try(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     base: _Base,
     groups: Sequence[Group],
     plans: Sequence[_Pass],
@@ -299,12 +297,12 @@ def _try(
     return {}
 
 
-def _moved(graph: SymmetryGraph, base: _Base, element: Element) -> dict[str, Tensor]:
+def _moved(graph: Symmetries, base: _Base, element: Element) -> dict[str, Tensor]:
     permutation, log_scale = _split(element)
     return scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
 
 
-def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Difference]:
+def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Difference]:
     """The groups of an element that change the outputs on their own."""
     found = base.difference(_moved(graph, base, element))
     if found.holds:
