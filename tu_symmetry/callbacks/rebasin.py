@@ -28,7 +28,7 @@ from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import permute_in_place
-from tu_symmetry.symmetry.measured import UncertifiedWarning
+from tu_symmetry.symmetry.verify.certificate import UncertifiedWarning
 
 Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]
 Loader = Any

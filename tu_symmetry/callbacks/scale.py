@@ -23,7 +23,7 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import scale_in_place
-from tu_symmetry.symmetry.measured import UncertifiedWarning
+from tu_symmetry.symmetry.verify.certificate import UncertifiedWarning
 
 
 class ScaleCanonicalization(SymmetryCallback):

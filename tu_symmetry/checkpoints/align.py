@@ -53,7 +53,7 @@ from tu_symmetry.states import State, check_number
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.measured import measured
+from tu_symmetry.symmetry.verify.certificate import measured
 
 MARK = "<!-- tu_symmetry.aligned -->"
 BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"

@@ -21,7 +21,7 @@ from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup
-from tu_symmetry.symmetry.measured import UncertifiedWarning, measured
+from tu_symmetry.symmetry.verify.certificate import UncertifiedWarning, measured
 
 Key = Literal["max", "first", "mean", "median"]
 _TIE_BREAKERS = 8

@@ -28,13 +28,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry import moving
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
+from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.distinct import Distinct
 from tu_symmetry.symmetry.ledger import Ledger, Mark
 from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
-from tu_symmetry.symmetry.probe import copied, own_copy
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
 from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, Rule, unknown
 
@@ -105,7 +105,7 @@ def trace(
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
-    model = own_copy(model).train(training)
+    model = to_trace(model).train(training)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
@@ -212,7 +212,7 @@ def batch_axis_missing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
         try:
             with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 warnings.simplefilter("ignore")
-                own_copy(model).eval()(*inputs, **kwargs)
+                to_trace(model).eval()(*inputs, **kwargs)
         except Exception:  # whatever a network raises on inputs that it was not made for
             return False
         return True

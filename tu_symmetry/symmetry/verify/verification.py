@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of, perturb_
-from tu_symmetry.symmetry.probe import random_state as random_state
 from tu_symmetry.symmetry.symmetries import Symmetries
+from tu_symmetry.symmetry.verify.comparison import Difference, Reference
+from tu_symmetry.symmetry.verify.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
+from tu_symmetry.symmetry.verify.probe import Probe
 
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
@@ -160,12 +160,6 @@ def _refusal(graph: Symmetries, failed: Mapping[Group, Difference]) -> str:
         'please report the architecture. on_failure="pin" takes such groups out and keeps the others.'
     )
     return "; ".join(told[:6]) + more + ". " + advice
-
-
-_TOGETHER = (
-    "each group on its own leaves the outputs of this network unchanged, but all of them together change them: a rule "
-    "is wrong, or the network does not compute the same twice; please report the architecture"
-)
 
 
 # -- what moves in which pass -----------------------------------------------------------------------------------
@@ -292,7 +286,10 @@ def _try(
             continue
         failed = _bisect(graph, base.again(), element)
         if not failed:
-            raise SymmetryError(_TOGETHER)
+            raise SymmetryError(
+                "each group on its own leaves the outputs of this network unchanged, but all of them together change "
+                "them: a rule is wrong, or the network does not compute the same twice; please report the architecture"
+            )
         return failed
     return {}
 
@@ -337,14 +334,9 @@ class _Base:
         """Measure sensitivities by noise on the weights; returns the outputs of the weights as they are in the end."""
         noise = NOISE * self.probe.epsilon
         for _ in range(draws):
-            if self.narrow:  # in half precision, which has no room for the noise
-                after = self.probe.run(self.state, noise=lambda name: noise, generator=generator)
-                self.reference.change(before, after, noise)
-                continue
-            perturb_(self.state, lambda name: noise, generator)
-            after = self.probe.run(self.state)
+            after = self.probe.perturbed(self.state, lambda name: noise, generator, in_place=True)
             self.reference.change(before, after, noise)
-            before = after
+            before = before if self.narrow else after  # half precision has no room for the noise
         return before
 
     def keeps_its_outputs(self) -> bool:
@@ -404,7 +396,7 @@ class _Base:
             # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
             told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
             patterns.append(nans)
-            problem = base.reference.problem(base.allowed) if told else _NAN
+            problem = base.reference.problem(base.allowed) if told else base.reference.nothing("NaN")
             if problem is None:
                 return base
         raise SymmetryError(problem)
@@ -435,9 +427,3 @@ class _Base:
 
     def _compare(self, outputs: list[Tensor]) -> Difference:
         return self.reference.difference(outputs, self.allowed, epsilon=self.probe.epsilon)
-
-
-_NAN = (
-    "the network's outputs are NaN for random weights of moderate size, so that nothing can be verified; pass example "
-    "inputs of ordinary magnitude"
-)
