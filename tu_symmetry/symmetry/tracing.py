@@ -512,11 +512,7 @@ class _Interpreter:
                 continue
             _, kinds = np.unique(np.moveaxis(array, axis, 0).reshape(size, -1), axis=0, return_inverse=True)
             label = (along(code(kinds.reshape(-1).astype(np.int64)), axis, array.ndim),)
-            value = replace(
-                value,
-                labels=(*value.labels[:axis], label, *value.labels[axis + 1 :]),
-                reasons=(*value.reasons[:axis], "meets a constant", *value.reasons[axis + 1 :]),
-            )
+            value = value.with_axis(axis, label=label, reason="meets a constant")
         return self._paired(array, value)
 
     def _paired(self, array: NDArray[Any], value: Value) -> Value:
@@ -870,7 +866,7 @@ class _Interpreter:
             positions = sum(lengths[:piece]) + np.arange(lengths[piece])
         if positions is None:
             return None
-        frame = (*old.shape[:axis], len(positions), *old.shape[axis + 1 :])
+        frame = old.with_axis(axis, size=len(positions)).shape
         content = new if new.shape == frame else moving.reshape(self.ledger, new, frame)
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 

@@ -157,7 +157,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     laid = moving.reshape(call.ledger, bias, frame)
     label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
     call.ledger.equate(laid.scale, result.scale)
-    return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
+    return result.with_axis(axis, label=label)
 
 
 @register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "_sparse_mm", traits=("spreads",))
@@ -233,7 +233,7 @@ def _attention(call: Call) -> Value:
                     ledger,
                     "aten.repeat_interleave",
                     {"self": v, "repeats": count, "dim": axis},
-                    [(*v.shape[:axis], v.shape[axis] * count, *v.shape[axis + 1 :])],
+                    [v.with_axis(axis, size=v.shape[axis] * count).shape],
                     call.place,
                 )
             )
@@ -243,8 +243,7 @@ def _attention(call: Call) -> Value:
     shape = (*np.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2], key.shape[-2])
     scores = contract(replace(call, outputs=[shape]), [query, key], [letters + "xy", letters + "zy"], letters + "xz")
     mask = call.get("attn_mask")
-    ledger.pin_scale(scores.scale)
-    scores = moving.unnest(ledger, replace(scores, scale=()), lead + 1)
+    scores = moving.unnest(ledger, ledger.unscaled(scores), lead + 1)
     if isinstance(mask, Value):
         scores = elementwise(replace(call, arguments={"0": scores, "1": mask}, outputs=[shape]))
     if call.get("is_causal", False):
@@ -287,10 +286,7 @@ def _distances(call: Call) -> Value:
     scales = []
     for value in (left, right):
         value = moving.pad_left(value, len(call.shape))
-        terms = value.scale
-        for axis in (value.ndim - 1, value.ndim - 2):  # every row is compared with every row
-            terms = tuple((c, ledger.constant_along(v, axis)) for c, v in terms)
-        scales.append(terms)
+        scales.append(ledger.alike_along(value, value.ndim - 1, value.ndim - 2).scale)  # every row meets every row
     if id(left) in call.zeros or id(right) in call.zeros:
         return replace(found, scale=scales[int(id(left) in call.zeros)])
     ledger.equate(scales[0], scales[1])

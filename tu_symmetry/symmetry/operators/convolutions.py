@@ -17,9 +17,9 @@ from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 @register_rule(
-    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
     traits=("spreads",),
-)  # fmt: skip
+)
 def _conv(call: Call) -> Value:
     value, weight = call["input"], call["weight"]
     ledger = call.ledger
@@ -188,37 +188,15 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
 
 
 @register_rule(
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "_adaptive_avg_pool2d",
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d "
     "_adaptive_avg_pool3d",
     traits=("pools",),
 )
 @register_rule(
-    "max_pool3d_with_indices",
-    "max_pool2d_with_indices",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_linear1d",
-    "upsample_trilinear3d",
-    "_upsample_nearest_exact2d",
-    "_upsample_bilinear2d_aa",
-    "mean_pool",
-    "fractional_max_pool2d",
-    "_upsample_bicubic2d_aa",
+    "max_pool3d_with_indices max_pool2d_with_indices upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d "
+    "_upsample_bilinear2d_aa mean_pool fractional_max_pool2d _upsample_bicubic2d_aa",
 )
 def _pool(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("input"))

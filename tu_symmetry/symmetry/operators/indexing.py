@@ -28,10 +28,8 @@ def meet(call: Call, value: Value, axis: int, index: Value, reason: str) -> Valu
     if points and points[0].size == value.shape[axis] and value.labels[axis]:
         laid = tuple(along(c, axis, value.ndim) for c in points)
         label = call.ledger.unify(value.labels[axis], laid, value.reasons[axis], reason)
-        value = replace(value, labels=(*value.labels[:axis], label, *value.labels[axis + 1 :]), parameter=None)
-        value = moving.unnest(call.ledger, value, axis)
-        scale = tuple((c, call.ledger.constant_along(v, axis)) for c, v in value.scale)
-        return replace(value, scale=scale)
+        value = replace(value.with_axis(axis, label=label), parameter=None)
+        return call.ledger.alike_along(moving.unnest(call.ledger, value, axis), axis)
     call.ledger.pin_label(points, reason)
     return moving.mix(call.ledger, value, axis, reason)
 
@@ -191,5 +189,5 @@ def _bincount(call: Call) -> Value:
     scale: tuple[Term, ...] = ()
     if weights is not None:
         ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
-        scale = tuple((c, ledger.constant_along(v, 0)) for c, v in weights.scale)
+        scale = ledger.alike_along(weights, 0).scale
     return replace(pinned_value(call.shape, "counted by position"), labels=(label,), scale=scale)

@@ -53,8 +53,7 @@ def _inverse(call: Call) -> Value:
     for other in call.tensors[1:]:
         call.ledger.pin(other, "a tolerance")
     if "pinv" in call.operator:
-        call.ledger.pin_scale(value.scale)
-        return _swapped(replace(_matrix(call, value), scale=()))
+        return _swapped(_matrix(call, call.ledger.unscaled(value)))
     return _inverted(call, value)
 
 
@@ -78,8 +77,7 @@ def _solve(call: Call) -> Value:
 def _determinant(call: Call) -> Value | list[Value]:
     """An odd permutation of the rows alone turns the sign; the logarithm of the modulus does not see it."""
     value: Value = call.tensors[0]
-    call.ledger.pin_scale(value.scale)
-    value = replace(value, scale=())
+    value = call.ledger.unscaled(value)
     value = _tied(call, value) if not (len(call.outputs) == 2 and call.used <= {1}) else _matrix(call, value)
     found = moving.drop(call.ledger, moving.drop(call.ledger, value, value.ndim - 1), value.ndim - 2)
     return [found] * len(call.outputs) if len(call.outputs) > 1 else found

@@ -15,19 +15,8 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 @register_rule(
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "reshape_as",
-    "view_as",
-    "ravel",
-    "squeeze_copy",
-    "unsqueeze_copy",
-    "view_copy",
+    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze reshape_as view_as ravel squeeze_copy "
+    "unsqueeze_copy view_copy",
     positions="keep",
     traits=("moves", "same"),
 )
@@ -38,18 +27,7 @@ def _reshape(call: Call) -> Value:
 
 
 @register_rule(
-    "permute",
-    "transpose",
-    "t",
-    "swapaxes",
-    "swapdims",
-    "movedim",
-    "moveaxis",
-    "adjoint",
-    "mT",
-    "numpy_T",
-    "transpose_copy",
-    "permute_copy",
+    "permute transpose t swapaxes swapdims movedim moveaxis adjoint mT numpy_T transpose_copy permute_copy",
     positions="keep",
     traits=("moves",),
 )
@@ -57,7 +35,7 @@ def _permute(call: Call) -> Value:
     value: Value = call["self"]
     n = value.ndim
     order = list(range(n))
-    name = call.operator.removeprefix("aten.").removesuffix("_copy")
+    name = call.name.removesuffix("_copy")
     if name == "permute":
         order = [d % n for d in call["dims"]]
     elif name in ("movedim", "moveaxis"):
@@ -106,8 +84,7 @@ def repeat(call: Call) -> Value:
     for axis, count in enumerate(counts):
         if count > 1:
             if value.shape[axis] == 1:
-                target = (*value.shape[:axis], count, *value.shape[axis + 1 :])
-                value = moving.expand(ledger, value, target)
+                value = moving.expand(ledger, value, value.with_axis(axis, size=count).shape)
             elif not any(value.labels):
                 value = moving.concatenate(ledger, [value] * count, axis)
             else:
@@ -146,7 +123,7 @@ def _cat(call: Call) -> Value:
 @register_rule("hstack", "vstack", "dstack", "column_stack", "row_stack")
 def _stack_along(call: Call) -> Value:
     """Joined along an axis that tensors of fewer axes are given first."""
-    name = call.operator.removeprefix("aten.")
+    name = call.name
     values: list[Value] = call["tensors"]
     ndim, axis = {"hstack": (1, -1), "column_stack": (2, 1), "dstack": (3, 2)}.get(name, (2, 0))
     frames = []
@@ -179,13 +156,7 @@ def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Val
 
 
 @register_rule(
-    "chunk",
-    "split",
-    "split_with_sizes",
-    "tensor_split",
-    "split_copy",
-    "unsafe_chunk",
-    "unsafe_split",
+    "chunk split split_with_sizes tensor_split split_copy unsafe_chunk unsafe_split",
     positions="keep",
     traits=("moves",),
 )
@@ -341,9 +312,7 @@ def pin_tensor(call: Call, value: Any, reason: str) -> None:
         call.ledger.pin(value, reason)
 
 
-@register_rule(
-    "pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "reflection_pad1d", "replication_pad1d"
-)
+@register_rule("pad constant_pad_nd reflection_pad2d replication_pad2d reflection_pad1d replication_pad1d")
 def _pad(call: Call) -> Value:
     value: Value = call["self"]
     pad = call.get("pad", call.get("padding"))
@@ -362,7 +331,7 @@ def _pad(call: Call) -> Value:
             pieces = [result]
             for side, n in zip((0, 1), extra, strict=True):
                 if n > 0:
-                    shape = (*result.shape[:axis], n, *result.shape[axis + 1 :])
+                    shape = result.with_axis(axis, size=n).shape
                     blank = moving.uniform(shape, 0.0 if filler is None else float(filler))
                     blank = replace(blank, reasons=("padding",) * len(shape))
                     pieces.insert(0 if side == 0 else len(pieces), blank)
@@ -370,9 +339,7 @@ def _pad(call: Call) -> Value:
                 result = moving.concatenate(call.ledger, pieces, axis)
         else:
             result = moving.mix(call.ledger, result, axis, "padded")
-            shape = (*result.shape[:axis], result.shape[axis] + low + high, *result.shape[axis + 1 :])
-            result = replace(result, shape=shape)
+            result = result.with_axis(axis, size=result.shape[axis] + low + high)
     if filler not in (0, None, -math.inf, math.inf):
-        call.ledger.pin_scale(result.scale)
-        result = replace(result, scale=())
+        result = call.ledger.unscaled(result)
     return replace(result, parameter=None)

@@ -43,9 +43,8 @@ def where(call: Call, value: Value, like: Value, axis: int, output: int = 1) -> 
 
 def _ranked(call: Call, value: Value, axis: int) -> Value:
     """The entries in order: positions along the axis are ranks now."""
-    ranked = moving.drop(call.ledger, value, axis, keep=True)
-    reasons = (*ranked.reasons[:axis], "positions are ranks", *ranked.reasons[axis + 1 :])
-    return replace(ranked, shape=call.shape, reasons=reasons)
+    ranked = moving.drop(call.ledger, value, axis, keep=True).with_axis(axis, reason="positions are ranks")
+    return replace(ranked, shape=call.shape)
 
 
 @register_rule("sort", "topk", "msort")
@@ -124,7 +123,7 @@ def _search(call: Call) -> Value:
         for axis in range(listed.ndim - 1):
             reasons = listed.reasons[axis], found.reasons[axis]
             label = call.ledger.unify(listed.labels[axis], found.labels[axis], *reasons)
-            found = replace(found, labels=(*found.labels[:axis], label, *found.labels[axis + 1 :]))
+            found = found.with_axis(axis, label=label)
     return replace(found, scale=(), parameter=None)
 
 

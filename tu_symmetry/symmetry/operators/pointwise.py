@@ -97,15 +97,7 @@ def _homogeneous(call: Call) -> Value | list[Value]:
 
 
 @register_rule(
-    "contiguous",
-    "clone",
-    "detach",
-    "alias",
-    "to",
-    "_to_copy",
-    "type_as",
-    "lift_fresh_copy",
-    "lift_fresh",
+    "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh",
     positions="keep",
     traits=("moves", "same"),
 )
@@ -121,87 +113,15 @@ def _metadata(call: Call) -> list[Value]:
 
 
 @register_rule(
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "__and__",
-    "__or__",
-    "__xor__",
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__",
     traits=("combines",),
 )
 @register_rule(
-    "exp",
-    "gelu",
-    "silu",
-    "sigmoid",
-    "tanh",
-    "elu",
-    "selu",
-    "celu",
-    "mish",
-    "softplus",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "relu6",
-    "log",
-    "log1p",
-    "expm1",
-    "sin",
-    "cos",
-    "tan",
-    "atan",
-    "erf",
-    "softsign",
-    "log_sigmoid",
-    "hardshrink",
-    "softshrink",
-    "tanhshrink",
-    "threshold",
-    "ceil",
-    "floor",
-    "round",
-    "frac",
-    "atan2",
-    "sinh",
-    "cosh",
-    "asin",
-    "acos",
-    "logaddexp",
-    "xlogy",
-    "lerp",
-    "fmod",
-    "remainder",
-    "heaviside",
-    "logit",
-    "erfinv",
-    "special_erf",
-    "floor_divide",
-    "quick_gelu",
-    "log2",
-    "log10",
-    "exp2",
-    "trunc",
-    "fix",
-    "bucketize",
-    "digamma",
-    "lgamma",
-    "erfc",
-    "acosh",
-    "asinh",
-    "atanh",
-    "sinc",
-    "special_expit",
-    "isclose",
-    "nextafter",
-    "__lshift__",
-    "__rshift__",
-    "bitwise_left_shift",
-    "bitwise_right_shift",
-    "float_power",
+    "exp gelu silu sigmoid tanh elu selu celu mish softplus hardswish hardsigmoid hardtanh relu6 log log1p expm1 "
+    "sin cos tan atan erf softsign log_sigmoid hardshrink softshrink tanhshrink threshold ceil floor round frac "
+    "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
+    "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
+    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
     "fake_quantize_per_tensor_affine",
 )
 def _inhomogeneous(call: Call) -> Value:
@@ -222,7 +142,7 @@ def _quantize(call: Call) -> Value:
 def _scale_free(call: Call) -> Value:
     """Comparisons: with zero, and of two tensors that share their scale, no positive factor changes the result."""
     aligned, result = join_labels(call, call.tensors, call.shape)
-    compared = call.operator.removeprefix("aten.") in ("eq", "ne", "lt", "le", "gt", "ge")
+    compared = call.name in ("eq", "ne", "lt", "le", "gt", "ge")
     if len(aligned) == 2:
         call.ledger.equate(aligned[0].scale, aligned[1].scale)
     elif compared and call.get("other") != 0:
@@ -261,15 +181,15 @@ def _item(call: Call) -> Value:
 @register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",))
 @register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"))
 def _alike(call: Call) -> Value:
-    name = call.operator.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
+    name = call.name.removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
     return moving.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
 @register_rule(
-    "rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal",
+    "rand randn rand_like randn_like normal_functional uniform exponential log_normal",
     traits=("random",),
-)  # fmt: skip
+)
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own, which may be permuted like those of a parameter."""
     return moving.noise(call.ledger, call.shape)
@@ -304,8 +224,7 @@ def _add(call: Call) -> Value:
     ):  # an epsilon in a normalization written by hand
         call.ledger.inexact += [v for _, v in value.scale]
         return replace(value, parameter=None)
-    call.ledger.pin_scale(value.scale)
-    return replace(value, scale=(), parameter=None)
+    return replace(call.ledger.unscaled(value), parameter=None)
 
 
 def replace_arguments(call: Call, values: Sequence[Value]) -> Call:
@@ -408,9 +327,9 @@ def _where(call: Call) -> Value | list[Value]:
 
 
 @register_rule(
-    "tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward", "softplus_backward", "elu_backward",
-    "hardtanh_backward", "hardswish_backward", "mish_backward", "threshold_backward", "leaky_relu_backward",
-)  # fmt: skip
+    "tanh_backward sigmoid_backward silu_backward gelu_backward softplus_backward elu_backward hardtanh_backward "
+    "hardswish_backward mish_backward threshold_backward leaky_relu_backward",
+)
 def _derivative(call: Call) -> Value:
     """What arrives from behind, times the slope at what went in (or came out), of which a ReLU's asks the sign only."""
     (arriving, held), result = join_labels(call, call.tensors[:2], call.shape)

@@ -123,8 +123,7 @@ Samples = tuple[Label, str]  # the label of the axis of samples, and why it is p
 def _of_samples(value: Value, axis: int, batch: Samples) -> Value:
     """The value with the label of the samples, which an operator passes on as they are, along one of its axes."""
     label = tuple(c.reshape([-1 if k == axis else 1 for k in range(value.ndim)]) for c in batch[0])
-    labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
-    return replace(value, labels=labels, reasons=(*value.reasons[:axis], batch[1], *value.reasons[axis + 1 :]))
+    return value.with_axis(axis, label=label, reason=batch[1])
 
 
 def _of_cells(call: Call, cell: Value, shape: tuple[int, ...], batch: Samples) -> Value:

@@ -32,15 +32,14 @@ def _dims(call: Call, value: Value) -> list[int]:
 @register_rule("any", "all", "_is_all_true", "_is_any_true")
 def _reduce(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("A"))
-    name = call.operator.removeprefix("aten.")
+    name = call.name
     if name in ("max", "min") and isinstance(call.get("other"), Value):
         return elementwise(call, homogeneous=True)
     dims = _dims(call, value)
     if name in MATRIX_NORMS and len(dims) == 2:  # rows are the same for all columns, and columns for all rows
         value = moving.unnest(call.ledger, moving.unnest(call.ledger, value, dims[0]), dims[1])
     if name in ("logsumexp", "prod"):
-        call.ledger.pin_scale(value.scale)
-        value = replace(value, scale=())
+        value = call.ledger.unscaled(value)
     counts = name in ("linalg_vector_norm", "linalg_norm", "norm") and call.get("ord", call.get("p", 2)) == 0
     if counts or name in ("any", "all", "_is_all_true", "_is_any_true", "count_nonzero"):
         value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
@@ -84,8 +83,7 @@ def _segments(call: Call) -> Value:
     for name in ("lengths", "indices", "offsets"):
         pin_tensor(call, call.get(name), "lengths of segments")
     if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
-        call.ledger.pin_scale(value.scale)
-        value = replace(value, scale=())
+        value = call.ledger.unscaled(value)
     for axis in range(len(call.shape) - value.ndim + call.get("axis", 0) + 1):
         value = moving.mix(call.ledger, value, axis, "segments")
     return replace(value, shape=call.shape, parameter=None)
@@ -95,16 +93,15 @@ def _segments(call: Call) -> Value:
 def _softmax(call: Call) -> Value:
     """Each entry depends on all along the axis, so that no other axis may be nested in it."""
     value: Value = call["self"]
-    call.ledger.pin_scale(value.scale)
-    return moving.unnest(call.ledger, replace(value, scale=(), parameter=None), call.axis(default=-1))
+    value = replace(call.ledger.unscaled(value), parameter=None)
+    return moving.unnest(call.ledger, value, call.axis(default=-1))
 
 
 @register_rule("cumsum", "cumprod", "logcumsumexp", "diff", "cummax", "cummin")
 def _cumulative(call: Call) -> Value | list[Value]:
     value = moving.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
     if call.operator not in ("aten.cumsum", "aten.diff", "aten.cummax", "aten.cummin"):
-        call.ledger.pin_scale(value.scale)
-        value = replace(value, scale=())
+        value = call.ledger.unscaled(value)
     value = replace(value, shape=call.shape, parameter=None)
     return [value, replace(value, scale=())][: len(call.outputs)]
 

@@ -45,13 +45,6 @@ def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Te
     return value.scale
 
 
-def _constant(call: Call, value: Value, axes: list[int]) -> tuple[Term, ...]:
-    terms = value.scale
-    for axis in axes:
-        terms = tuple((c, call.ledger.constant_along(v, axis)) for c, v in terms)
-    return terms
-
-
 @register_rule("scatter", "scatter_add", "scatter_reduce", positions="read")
 def _scatter(call: Call) -> Value:
     value, index = call["self"], call["index"]
@@ -83,7 +76,7 @@ def _scatter(call: Call) -> Value:
         if k != axis and index.shape[k] < value.shape[k]:  # the rest stays as it was
             parts = [moving.mix(ledger, p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
             shorter = (moving.pin_axis(ledger, p, k, "written to in part") for p in parts)
-            parts = [replace(p, shape=(*p.shape[:k], value.shape[k], *p.shape[k + 1 :])) for p in shorter]
+            parts = [p.with_axis(k, size=value.shape[k]) for p in shorter]
     found = joined(call, parts, axis, label, reason)
     terms = parts[2].scale if source is not None else ()
     linear = not reduce or reduce in SYMMETRIC
@@ -98,7 +91,7 @@ def _index_write(call: Call) -> Value:
     if not value.ndim or index.ndim > 1:
         return unknown(call)
     ledger, axis = call.ledger, call.axis()
-    name = call.operator.removeprefix("aten.")
+    name = call.name
     given: Any = call.arguments.get("source", call.arguments.get("value"))
     sums = name in ("index_add", "index_reduce")
     linear = name != "index_reduce" or call.get("reduce") in SYMMETRIC
@@ -144,7 +137,7 @@ def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given
         given = replace(gone, scale=gone.scale if given == 0 else ())
     elif any((c >= 0).any() for c in given.labels[axis]):  # units that arrive
         places = given.labels[axis]
-    given = replace(given, labels=(*given.labels[:axis], places, *given.labels[axis + 1 :]), parameter=None)
+    given = replace(given.with_axis(axis, label=places), parameter=None)
     if not len(kept):
         return given
     rest = moving.take(ledger, value, axis, kept)
@@ -170,8 +163,7 @@ def _index_put(call: Call) -> Value:
     source = moving.pad_left(values, value.ndim)
     positions = picked(call.constants["indices"][axis], value.shape[axis])
     count = len(positions) if positions is not None else index.shape[0]
-    shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
-    source = moving.expand(ledger, source, shape)
+    source = moving.expand(ledger, source, value.with_axis(axis, size=count).shape)
     if id(values) in call.zeros:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     if positions is not None and not accumulate:
