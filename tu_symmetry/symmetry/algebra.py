@@ -20,7 +20,7 @@ As an example, ``c(relu(a(x)).view(n, 2, 3))`` with rows ``u0 .. u5`` of ``a`` a
                       to ``(w0, u7)`` and so on: rows of ``a`` move as pairs of a column and a block
 ====================  ===================================================================================
 
-Values are moved by the functions of :mod:`.moving`; what operators demand (ties between units, pins, linear constraints
+Values are moved by the functions of :mod:`.views`; what operators demand (ties between units, pins, linear constraints
 on scales) is written down in the :class:`~.ledger.Ledger`.
 """
 

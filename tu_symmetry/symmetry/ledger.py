@@ -1,7 +1,7 @@
 """The ledger: everything that the operators of one network demand of its hidden units and of its scales.
 
 The rules write it while the traced network is walked through once; :mod:`.extraction` then reads the demands on units,
-and :mod:`.scales` those on scales. Nothing is ever taken back: more demands can only mean fewer symmetries.
+and :mod:`.scale_groups` those on scales. Nothing is ever taken back: more demands can only mean fewer symmetries.
 
 As an example, ``c(relu(a(x)) + b(x))`` with three units each. Parameters come with free units on each axis, say
 ``a.weight [0 1 2 | ...]``, ``b.weight [5 6 7 | ...]``, and ``c.weight [... | 10 11 12]``. Then

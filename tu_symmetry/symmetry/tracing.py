@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
 from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.distinct import Distinct
@@ -506,7 +506,7 @@ class _Interpreter:
             array = tensor.detach().cpu().numpy()
         known = array.size > 0 and array.dtype.kind in "fiub" and not tensor.is_meta
         alike = known and bool((array == array.flat[0]).all())
-        value = moving.uniform(array.shape, float(array.flat[0]) if alike else None)
+        value = views.uniform(array.shape, float(array.flat[0]) if alike else None)
         for axis, size in enumerate(array.shape):
             if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
                 continue
@@ -595,7 +595,7 @@ class _Interpreter:
         self.ledger.used |= {self.env[a].name for a in places if nodes.count(a) > 1}
         marked = len(self.ledger.marks)
         values = _apply(RULES.get(rule_name, unknown), call)
-        self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == moving.SELECTED])
+        self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
         if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
             values = [v if v.fill is None else replace(v, fill=None) for v in values]
         for k, tensor in enumerate(output if isinstance(output, (tuple, list)) else [output]):
@@ -840,12 +840,12 @@ class _Interpreter:
         if name in ("fill_", "copy_") or (view.target._schema.arguments and _writes(view.target._schema.arguments[0])):
             return source, new  # what an earlier write returned
         if "same" in TRAITS.get(_rule_name(view.target), ()):
-            return source, moving.reshape(self.ledger, new, old.shape)
+            return source, views.reshape(self.ledger, new, old.shape)
         if name in ("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"):
             back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
             return source, RULES[f"aten.{name}"](back)  # type: ignore[return-value]
         if name == "permute":
-            return source, moving.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
+            return source, views.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
         axis = given.get("dim", 0)
         if not isinstance(axis, int):
             return None
@@ -867,7 +867,7 @@ class _Interpreter:
         if positions is None:
             return None
         frame = old.with_axis(axis, size=len(positions)).shape
-        content = new if new.shape == frame else moving.reshape(self.ledger, new, frame)
+        content = new if new.shape == frame else views.reshape(self.ledger, new, frame)
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 
     def _refresh(self, node: torch.fx.Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, along, pinned_value
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
 from tu_symmetry.symmetry.rules import Call, register_rule
@@ -28,7 +28,7 @@ def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, 
         frame = [1] * value.ndim
         for axis, n in zip(axes, operand.shape, strict=True):
             frame[axis] = n
-        laid = moving.reshape(call.ledger, operand, frame)
+        laid = views.reshape(call.ledger, operand, frame)
         labels = list(value.labels)
         for axis in axes:
             labels[axis] = call.ledger.unify(
@@ -54,8 +54,8 @@ def _batch_norm(call: Call) -> Value | list[Value]:
     ledger = call.ledger
     mean, variance = call.get("running_mean"), call.get("running_var")
     if "instance" in call.operator:  # a mean over all positions of an image
-        value = moving.unnest(ledger, value, *range(2, value.ndim))
-    label, _ = moving.channel(ledger, replace(value, scale=()), 1)
+        value = views.unnest(ledger, value, *range(2, value.ndim))
+    label, _ = views.channel(ledger, replace(value, scale=()), 1)
     value = ledger.alike_along(value, *(axis for axis in range(value.ndim) if axis != 1))
     flat = tuple((c, v.reshape(-1) if v.size > 1 else np.repeat(v.reshape(-1), value.shape[1])) for c, v in value.scale)
     for statistic, power in ((mean, 1.0), (variance, 2.0)):
@@ -80,7 +80,7 @@ def _layer_norm(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
     axes = list(range(value.ndim - len(call["normalized_shape"]), value.ndim))
     value = call.ledger.alike_along(value, *axes)
-    inner = moving.unnest(call.ledger, _absorb(call, value, call.get("eps")), *axes)
+    inner = views.unnest(call.ledger, _absorb(call, value, call.get("eps")), *axes)
     result = _affine(call, inner, call.get("weight"), call.get("bias"), axes)
     return [result] * len(call.outputs)
 
@@ -91,9 +91,9 @@ def _group_norm(call: Call) -> Value | list[Value]:
     ledger = call.ledger
     groups = int(call.get("num_groups", call.get("group", 1)))
     n, channels, *space = value.shape
-    value = moving.unnest(ledger, value, *range(1, value.ndim))
+    value = views.unnest(ledger, value, *range(1, value.ndim))
     value = ledger.alike_along(value, *range(2, value.ndim))
-    blocks = moving.reshape(ledger, value, (n, groups, channels // groups, *space))
+    blocks = views.reshape(ledger, value, (n, groups, channels // groups, *space))
     ledger.observe(blocks)
     ledger.alike_along(blocks, 2)
     inner = _absorb(call, value, call.get("eps"))
@@ -128,7 +128,7 @@ def _cosine(call: Call) -> Value:
     axis = call.axis(of=result, default=1)
     for value in aligned:
         _absorb(call, ledger.alike_along(value, axis), call.get("eps", 1e-8))
-    return moving.drop(ledger, result, axis)
+    return views.drop(ledger, result, axis)
 
 
 @register_rule("pairwise_distance")
@@ -139,6 +139,6 @@ def _pairwise(call: Call) -> Value:
     ledger.equate(aligned[0].scale, aligned[1].scale)
     if call.get("eps", 1e-6) > 0:
         ledger.inexact += [v for _, v in aligned[0].scale]
-    return moving.drop(
+    return views.drop(
         ledger, replace(result, scale=aligned[0].scale), result.ndim - 1, keep=bool(call.get("keepdim", False))
     )

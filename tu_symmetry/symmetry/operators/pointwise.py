@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.operators.movement import split
+from tu_symmetry.symmetry.operators.rearranging import split
 from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
 
 
 def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
     """Align broadcast operands, unify their labels, and return them with an unscaled result."""
     ledger, ndim = call.ledger, len(shape)
-    aligned = [moving.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
+    aligned = [views.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
     labels: list[Label] = []
     reasons: list[str] = []
     for axis in range(ndim):
@@ -133,7 +133,7 @@ def _quantize(call: Call) -> Value:
     value: Value = call["self"]
     axis = call.axis("axis")
     frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
-    laid = [moving.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point")]
+    laid = [views.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point")]
     return elementwise(replace_arguments(call, [value, *laid]))
 
 
@@ -183,7 +183,7 @@ def _item(call: Call) -> Value:
 def _alike(call: Call) -> Value:
     name = call.name.removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
-    return moving.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
+    return views.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
 @register_rule(
@@ -192,13 +192,13 @@ def _alike(call: Call) -> Value:
 )
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own, which may be permuted like those of a parameter."""
-    return moving.noise(call.ledger, call.shape)
+    return views.noise(call.ledger, call.shape)
 
 
 @register_rule("normal", "bernoulli")
 def _noise_about(call: Call) -> Value:
     """Independent entries with parameters of their own: means and deviations move along with the noise."""
-    noise = moving.noise(call.ledger, call.shape)
+    noise = views.noise(call.ledger, call.shape)
     names = ("mean", "std", "p") if call.operator == "aten.normal" or "p" in call.arguments else ("self",)
     given = [call[n] for n in names if isinstance(call.get(n), Value)]
     if not given:
@@ -296,7 +296,7 @@ def _clamp(call: Call) -> Value:
 def _prelu(call: Call) -> Value:
     value, weight = call["self"], call["weight"]
     if call.operator == "aten.prelu" and value.ndim > 1 and weight.ndim == 1:
-        weight = moving.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
+        weight = views.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
     call.ledger.pin_scale(weight.scale)
     aligned, result = join_labels(call, [value, weight], call.shape)
     return replace(result, scale=aligned[0].scale)
@@ -357,10 +357,10 @@ def _fill(call: Call) -> Value:
     zero = call.operator == "aten.zero" or filler == 0 or known
     written = call.get("self")
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
-    return replace(moving.uniform(call.shape), scale=scale)
+    return replace(views.uniform(call.shape), scale=scale)
 
 
 @register_rule("copy")
 def _copy(call: Call) -> Value:
     """Whatever was there before."""
-    return moving.expand(call.ledger, replace(call["src"], parameter=None), call.shape)
+    return views.expand(call.ledger, replace(call["src"], parameter=None), call.shape)

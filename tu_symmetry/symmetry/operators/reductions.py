@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, pinned_value
-from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.operators.ordering import where
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
@@ -37,7 +37,7 @@ def _reduce(call: Call) -> Value | list[Value]:
         return elementwise(call, homogeneous=True)
     dims = _dims(call, value)
     if name in MATRIX_NORMS and len(dims) == 2:  # rows are the same for all columns, and columns for all rows
-        value = moving.unnest(call.ledger, moving.unnest(call.ledger, value, dims[0]), dims[1])
+        value = views.unnest(call.ledger, views.unnest(call.ledger, value, dims[0]), dims[1])
     if name in ("logsumexp", "prod"):
         value = call.ledger.unscaled(value)
     counts = name in ("linalg_vector_norm", "linalg_norm", "norm") and call.get("ord", call.get("p", 2)) == 0
@@ -45,7 +45,7 @@ def _reduce(call: Call) -> Value | list[Value]:
         value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
     keep = len(call.outputs[0]) == value.ndim
     for axis in sorted(dims, reverse=True):
-        value = moving.drop(call.ledger, value, axis, keep=keep)
+        value = views.drop(call.ledger, value, axis, keep=keep)
     value = replace(value, parameter=None)
     power = 2.0 if name in ("var", "var_mean") else 1.0
     first = replace(value, scale=times(value.scale, power))
@@ -62,7 +62,7 @@ def _renorm(call: Call) -> Value:
     value: Value = call["self"]
     call.ledger.pin_scale(value.scale)
     axis = call.axis()
-    value = moving.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != axis))
+    value = views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != axis))
     return replace(value, scale=(), parameter=None)
 
 
@@ -72,7 +72,7 @@ def _histogram(call: Call) -> Value:
     value: Value = call["self"]
     call.ledger.pin_scale(value.scale)
     for axis in reversed(range(value.ndim)):
-        value = moving.drop(call.ledger, value, axis)
+        value = views.drop(call.ledger, value, axis)
     return pinned_value(call.shape, "intervals")
 
 
@@ -85,7 +85,7 @@ def _segments(call: Call) -> Value:
     if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
         value = call.ledger.unscaled(value)
     for axis in range(len(call.shape) - value.ndim + call.get("axis", 0) + 1):
-        value = moving.mix(call.ledger, value, axis, "segments")
+        value = views.mix(call.ledger, value, axis, "segments")
     return replace(value, shape=call.shape, parameter=None)
 
 
@@ -94,12 +94,12 @@ def _softmax(call: Call) -> Value:
     """Each entry depends on all along the axis, so that no other axis may be nested in it."""
     value: Value = call["self"]
     value = replace(call.ledger.unscaled(value), parameter=None)
-    return moving.unnest(call.ledger, value, call.axis(default=-1))
+    return views.unnest(call.ledger, value, call.axis(default=-1))
 
 
 @register_rule("cumsum", "cumprod", "logcumsumexp", "diff", "cummax", "cummin")
 def _cumulative(call: Call) -> Value | list[Value]:
-    value = moving.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
+    value = views.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
     if call.operator not in ("aten.cumsum", "aten.diff", "aten.cummax", "aten.cummin"):
         value = call.ledger.unscaled(value)
     value = replace(value, shape=call.shape, parameter=None)
@@ -115,5 +115,5 @@ def _fourier(call: Call) -> Value:
     if axes is None:
         axes = range(value.ndim) if call.operator.endswith("n") else -1
     for axis in [axes] if isinstance(axes, int) else axes:
-        value = moving.mix(call.ledger, value, axis % value.ndim, "Fourier transform along the axis")
+        value = views.mix(call.ledger, value, axis % value.ndim, "Fourier transform along the axis")
     return replace(value, shape=call.shape)
