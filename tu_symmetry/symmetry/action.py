@@ -62,10 +62,9 @@ def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensor
 
     The tensors are not written to: an entry that moves becomes another tensor, and the old one is let go.
     """
-    for member, p in _steps(graph, permutation, tensors):
-        for name in graph.aliases[member.parameter]:
-            if name in tensors:
-                tensors[name] = permute_axis(tensors[name], member, p, len(graph.shapes[member.parameter]))
+    for name, steps in _steps(graph, permutation, tensors).items():
+        for step in steps:
+            tensors[name] = permute_axis(tensors[name], *step)
 
 
 class Permuted(Mapping[str, Tensor]):
@@ -77,15 +76,12 @@ class Permuted(Mapping[str, Tensor]):
     def __init__(self, graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
-        self._steps: dict[str, list[tuple[PermutationMember, Tensor, int]]] = {}
-        for member, p in _steps(graph, permutation, {}):
-            for name in graph.aliases[member.parameter]:
-                self._steps.setdefault(name, []).append((member, p, len(graph.shapes[member.parameter])))
+        self._steps = _steps(graph, permutation, tensors, read=False)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        for member, p, ndim in self._steps.get(name, ()):
-            tensor = permute_axis(tensor, member, p, ndim)
+        for step in self._steps.get(name, ()):
+            tensor = permute_axis(tensor, *step)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -100,18 +96,24 @@ def permute_tensors_(graph: Symmetries, permutation: Mapping[str, Tensor], tenso
 
     Names that hold the same tensor object are moved once.
     """
-    for member, p in _steps(graph, permutation, tensors):
-        ndim = len(graph.shapes[member.parameter])
-        for tensor in _distinct(graph, member.parameter, tensors):
+    once = {id(tensors[name]): (tensors[name], steps) for name, steps in _steps(graph, permutation, tensors).items()}
+    for tensor, steps in once.values():
+        for member, p, ndim in steps:
             held = {tensor.ndim - ndim + k for k in (member.axis, member.within_axis) if k is not None}
             for piece in _pieces(tensor, min(set(range(tensor.ndim)) - held, default=None)):
                 piece.copy_(permute_axis(piece, member, p, ndim))
 
 
+Step = tuple[PermutationMember, Tensor, int]  # see permute_axis
+
+
 def _steps(
-    graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> list[tuple[PermutationMember, Tensor]]:
-    """Which axes have to be permuted, in order, and how; all indices lie where the tensors do."""
+    graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
+) -> dict[str, list[Step]]:
+    """For each name among the tensors the axes that have to be permuted, in order, and how.
+
+    All indices are moved to where the first tensor lies, if tensors may be ``read`` before they are asked for.
+    """
     check_elements(permutation, "permutation")
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
@@ -129,14 +131,19 @@ def _steps(
         if parent_of(group.name, permutation) is not None:
             p = _by_old_block(p, group.name, permutation)
         found += [(member, p) for member in group.members]
-    first = next(iter(tensors.values()), None)
-    if first is None:
-        return found
-    there = iter(on_device([t for m, p in found for t in (m.index, m.within, p) if t is not None], first.device))
-    return [
-        (replace(m, index=next(there), within=m.within if m.within is None else next(there)), next(there))
-        for m, _ in found
-    ]
+    first = next(iter(tensors.values()), None) if read else None
+    if first is not None:
+        there = iter(on_device([t for m, p in found for t in (m.index, m.within, p) if t is not None], first.device))
+        found = [
+            (replace(m, index=next(there), within=m.within if m.within is None else next(there)), next(there))
+            for m, _ in found
+        ]
+    steps: dict[str, list[Step]] = {}
+    for member, p in found:
+        for name in graph.aliases[member.parameter]:
+            if not read or name in tensors:
+                steps.setdefault(name, []).append((member, p, len(graph.shapes[member.parameter])))
+    return steps
 
 
 def _distinct(graph: Symmetries, parameter: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:

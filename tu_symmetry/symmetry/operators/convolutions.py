@@ -130,24 +130,20 @@ def _folded(call: Call, value: Value, weight: Value, axis: int, j: int) -> Value
         at = channels + 1 + j
         order = [*range(channels + 1), at, *(k for k in range(channels + 1, tensor.ndim) if k != at)]
         moved = views.permute(tensor, order)
-        shape = (
-            *moved.shape[:channels],
-            moved.shape[channels] * moved.shape[channels + 1],
-            *moved.shape[channels + 2 :],
-        )
+        joined = moved.shape[channels] * moved.shape[channels + 1]
+        shape = (*moved.shape[:channels], joined, *moved.shape[channels + 2 :])
         return views.reshape(call.ledger, moved, shape)
 
     def rest(given: Any) -> Any:
-        return (
-            [n for k, n in enumerate(given) if k != j] if isinstance(given, (list, tuple)) and len(given) > 1 else given
-        )
+        listed = isinstance(given, (list, tuple)) and len(given) > 1
+        return [n for k, n in enumerate(given) if k != j] if listed else given
 
     kernel = fold(weight, 1)
-    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) or id(weight) in call.sole else call.sole
+    call = _as_free(call, weight, kernel)
     lists = {n: rest(call.arguments[n]) for n in ("stride", "padding", "dilation") if n in call.arguments}
     shape = tuple(n for k, n in enumerate(call.shape) if k != axis + 1 + j)
     arguments = call.arguments | lists | {"input": fold(value, axis), "weight": kernel}
-    found = _conv(replace(call, arguments=arguments, outputs=[shape], sole=sole))
+    found = _conv(replace(call, arguments=arguments, outputs=[shape]))
     return views.reshape(call.ledger, found, call.shape)
 
 
@@ -158,10 +154,15 @@ def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed
     """
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
     kernel = views.reshape(call.ledger, weight, weight.shape[:2])
-    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) or id(weight) in call.sole else call.sole
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
-    product = contract(replace(call, sole=sole), [value, kernel], spec, f"{lead}z{space}")
+    product = contract(_as_free(call, weight, kernel), [value, kernel], spec, f"{lead}z{space}")
     return add_bias(call, product, call.get("bias"), axis)
+
+
+def _as_free(call: Call, weight: Value, kernel: Value) -> Call:
+    """The call with a kernel that nothing else reads, if it is made of a weight that nothing else reads."""
+    free = is_fresh(call.ledger, weight) or id(weight) in call.sole
+    return replace(call, sole=call.sole | {id(kernel)}) if free else call
 
 
 def _grouped(call: Call, kernel: Value, groups: int) -> Value:

@@ -112,13 +112,8 @@ def _index_write(call: Call) -> Value:
         ledger.unify(given.labels[axis], entries, given.reasons[axis], index.reasons[0], axis)
     elif index.ndim:
         given = views.mix(ledger, given, axis, "written in order")
-    arriving = views.drop(ledger, given, axis, keep=True)
-    parts = [views.drop(ledger, target, axis, keep=True), arriving]
-    found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
-    terms = arriving.scale
-    held = replace(call["self"], scale=parts[0].scale)
     written = given if id(call["source"]) not in call.zeros else 0.0
-    return replace(found, scale=_combined(call, held, written, terms, linear=linear))
+    return _arrived(call, target, given, axis, written, linear=linear)
 
 
 def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value | float) -> Value:
@@ -175,12 +170,15 @@ def _index_put(call: Call) -> Value:
     else:
         ledger.pin(replace(index, points=()), "an index")
         source = views.mix(ledger, source, axis, "written in order")
-    arriving = views.drop(ledger, source, axis, keep=True)
-    parts = [views.drop(ledger, target, axis, keep=True), arriving]
+    return _arrived(call, target, source, axis, values if id(values) not in call.zeros else 0.0, linear=True)
+
+
+def _arrived(call: Call, target: Value, source: Value, axis: int, written: Value | float, *, linear: bool) -> Value:
+    """What was written to at positions of an axis, each of which may have received any of what was written."""
+    parts = [views.drop(call.ledger, v, axis, keep=True) for v in (target, source)]
     found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
     held = replace(call["self"], scale=parts[0].scale)
-    written: Value | float = values if id(values) not in call.zeros else 0.0
-    return replace(found, scale=_combined(call, held, written, arriving.scale, linear=True))
+    return replace(found, scale=_combined(call, held, written, parts[1].scale, linear=linear))
 
 
 def _is_mask(call: Call, k: int) -> bool:
