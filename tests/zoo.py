@@ -11,7 +11,7 @@ from cases import CASES, BasicBlock, Case, Made
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.verify.weights import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 _GRAPHS: dict[str, tuple[nn.Module, tus.SymmetryGraph]] = {}
 

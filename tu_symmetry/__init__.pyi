@@ -43,6 +43,7 @@ from .states import load_state as load_state
 from .states import mean_state as mean_state
 from .symmetry.action import apply_permutation as apply_permutation
 from .symmetry.action import apply_scale as apply_scale
+from .symmetry.certificate import certify as certify
 from .symmetry.discovery import discover_symmetries as discover_symmetries
 from .symmetry.elements import compose as compose
 from .symmetry.elements import invert as invert
@@ -52,7 +53,6 @@ from .symmetry.elements import transposition_count as transposition_count
 from .symmetry.graph import SymmetryGraph as SymmetryGraph
 from .symmetry.in_place import move_optimizer_state as move_optimizer_state
 from .symmetry.rules import register_rule as register_rule
-from .symmetry.verify.certificate import certify as certify
-from .symmetry.verify.verification import verify_symmetries as verify_symmetries
+from .symmetry.verification import verify_symmetries as verify_symmetries
 
 __version__: str

@@ -16,8 +16,8 @@ import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.checkpoints.architecture import ArchitectureError
 from tu_symmetry.checkpoints.pretrained import Pretrained
-from tu_symmetry.symmetry.verify import probe
-from tu_symmetry.symmetry.verify.weights import random_state
+from tu_symmetry.symmetry.running import probe
+from tu_symmetry.symmetry.running.weights import random_state
 
 UNET = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 CROSS_DOWN, CROSS_UP = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 import tu_symmetry as tus
 from tu_symmetry.alignment.merging import permutations_alone
 from tu_symmetry.symmetry.groups import PermutationMember, ScaleTerm
-from tu_symmetry.symmetry.verify import precision, verification
-from tu_symmetry.symmetry.verify import probe as probe_module
-from tu_symmetry.symmetry.verify.comparison import Reference
-from tu_symmetry.symmetry.verify.probe import Probe
-from tu_symmetry.symmetry.verify.weights import Noise, random_state
+from tu_symmetry.symmetry.running import precision, verification
+from tu_symmetry.symmetry.running import probe as probe_module
+from tu_symmetry.symmetry.running.comparison import Reference
+from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.weights import Noise, random_state
 
 FAST = {
     "mlp_relu",

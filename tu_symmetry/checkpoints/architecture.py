@@ -18,7 +18,7 @@ from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.tracing import batch_axis_missing
-from tu_symmetry.symmetry.verify.verification import verify_symmetries
+from tu_symmetry.symmetry.verification import verify_symmetries
 
 _CHECKPOINTS = (".ckpt", ".pt", ".pth", ".safetensors", ".bin")
 _ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision

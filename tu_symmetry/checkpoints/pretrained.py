@@ -20,7 +20,7 @@ from tu_symmetry.checkpoints.architecture import ArchitectureError, parse_precis
 from tu_symmetry.files import FileError, read_json
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.verify.verification import verify_symmetries
+from tu_symmetry.symmetry.verification import verify_symmetries
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _BATCH, _TOKENS = 2, 5

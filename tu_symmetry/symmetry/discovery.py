@@ -19,11 +19,11 @@ from tu_symmetry.symmetry.interpreter import interpret
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
+from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
+from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.scale_groups import scale_groups
 from tu_symmetry.symmetry.source import asks_for_mode, never_named
 from tu_symmetry.symmetry.tracing import Trace, tied_names, trace
-from tu_symmetry.symmetry.verify.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
-from tu_symmetry.symmetry.verify.probe import Probe
 
 Shapes = dict[str, tuple[int, ...]]
 

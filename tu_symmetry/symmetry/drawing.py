@@ -291,8 +291,8 @@ def _tensors(graph: Symmetries, colors: dict[str, str]) -> str:
     factors: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
     for kind, groups in (("scale", graph.scales), ("normalization", graph.normalizations)):
         for scale in groups:
-            for member in scale.members:
-                factors[member.parameter, kind][scale.name] = None
+            for factor in scale.members:
+                factors[factor.parameter, kind][scale.name] = None
     rows = []
     for name, shape in graph.shapes.items():
         bars, x = [], 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tu_symmetry.symmetry.drawing import to_html
 from tu_symmetry.symmetry.report import describe, summary
 from tu_symmetry.symmetry.symmetries import Symmetries
-from tu_symmetry.symmetry.verify.verification import verify
+from tu_symmetry.symmetry.verification import verify
 
 
 @dataclass(eq=False, repr=False)

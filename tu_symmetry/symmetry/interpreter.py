@@ -35,8 +35,8 @@ from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
 from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, unknown
+from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.tracing import Parameter, Trace
-from tu_symmetry.symmetry.verify.weights import is_continuous
 
 Node = torch.fx.Node
 _CUTS = frozenset(("slice", "narrow", "select", "unbind", "chunk", "split", "split_with_sizes", "tensor_split"))
@@ -425,7 +425,7 @@ class _Interpreter:
         the inverse one. A view that cuts positions out of one axis is undone by writing over these positions, which
         :func:`_positions` finds by cutting the positions themselves.
         """
-        piece = None
+        piece: Any = None
         if view.target is operator.getitem:
             view, piece = view.args  # type: ignore[assignment]
         source = view.args[0]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.symmetry.rules import TRAITS
-from tu_symmetry.symmetry.verify.weights import is_continuous
+from tu_symmetry.symmetry.running.weights import is_continuous
 
 
 def outputs_of(node: torch.fx.Node) -> list[Any]:

@@ -23,7 +23,7 @@ from tu_symmetry.symmetry.groups import (
     ScaleGroup,
     ScaleTerm,
 )
-from tu_symmetry.symmetry.verify.probe import Probe
+from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.transfer import numbers
 
 if TYPE_CHECKING:

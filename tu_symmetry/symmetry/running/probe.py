@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.copies import copied, sharing, switches
-from tu_symmetry.symmetry.verify.inputs import (
+from tu_symmetry.symmetry.running.inputs import (
     Example,
     ExampleInputs,
     ExampleKwargs,
@@ -24,8 +24,8 @@ from tu_symmetry.symmetry.verify.inputs import (
     in_double,
     redrawn,
 )
-from tu_symmetry.symmetry.verify.precision import Exactly, Widened, WrittenTo
-from tu_symmetry.symmetry.verify.weights import Noise, as_computed, is_continuous, kept_value, perturb_, random_state
+from tu_symmetry.symmetry.running.precision import Exactly, Widened, WrittenTo
+from tu_symmetry.symmetry.running.weights import Noise, as_computed, is_continuous, kept_value, perturb_, random_state
 
 LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
 

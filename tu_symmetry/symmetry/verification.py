@@ -35,10 +35,10 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.running.comparison import Difference, Reference
+from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
+from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.symmetries import Symmetries
-from tu_symmetry.symmetry.verify.comparison import Difference, Reference
-from tu_symmetry.symmetry.verify.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
-from tu_symmetry.symmetry.verify.probe import Probe
 
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)

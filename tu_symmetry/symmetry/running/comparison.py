@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.verify.weights import is_continuous
+from tu_symmetry.symmetry.running.weights import is_continuous
 
 
 @dataclass(frozen=True)

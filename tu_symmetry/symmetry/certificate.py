@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.running.comparison import Difference, Reference
+from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.symmetries import Symmetries
-from tu_symmetry.symmetry.verify.comparison import Difference, Reference
-from tu_symmetry.symmetry.verify.probe import Probe
-from tu_symmetry.symmetry.verify.weights import is_continuous
 
 FACTOR = 4.0  # how often the largest of a few draws of rounding noise the change may be
 COMPUTATION = 128  # rounding errors of the computation itself, in units of the last place of every weight

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tu_symmetry.symmetry.verify.weights import as_computed, is_continuous, kept_value
+from tu_symmetry.symmetry.running.weights import as_computed, is_continuous, kept_value
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tu_symmetry.memory import free_memory
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.rules import GUARD, SMALL
-from tu_symmetry.symmetry.verify.weights import Noise
+from tu_symmetry.symmetry.running.weights import Noise
 
 
 class WrittenTo(BaseException):
