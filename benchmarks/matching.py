@@ -22,7 +22,7 @@ from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment import gram, products
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 MODELS = ("resnet18", "resnet50", "vgg16_bn")
 PAIRS = ("independent", "planted")

@@ -8,7 +8,7 @@ fails as claiming too much does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,13 +29,35 @@ class Case:
     normalizations: int = 0
 
 
+class Made(nn.Module):
+    """A module of parts, of which plain tensors are buffers, and pairs of numbers the sizes of linear layers."""
+
+    parts: Callable[[], Mapping[str, Any]] = dict
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hold(self.parts())
+
+    def hold(self, parts: Mapping[str, Any]) -> None:
+        for name, part in parts.items():
+            part = nn.Linear(*part) if isinstance(part, tuple) else part
+            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+
 CASES: list[Case] = []
 
 
 def case(
-    *inputs: Any, permutations: list[Any] | None = None, scales: int = 0, normalizations: int = 0
+    *inputs: Any,
+    permutations: list[Any] | None = None,
+    scales: int = 0,
+    normalizations: int = 0,
+    parts: Callable[[], dict[str, Any]] | None = None,
 ) -> Callable[[Any], Any]:
-    """Register a module class (or builder) with the shapes of its inputs."""
+    """Register a module class, a builder, or a forward pass with its ``parts``, and the shapes of its inputs."""
 
     def make() -> tuple[Any, ...]:
         generator = torch.Generator().manual_seed(7)
@@ -44,6 +66,8 @@ def case(
         )
 
     def add(build: Any) -> Any:
+        if parts is not None:
+            build = type(build.__name__, (Made,), {"forward": build, "parts": staticmethod(parts)})
         shapes = [(p,) if isinstance(p, int) else tuple(p) for p in permutations or []]
         CASES.append(Case(build.__name__, build, make, shapes, scales, normalizations))
         return build
@@ -128,89 +152,60 @@ def resnet_frn() -> nn.Module:
     )  # fmt: skip
 
 
-@case((2, 2, 6, 6), permutations=[4, 3, 5], scales=12)
-class DenseConcat(nn.Module):
+@case((2, 2, 6, 6), permutations=[4, 3, 5], scales=12,
+        parts=lambda: dict(a=nn.Conv2d(2, 4, 3, padding=1), b=nn.Conv2d(4, 3, 3, padding=1),
+            c=nn.Conv2d(7, 5, 1), head=nn.Linear(12, 3)))  # fmt: skip
+def DenseConcat(self: Any, x: Tensor) -> Tensor:
     """Features are concatenated, and later layers read all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(7, 5, 1)
-        self.head = nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = F.relu(self.a(x))
-        b = torch.cat([a, F.relu(self.b(a))], 1)
-        c = torch.cat([b, F.relu(self.c(b))], 1)
-        return self.head(c.mean((2, 3)))
+    a = F.relu(self.a(x))
+    b = torch.cat([a, F.relu(self.b(a))], 1)
+    c = torch.cat([b, F.relu(self.c(b))], 1)
+    return self.head(c.mean((2, 3)))
 
 
-@case((2, 2, 6, 6), permutations=[2, (2, 3), (2, 4)], scales=14)
-class GroupedConv(nn.Module):
+@case((2, 2, 6, 6), permutations=[2, (2, 3), (2, 4)], scales=14,
+        parts=lambda: dict(stem=nn.Conv2d(2, 8, 1), group=nn.Conv2d(8, 6, 3, groups=2),
+            out=nn.Linear(6, 3)))  # fmt: skip
+def GroupedConv(self: Any, x: Tensor) -> Tensor:
     """Two groups of channels: channels permute inside a group, and groups permute whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.group, self.out = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 6, 3, groups=2), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
+    return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
 
 
 # groups of two channels each, every channel with a multiplier of three: blocks in blocks
-@case((2, 2, 6, 6), permutations=[2, (2, 2), (2, 2, 3)], scales=12, normalizations=2)
-class BlocksInBlocks(nn.Module):
+@case((2, 2, 6, 6), permutations=[2, (2, 2), (2, 2, 3)], scales=12, normalizations=2,
+        parts=lambda: dict(a=nn.Conv2d(2, 4, 1), norm=nn.GroupNorm(2, 4), depth=nn.Conv2d(4, 12, 3, groups=4),
+            head=nn.Linear(12, 3)))  # fmt: skip
+def BlocksInBlocks(self: Any, x: Tensor) -> Tensor:
     """GroupNorm over channels that a depthwise convolution then multiplies by three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm = nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4)
-        self.depth, self.head = nn.Conv2d(4, 12, 3, groups=4), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.depth(torch.tanh(self.norm(self.a(x))))).mean((2, 3)))
+    return self.head(F.relu(self.depth(torch.tanh(self.norm(self.a(x))))).mean((2, 3)))
 
 
-@case((2, 2, 6, 6), permutations=[6, 2, 4], scales=6, normalizations=16)
-class InvertedResidual(nn.Module):
+@case((2, 2, 6, 6), permutations=[6, 2, 4], scales=6, normalizations=16,
+        parts=lambda: dict(stem=nn.Conv2d(2, 4, 1), expand=nn.Conv2d(4, 6, 1, bias=False),
+            norm1=nn.BatchNorm2d(6), depth=nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False),
+            norm2=nn.BatchNorm2d(6), squeeze=nn.Conv2d(6, 2, 1), excite=nn.Conv2d(2, 6, 1),
+            project=nn.Conv2d(6, 4, 1, bias=False), norm3=nn.BatchNorm2d(4), head=nn.Linear(4, 3)))  # fmt: skip
+def InvertedResidual(self: Any, x: Tensor) -> Tensor:
     """MobileNet's block: expansion, depthwise, squeeze-excitation, projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(2, 4, 1)
-        self.expand, self.norm1 = nn.Conv2d(4, 6, 1, bias=False), nn.BatchNorm2d(6)
-        self.depth, self.norm2 = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False), nn.BatchNorm2d(6)
-        self.squeeze, self.excite = nn.Conv2d(6, 2, 1), nn.Conv2d(2, 6, 1)
-        self.project, self.norm3 = nn.Conv2d(6, 4, 1, bias=False), nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        y = F.relu6(self.norm1(self.expand(x)))
-        y = F.silu(self.norm2(self.depth(y)))
-        y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
-        return self.head((x + self.norm3(self.project(y))).mean((2, 3)))
+    x = self.stem(x)
+    y = F.relu6(self.norm1(self.expand(x)))
+    y = F.silu(self.norm2(self.depth(y)))
+    y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+    return self.head((x + self.norm3(self.project(y))).mean((2, 3)))
 
 
-@case((2, 2, 6, 6), permutations=[2, (2, 4)], scales=8, normalizations=2)
-class GroupNormNet(nn.Module):
+@case((2, 2, 6, 6), permutations=[2, (2, 4)], scales=8, normalizations=2,
+        parts=lambda: dict(conv=nn.Conv2d(2, 8, 3), norm=nn.GroupNorm(2, 8), head=nn.Linear(8, 3)))  # fmt: skip
+def GroupNormNet(self: Any, x: Tensor) -> Tensor:
     """GroupNorm with two groups of four channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(2, 8, 3), nn.GroupNorm(2, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+    return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
-@case((2, 2, 6, 6), permutations=[5], scales=5, normalizations=5)
-class InstanceNormNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(2, 5, 3), nn.InstanceNorm2d(5, affine=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.norm(self.conv(x))).amax((2, 3)))
+@case((2, 2, 6, 6), permutations=[5], scales=5, normalizations=5,
+        parts=lambda: dict(conv=nn.Conv2d(2, 5, 3), norm=nn.InstanceNorm2d(5, affine=True),
+            head=nn.Linear(5, 3)))  # fmt: skip
+def InstanceNormNet(self: Any, x: Tensor) -> Tensor:
+    return self.head(F.relu(self.norm(self.conv(x))).amax((2, 3)))
 
 
 @case((3, 5), permutations=[6, 7], scales=13, normalizations=2)
@@ -315,17 +310,12 @@ def transformer_multihead() -> nn.Module:
     return Transformer(_SelfAttention(12, 3))
 
 
-@case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1)
-class EncoderLayer(nn.Module):
+@case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1,
+        parts=lambda: dict(embed=nn.Linear(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True),
+            head=nn.Linear(8, 3)))  # fmt: skip
+def EncoderLayer(self: Any, x: Tensor) -> Tensor:
     """torch's own TransformerEncoderLayer (post-norm) behind a linear embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.layer = nn.Linear(5, 8), nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(x)).mean(1))
+    return self.head(self.layer(self.embed(x)).mean(1))
 
 
 class RMSNorm(nn.Module):
@@ -357,39 +347,26 @@ class TinyLlama(nn.Module):
         return self.head(self.norm3(x))
 
 
-@case((3, 5), permutations=[6], scales=12)
-class BilinearGate(nn.Module):
+@case((3, 5), permutations=[6], scales=12,
+        parts=lambda: dict(a=nn.Linear(5, 6), b=nn.Linear(5, 6), out=nn.Linear(6, 2)))  # fmt: skip
+def BilinearGate(self: Any, x: Tensor) -> Tensor:
     """A product of two positively homogeneous branches: two factors for each unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.out = nn.Linear(5, 6), nn.Linear(5, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.relu(self.a(x)) * self.b(x))
+    return self.out(F.relu(self.a(x)) * self.b(x))
 
 
-@case((2, 4, 5), permutations=[6, 7, 3])
-class Recurrent(nn.Module):
+@case((2, 4, 5), permutations=[6, 7, 3],
+        parts=lambda: dict(lstm=nn.LSTM(5, 6, batch_first=True), gru=nn.GRU(6, 7, batch_first=True),
+            mix=nn.Linear(7, 3), head=nn.Linear(3, 2)))  # fmt: skip
+def Recurrent(self: Any, x: Tensor) -> Tensor:
     """A two-layer LSTM and a GRU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.gru = nn.LSTM(5, 6, batch_first=True), nn.GRU(6, 7, batch_first=True)
-        self.mix, self.head = nn.Linear(7, 3), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.mix(self.gru(self.lstm(x)[0])[0][:, -1])))
+    return self.head(torch.tanh(self.mix(self.gru(self.lstm(x)[0])[0][:, -1])))
 
 
-@case((2, 4, 5), permutations=[6, 6, 6, 6])
-class BidirectionalLSTM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0].mean(1))
+@case((2, 4, 5), permutations=[6, 6, 6, 6],
+        parts=lambda: dict(lstm=nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True),
+            head=nn.Linear(12, 2)))  # fmt: skip
+def BidirectionalLSTM(self: Any, x: Tensor) -> Tensor:
+    return self.head(self.lstm(x)[0].mean(1))
 
 
 @case((2, 3, 12), permutations=[4, 6, 5], scales=15)
@@ -455,79 +432,52 @@ class DirectParameters(nn.Module):
 
 
 # the shared layer maps the hidden units to themselves: its rows and columns move together
-@case((3, 5), permutations=[6], scales=7)
-class CalledTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.shared, self.out = nn.Linear(5, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.a(x))
-        return self.out(F.relu(self.shared(F.relu(self.shared(x)))))
+@case((3, 5), permutations=[6], scales=7,
+        parts=lambda: dict(a=nn.Linear(5, 6), shared=nn.Linear(6, 6, bias=False), out=nn.Linear(6, 2)))  # fmt: skip
+def CalledTwice(self: Any, x: Tensor) -> Tensor:
+    x = F.relu(self.a(x))
+    return self.out(F.relu(self.shared(F.relu(self.shared(x)))))
 
 
-@case((3, 5), permutations=[6])
-class TiedAutoencoder(nn.Module):
+@case((3, 5), permutations=[6],
+        parts=lambda: dict(encoder=nn.Linear(5, 6, bias=False), bias=nn.Parameter(torch.randn(5)),
+            head=nn.Linear(6, 2)))  # fmt: skip
+def TiedAutoencoder(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The decoder's weight is the encoder's, transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.bias, self.head = nn.Linear(5, 6, bias=False), nn.Parameter(torch.randn(5)), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.encoder(x)
-        return torch.softmax(hidden, -1) @ self.encoder.weight + self.bias, self.head(F.softmax(hidden, -1))
+    hidden = self.encoder(x)
+    return torch.softmax(hidden, -1) @ self.encoder.weight + self.bias, self.head(F.softmax(hidden, -1))
 
 
 # three members of a batched ensemble: each has its own hidden units, and members stay in place
-@case((3, 5), permutations=[4, 4, 4], scales=12)
-class BatchedEnsemble(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.randn(3, 5, 4)), nn.Parameter(torch.randn(3, 1, 4))
-        self.v = nn.Parameter(torch.randn(3, 4, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(torch.baddbmm(self.b, x.expand(3, -1, -1), self.w))
-        return torch.bmm(hidden, self.v).flatten(0, 1)
+@case((3, 5), permutations=[4, 4, 4], scales=12,
+        parts=lambda: dict(w=nn.Parameter(torch.randn(3, 5, 4)), b=nn.Parameter(torch.randn(3, 1, 4)),
+            v=nn.Parameter(torch.randn(3, 4, 2))))  # fmt: skip
+def BatchedEnsemble(self: Any, x: Tensor) -> Tensor:
+    hidden = torch.relu(torch.baddbmm(self.b, x.expand(3, -1, -1), self.w))
+    return torch.bmm(hidden, self.v).flatten(0, 1)
 
 
-@case((2, 8, 6, 6), permutations=[3, 3, 2, 2], scales=10)
-class PackedConv(nn.Module):
+@case((2, 8, 6, 6), permutations=[3, 3, 2, 2], scales=10,
+        parts=lambda: dict(a=nn.Conv2d(8, 6, 3, groups=2), b=nn.Conv2d(6, 4, 3, groups=2),
+            head=nn.Conv2d(4, 6, 1, groups=2)))  # fmt: skip
+def PackedConv(self: Any, x: Tensor) -> Tensor:
     """Two packed members in grouped convolutions; the output keeps them apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(8, 6, 3, groups=2), nn.Conv2d(6, 4, 3, groups=2)
-        self.head = nn.Conv2d(4, 6, 1, groups=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.head(F.relu(self.b(F.relu(self.a(x)))).mean((2, 3), keepdim=True)).flatten(1)
-        return y.reshape(y.shape[0] * 2, 3)
+    y = self.head(F.relu(self.b(F.relu(self.a(x)))).mean((2, 3), keepdim=True)).flatten(1)
+    return y.reshape(y.shape[0] * 2, 3)
 
 
-@case((2, 2, 4, 4), permutations=[3, 4], scales=7)
-class PixelShuffleNet(nn.Module):
+@case((2, 2, 4, 4), permutations=[3, 4], scales=7,
+        parts=lambda: dict(a=nn.Conv2d(2, 4, 3, padding=1), up=nn.Conv2d(4, 12, 1), b=nn.Conv2d(3, 2, 1)))  # fmt: skip
+def PixelShuffleNet(self: Any, x: Tensor) -> Tensor:
     """A sub-pixel convolution: each channel is a bundle of four."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.up, self.b = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 12, 1), nn.Conv2d(3, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.relu(F.pixel_shuffle(self.up(F.relu(self.a(x))), 2)))
+    return self.b(F.relu(F.pixel_shuffle(self.up(F.relu(self.a(x))), 2)))
 
 
-@case((3, 5), permutations=[4], scales=4)
-class UnknownOperator(nn.Module):
+@case((3, 5), permutations=[4], scales=4,
+        parts=lambda: dict(a=nn.Linear(5, 4), b=nn.Linear(4, 6), c=nn.Parameter(torch.randn(3, 6))))  # fmt: skip
+def UnknownOperator(self: Any, x: Tensor) -> Tensor:
     """Airy's function has no rule: what it touches is pinned and named; the rest stays free."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 4), nn.Linear(4, 6), nn.Parameter(torch.randn(3, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
+    return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
 
 
 @case((3, 5), permutations=[2, 2], scales=4)
@@ -543,18 +493,13 @@ class ConstantMask(nn.Module):
         return self.b(F.relu(self.a(x)) * self.mask)
 
 
-@case((3, 5), permutations=[6, 3, 3], scales=9)
-class WrittenInPlace(nn.Module):
+@case((3, 5), permutations=[6, 3, 3], scales=9,
+        parts=lambda: dict(a=nn.Linear(5, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 2)))  # fmt: skip
+def WrittenInPlace(self: Any, x: Tensor) -> Tensor:
     """Hidden units are cut by a slice, and a buffer is filled through views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.a(x)).add_(0.0)
-        low, high = self.b(hidden).chunk(2, 1)
-        return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
+    hidden = F.relu(self.a(x)).add_(0.0)
+    low, high = self.b(hidden).chunk(2, 1)
+    return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
 
 
 class InterleavedRotary(nn.Module):

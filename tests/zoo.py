@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, BasicBlock, Case
+from cases import CASES, BasicBlock, Case, Made
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 _GRAPHS: dict[str, tuple[nn.Module, tus.SymmetryGraph]] = {}
 
@@ -84,16 +84,12 @@ def tied_resnet(width: int, blocks: int) -> nn.Module:
     )  # fmt: skip
 
 
-class Net(nn.Module):
+class Net(Made):
     """A function of named layers, parameters and buffers."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        for name, part in parts.items():
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
+        self.hold(parts)
         self.function = function
 
     def forward(self, *inputs: Tensor) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tu_symmetry.symmetry.layout import lay_out
+from tu_symmetry.symmetry.drawing import lay_out
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph

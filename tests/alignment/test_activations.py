@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from zoo import discovered, planted, tied_resnet
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

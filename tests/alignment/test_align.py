@@ -15,7 +15,7 @@ from zoo import discovered, every_case, planted, tied_resnet
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, mean_model_loss
 from tu_symmetry.alignment.matching import inner_product, weight_distance
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 @every_case

@@ -20,7 +20,7 @@ from zoo import discovered, every_case, planted
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import mean_loss
 from tu_symmetry.states import SampleFileError, State, open_state
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 def close(found: State, expected: State, **tolerances: float) -> None:

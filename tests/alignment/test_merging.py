@@ -24,7 +24,7 @@ from tu_symmetry.alignment.barrier import (
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.states import mean_state
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 def draws(model: nn.Module, count: int, seed: int = 0) -> list[dict[str, Tensor]]:

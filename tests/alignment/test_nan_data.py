@@ -17,7 +17,7 @@ import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.alignment.adapters import merge_adapters
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 BATCHES, BAD = 5, 3
 

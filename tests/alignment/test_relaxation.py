@@ -31,7 +31,7 @@ from tu_symmetry.alignment.relaxation import (
 from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 def case_of(name: str) -> tuple[nn.Module, tus.SymmetryGraph]:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.callbacks import FitLaplace, PosteriorSnapshots, Rebasin, ScaleCanonicalization
 from tu_symmetry.callbacks.base import SymmetryCallback
+from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 
 def mlp() -> nn.Sequential:

@@ -22,7 +22,7 @@ from tu_symmetry.alignment import merging
 from tu_symmetry.checkpoints.barriers import load_data
 from tu_symmetry.checkpoints.files import AlignFilesError
 from tu_symmetry.checkpoints.merge import Progress, merge_files
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 class Net(nn.Sequential):

@@ -16,7 +16,8 @@ import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.checkpoints.architecture import ArchitectureError
 from tu_symmetry.checkpoints.pretrained import Pretrained
-from tu_symmetry.symmetry import probe
+from tu_symmetry.symmetry.running import probe
+from tu_symmetry.symmetry.running.weights import random_state
 
 UNET = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 CROSS_DOWN, CROSS_UP = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
@@ -139,7 +140,7 @@ def test_weights_of_half_precision_are_widened_where_they_are_used(name: str, mo
     module = folder.build()
     assert not any(p.any() for p in module.parameters()), "no values"
     network = probe.Probe.of(module, *folder.inputs())
-    half = probe.random_state(network.module, torch.Generator().manual_seed(0), dtype=torch.float16)
+    half = random_state(network.module, torch.Generator().manual_seed(0), dtype=torch.float16)
     expected = network.run({n: t.double() if t.is_floating_point() else t for n, t in half.items()})
     monkeypatch.setattr(probe, "LARGE", 0)
     found = network.run(half)

@@ -17,7 +17,7 @@ from torch import nn
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import LossBarrier
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.symmetry.layout import lay_out
+from tu_symmetry.symmetry.drawing import lay_out
 
 matplotlib.use("Agg")
 

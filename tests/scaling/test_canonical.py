@@ -17,7 +17,7 @@ import tu_symmetry as tus
 from tu_symmetry.scaling import canonical as canonical_module
 from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
 from tu_symmetry.scaling.masses import MassTables, counted_parameters
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 def mass(graph: tus.SymmetryGraph, state: Mapping[str, Tensor]) -> float:

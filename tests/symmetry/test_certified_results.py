@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tu_symmetry as tus
 from tu_symmetry.checkpoints.align import align_files
 from tu_symmetry.states import stack_states
-from tu_symmetry.symmetry.measured import EpsilonWarning, UncertifiedWarning
+from tu_symmetry.symmetry.certificate import EpsilonWarning, UncertifiedWarning
 
 State = dict[str, Tensor]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.drawing import lay_out
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.layout import lay_out
 
 
 class Transformer(nn.Module):

@@ -16,7 +16,7 @@ from tu_symmetry.symmetry import action
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.operators.pointwise import elementwise
 from tu_symmetry.symmetry.rules import Call
-from tu_symmetry.symmetry.verification import random_state
+from tu_symmetry.symmetry.running.weights import random_state
 
 
 @every_case

@@ -18,27 +18,10 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import refused_by_torch
+from zoo import Net, refused_by_torch
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
-
-
-class Net(nn.Module):
-    """Parts by name, and a forward pass; ``(5, 8)`` stands for a linear layer, a tensor for a buffer."""
-
-    def __init__(self, parts: dict[str, Any], forward: Callable[..., Any]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            part = nn.Linear(*part) if isinstance(part, tuple) else part
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-        self.run = forward
-
-    def forward(self, *args: Any) -> Any:
-        return self.run(self, *args)
 
 
 @dataclass(frozen=True)
@@ -70,7 +53,8 @@ def row(
     def build() -> Net:
         torch.manual_seed(0)
         given = parts or {"a": (5, 8), "b": (8, 8), "c": (8, 3)}
-        return Net({k: p() if callable(p) and not isinstance(p, nn.Module) else p for k, p in given.items()}, forward)
+        made = {k: p() if callable(p) and not isinstance(p, nn.Module) else p for k, p in given.items()}
+        return Net(forward, **made)
 
     ROWS.append(Row(name, build, inputs, shapes, scales, normalizations))
 
@@ -767,7 +751,7 @@ row(
 
 
 def test_a_complex_gain_is_moved_and_scaled_and_its_network_can_be_aligned() -> None:
-    model = Net({"a": nn.Linear(5, 8), "c": nn.Linear(8, 3), "g": gain()}, lambda m, x: m.c((hidden(m, x) * m.g).abs()))
+    model = Net(lambda m, x: m.c((hidden(m, x) * m.g).abs()), **layers, g=gain())
     graph = tus.discover_symmetries(model, torch.randn(3, 5))
     assert {m.parameter for g in graph.permutations for m in g.members} == {"g", "a.weight", "a.bias", "c.weight"}
     state = model.state_dict()
@@ -777,10 +761,7 @@ def test_a_complex_gain_is_moved_and_scaled_and_its_network_can_be_aligned() -> 
 
 
 def test_indices_are_part_of_the_architecture_and_masks_are_not() -> None:
-    parts = {"a": nn.Linear(5, 8), "c": nn.Linear(8, 3), "order": order, "mask": mask}
-    model = Net({}, lambda m, x: m.c(hidden(m, x)[:, m.order] * m.mask))
-    for name, part in parts.items():
-        model.register_buffer(name, part) if isinstance(part, Tensor) else model.add_module(name, part)
+    model = Net(lambda m, x: m.c(hidden(m, x)[:, m.order] * m.mask), **layers, order=order, mask=mask)
     graph = tus.discover_symmetries(model, torch.randn(3, 5))
     assert set(graph.constants) == {"order"}
     assert {m.parameter for g in graph.permutations for m in g.members} == {"mask", "a.weight", "a.bias", "c.weight"}
@@ -792,8 +773,7 @@ def test_indices_are_part_of_the_architecture_and_masks_are_not() -> None:
 
 
 def test_a_mask_that_loses_its_tie_is_noticed_though_it_is_all_true() -> None:
-    model = Net({"a": nn.Linear(5, 8), "c": nn.Linear(8, 3), "g": torch.ones(8, dtype=torch.bool)}, None)  # type: ignore
-    model.run = lambda m, x: m.c(hidden(m, x) * m.g)
+    model = Net(lambda m, x: m.c(hidden(m, x) * m.g), **layers, g=torch.ones(8, dtype=torch.bool))
     x = torch.randn(3, 5)
     graph = tus.discover_symmetries(model, x).without("g")
     wrong = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "c.weight": 1})
@@ -899,7 +879,7 @@ def test_a_recorded_network_that_writes_its_input_through_a_view_reads_it_in_ord
         write(out, 2 * x if x.sum() > 0 else x)
         return m.c(relu(m.a(out)))
 
-    model, x = Net({"a": nn.Conv2d(3, 4, 3), "c": nn.Conv2d(4, 2, 1)}, forward), torch.randn(2, 3, 8, 8)
+    model, x = Net(forward, a=nn.Conv2d(3, 4, 3), c=nn.Conv2d(4, 2, 1)), torch.randn(2, 3, 8, 8)
     graph = tus.discover_symmetries(model, x, branches="record")
     assert [g.shape for g in graph.permutations] == [(4,)]
     tus.verify_symmetries(graph, model, x, on_failure="raise")
@@ -911,7 +891,7 @@ def test_a_recorded_write_to_a_copy_leaves_the_original() -> None:
         h.t().reshape(-1).zero_()  # a transposed matrix is copied by a reshape
         return m.c(relu(h))
 
-    model, x = Net(layers, forward), torch.randn(3, 5)
+    model, x = Net(forward, **layers), torch.randn(3, 5)
     graph = tus.discover_symmetries(model, x, branches="record")
     assert [g.shape for g in graph.permutations] == [(8,)]
 

@@ -18,11 +18,12 @@ from torch.nn import functional as F
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.merging import permutations_alone
-from tu_symmetry.symmetry import probe as probe_module
-from tu_symmetry.symmetry import verification
-from tu_symmetry.symmetry.comparison import Reference
 from tu_symmetry.symmetry.groups import PermutationMember, ScaleTerm
-from tu_symmetry.symmetry.probe import Probe, random_state
+from tu_symmetry.symmetry.running import precision, verification
+from tu_symmetry.symmetry.running import probe as probe_module
+from tu_symmetry.symmetry.running.comparison import Reference
+from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.weights import Noise, random_state
 
 FAST = {
     "mlp_relu",
@@ -213,7 +214,7 @@ def test_halves_of_symmetries_of_many_units_are_refused_by_name_however_many_the
 def test_many_units_take_no_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
     attempt = Probe._attempt
-    monkeypatch.setattr(Probe, "_attempt", lambda self, *a: runs.append(self._guarded) or attempt(self, *a))
+    monkeypatch.setattr(Probe, "_attempt", lambda self, *a, **k: runs.append(self._guarded) or attempt(self, *a, **k))
     model, x = wide(verification.FEW, layers=12)
     graph = tus.discover_symmetries(model, x)
     assert len(graph.permutations) == 12 and graph.normalizations
@@ -311,7 +312,7 @@ def test_children_of_a_parent_that_fails_stay_and_hold() -> None:
     with pytest.warns(tus.SymmetryWarning, match=f"permutation group '{parent.name}'"):
         tus.verify_symmetries(claim, model, case.inputs())
     assert {g.name for g in claim.permutations} == children and all(g.parent is None for g in claim.permutations)
-    state = verification.random_state(model, torch.Generator().manual_seed(0))
+    state = random_state(model, torch.Generator().manual_seed(0))
     moved = tus.apply_permutation(claim, tus.random_permutation(claim), state)
     assert tus.certify(claim, state, moved).holds
     with pytest.raises(tus.SymmetryError, match="as the parent of one"):
@@ -524,7 +525,7 @@ def test_what_the_forward_pass_updates_is_updated_on_copies(how: str) -> None:
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x, on_failure="raise")
     assert [g.size for g in graph.permutations] == [8]
-    state = verification.random_state(model, torch.Generator().manual_seed(0))
+    state = random_state(model, torch.Generator().manual_seed(0))
     given = {n: t.clone() for n, t in state.items()}
     moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
     assert tus.certify(graph, state, moved).holds
@@ -663,7 +664,7 @@ def test_weights_that_are_widened_where_they_are_used_give_the_same_outputs(
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)  # half would be 1e-4
     if case.name not in ("Recurrent", "BidirectionalLSTM"):  # their one operator wants all tensors in one precision
         assert network.large(half), "weights were copied"
-        noise = network.run(half, noise=lambda name: 1e-6, generator=torch.Generator().manual_seed(0))
+        noise = network.run(half, noise=Noise(lambda name: 1e-6, torch.Generator().manual_seed(0)))
         assert any(not torch.equal(a, b) for a, b in zip(noise, expected, strict=True) if a.is_floating_point())
         close = [(a, b) for a, b in zip(noise, expected, strict=True) if a.is_floating_point()]
         assert all(float((a - b).norm()) < 1e-3 * float(b.norm()) for a, b in close)
@@ -703,27 +704,6 @@ def test_large_networks_are_verified_and_certified_like_others(case: Case, monke
     assert certificate.change > 100 * tus.certify(alone, state, moved, model=model, example_inputs=inputs).change
 
 
-@pytest.mark.parametrize("space", [1, 2, 3])
-def test_convolutions_in_double_precision_are_those_of_pytorch(space: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    reference = torch.ops.aten.convolution.default
-    generator = torch.Generator().manual_seed(0)
-    for columns in (probe_module._COLUMNS, 200):  # all samples at once, and one after the other
-        monkeypatch.setattr(probe_module, "_COLUMNS", columns)
-        for samples, kernel, stride, padding, dilation in itertools.product((1, 3), (1, 3), (1, 2), (0, 2), (1, 2)):
-            x = torch.randn(samples, 4, *[9] * space, generator=generator, dtype=torch.float64)
-            weight = torch.randn(5, 4, *[kernel] * space, generator=generator, dtype=torch.float64)
-            options: tuple[Any, ...] = ([stride] * space, [padding] * space, [dilation] * space, False, [0] * space, 1)
-            for bias in (None, torch.randn(5, generator=generator, dtype=torch.float64)):
-                found, expected = (f(x, weight, bias, *options) for f in (probe_module._convolution, reference))
-                torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-                assert found.stride() == expected.stride()
-    x, weight = torch.randn(2, 4, *[5] * space).double(), torch.randn(6, 2, *[3] * space).double()
-    options = ([1] * space, [0] * space, [1] * space, False, [0] * space, 2)
-    torch.testing.assert_close(
-        probe_module._convolution(x, weight, None, *options), reference(x, weight, None, *options)
-    )
-
-
 class Durations(nn.Module):
     """As in speech models: how long the output is follows from the weights."""
 
@@ -739,13 +719,13 @@ class Durations(nn.Module):
 def test_a_tensor_that_would_fill_the_memory_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Durations(), torch.randn(4, 3)
     graph = tus.discover_symmetries(model, x)
-    monkeypatch.setattr(probe_module, "free_memory", lambda device: 4 * 8 * 1999)
+    monkeypatch.setattr(precision, "free_memory", lambda device: 4 * 8 * 1999)
     with pytest.raises(
         tus.SymmetryError, match=r"makes a tensor of shape \(2000,\).*were free.*smaller example inputs"
     ):
         tus.verify_symmetries(graph, model, x)
     assert not graph.verified
-    monkeypatch.setattr(probe_module, "free_memory", lambda device: 4 * 8 * 2000)
+    monkeypatch.setattr(precision, "free_memory", lambda device: 4 * 8 * 2000)
     tus.verify_symmetries(graph, model, x, on_failure="raise")
 
 

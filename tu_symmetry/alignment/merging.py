@@ -39,10 +39,9 @@ from tu_symmetry.modules import is_source
 from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, as_given, check_number, load_state, open_state, read_state, unstack
 from tu_symmetry.symmetry.action import Permuted, permute_entries, permute_tensors
-from tu_symmetry.symmetry.certificate import Certificate
+from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.measured import measured
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Network = Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module

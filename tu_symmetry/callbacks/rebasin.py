@@ -25,10 +25,10 @@ from tu_symmetry.callbacks.members import (
 )
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
+from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import permute_in_place
-from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]
 Loader = Any

@@ -20,10 +20,10 @@ from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import scale_in_place
-from tu_symmetry.symmetry.measured import UncertifiedWarning
 
 
 class ScaleCanonicalization(SymmetryCallback):

@@ -51,9 +51,9 @@ from tu_symmetry.files import digest_of, other_versions, read_json, without_nan,
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State, check_number
 from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.certificate import measured
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.measured import measured
 
 MARK = "<!-- tu_symmetry.aligned -->"
 BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"

@@ -25,10 +25,9 @@ from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counte
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.certificate import Certificate
+from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.measured import measured
 
 Method = Literal["min_mass", "unit_norm", "unit_variance"]
 Convention = Literal["leave", "unit_norm"]

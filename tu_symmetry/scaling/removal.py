@@ -18,10 +18,10 @@ from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
 from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.states import as_given
 from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup
-from tu_symmetry.symmetry.measured import UncertifiedWarning, measured
 
 Key = Literal["max", "first", "mean", "median"]
 _TIE_BREAKERS = 8

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,15 +19,13 @@ from torch import Tensor
 from tu_symmetry.states import SymmetryError, as_given
 from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
 from tu_symmetry.symmetry.groups import PermutationMember
+from tu_symmetry.symmetry.symmetries import Symmetries
 from tu_symmetry.transfer import moved as on_device
 from tu_symmetry.transfer import numbers
 
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
-
 
 def apply_permutation(
-    graph: SymmetryGraph, permutation: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    graph: Symmetries, permutation: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Permute the hidden units of a network: ``new[j] = old[p[j]]`` on every axis that a group moves.
 
@@ -49,7 +46,7 @@ def apply_permutation(
 
 
 def permute_tensors(
-    graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """As :func:`apply_permutation`, for any subset of the tensors and without checks of their names.
 
@@ -60,15 +57,14 @@ def permute_tensors(
     return moved
 
 
-def permute_entries(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
+def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
     """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor.
 
     The tensors are not written to: an entry that moves becomes another tensor, and the old one is let go.
     """
-    for member, p in _steps(graph, permutation, tensors):
-        for name in graph.aliases[member.parameter]:
-            if name in tensors:
-                tensors[name] = permute_axis(tensors[name], member, p, len(graph.shapes[member.parameter]))
+    for name, steps in _steps(graph, permutation, tensors).items():
+        for step in steps:
+            tensors[name] = permute_axis(tensors[name], *step)
 
 
 class Permuted(Mapping[str, Tensor]):
@@ -77,18 +73,15 @@ class Permuted(Mapping[str, Tensor]):
     Over tensors that are read from a file one by one, no network is ever in memory.
     """
 
-    def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
-        self._steps: dict[str, list[tuple[PermutationMember, Tensor, int]]] = {}
-        for member, p in _steps(graph, permutation, {}):
-            for name in graph.aliases[member.parameter]:
-                self._steps.setdefault(name, []).append((member, p, len(graph.shapes[member.parameter])))
+        self._steps = _steps(graph, permutation, tensors, read=False)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        for member, p, ndim in self._steps.get(name, ()):
-            tensor = permute_axis(tensor, member, p, ndim)
+        for step in self._steps.get(name, ()):
+            tensor = permute_axis(tensor, *step)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -98,23 +91,29 @@ class Permuted(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def permute_tensors_(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """As :func:`permute_tensors`, in place and piece by piece, without a second copy of the weights.
 
     Names that hold the same tensor object are moved once.
     """
-    for member, p in _steps(graph, permutation, tensors):
-        ndim = len(graph.shapes[member.parameter])
-        for tensor in _distinct(graph, member.parameter, tensors):
+    once = {id(tensors[name]): (tensors[name], steps) for name, steps in _steps(graph, permutation, tensors).items()}
+    for tensor, steps in once.values():
+        for member, p, ndim in steps:
             held = {tensor.ndim - ndim + k for k in (member.axis, member.within_axis) if k is not None}
             for piece in _pieces(tensor, min(set(range(tensor.ndim)) - held, default=None)):
                 piece.copy_(permute_axis(piece, member, p, ndim))
 
 
+Step = tuple[PermutationMember, Tensor, int]  # see permute_axis
+
+
 def _steps(
-    graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> list[tuple[PermutationMember, Tensor]]:
-    """Which axes have to be permuted, in order, and how; all indices lie where the tensors do."""
+    graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
+) -> dict[str, list[Step]]:
+    """For each name among the tensors the axes that have to be permuted, in order, and how.
+
+    All indices are moved to where the first tensor lies, if tensors may be ``read`` before they are asked for.
+    """
     check_elements(permutation, "permutation")
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
@@ -132,17 +131,22 @@ def _steps(
         if parent_of(group.name, permutation) is not None:
             p = _by_old_block(p, group.name, permutation)
         found += [(member, p) for member in group.members]
-    first = next(iter(tensors.values()), None)
-    if first is None:
-        return found
-    there = iter(on_device([t for m, p in found for t in (m.index, m.within, p) if t is not None], first.device))
-    return [
-        (replace(m, index=next(there), within=m.within if m.within is None else next(there)), next(there))
-        for m, _ in found
-    ]
+    first = next(iter(tensors.values()), None) if read else None
+    if first is not None:
+        there = iter(on_device([t for m, p in found for t in (m.index, m.within, p) if t is not None], first.device))
+        found = [
+            (replace(m, index=next(there), within=m.within if m.within is None else next(there)), next(there))
+            for m, _ in found
+        ]
+    steps: dict[str, list[Step]] = {}
+    for member, p in found:
+        for name in graph.aliases[member.parameter]:
+            if not read or name in tensors:
+                steps.setdefault(name, []).append((member, p, len(graph.shapes[member.parameter])))
+    return steps
 
 
-def _distinct(graph: SymmetryGraph, parameter: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def _distinct(graph: Symmetries, parameter: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     """The tensors that the names of a parameter hold, each once."""
     held = (tensors[name] for name in graph.aliases[parameter] if name in tensors)
     return list({id(tensor): tensor for tensor in held}.values())
@@ -193,7 +197,7 @@ def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int
     return torch.take_along_dim(tensor, grid, dim=axis)
 
 
-def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Tensor:
+def flat_log_scale(graph: Symmetries, log_scale: Mapping[str, Tensor]) -> Tensor:
     """All log-factors in the order of ``ScaleTerm.index``, float64, with a zero at the end for index -1."""
     check_elements(log_scale, "log_scale")
     groups = (*graph.scales, *graph.normalizations)
@@ -213,7 +217,7 @@ def flat_log_scale(graph: SymmetryGraph, log_scale: Mapping[str, Tensor]) -> Ten
     return torch.cat([*parts, torch.zeros(1, dtype=torch.float64, device="cpu")])
 
 
-def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Multiply weights by positive factors that leave the function unchanged.
 
     Args:
@@ -236,7 +240,7 @@ def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, T
 
 
 def scale_tensors(
-    graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
+    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
 ) -> dict[str, Tensor]:
     """As :func:`apply_scale`, for any subset of the tensors; factors are raised to ``power``.
 
@@ -254,7 +258,7 @@ def scale_tensors(
 
 
 def scale_tensors_(
-    graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
+    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
 ) -> None:
     """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once.
 
@@ -267,14 +271,14 @@ def scale_tensors_(
             _multiply_(tensor, logs)
 
 
-def require_range(graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
+def require_range(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """Raise a SymmetryError if :func:`scale_tensors` would take a weight out of the range of its dtype."""
     for parameter, logs in _log_factors(graph, log_scale, 1.0):
         for tensor in _distinct(graph, parameter, tensors):
             _require_range(tensor, logs, parameter)
 
 
-def _log_factors(graph: SymmetryGraph, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
+def _log_factors(graph: Symmetries, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
     """The parameters that change, and float64 terms of the logarithms of their factors, which broadcast."""
     flat = flat_log_scale(graph, log_scale)
     for parameter, terms in graph.scale_terms.items():

@@ -20,7 +20,7 @@ As an example, ``c(relu(a(x)).view(n, 2, 3))`` with rows ``u0 .. u5`` of ``a`` a
                       to ``(w0, u7)`` and so on: rows of ``a`` move as pairs of a column and a block
 ====================  ===================================================================================
 
-Values are moved by the functions of :mod:`.moving`; what operators demand (ties between units, pins, linear constraints
+Values are moved by the functions of :mod:`.views`; what operators demand (ties between units, pins, linear constraints
 on scales) is written down in the :class:`~.ledger.Ledger`.
 """
 
@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,21 @@ class Value:
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
+
+    def with_axis(
+        self, axis: int, *, size: int | None = None, label: Label | None = None, reason: str | None = None
+    ) -> Value:
+        """The value with another size, label or reason on one axis."""
+
+        def put(items: tuple[Any, ...], item: Any) -> tuple[Any, ...]:
+            return items if item is None else (*items[:axis], item, *items[axis + 1 :])
+
+        return replace(
+            self,
+            shape=put(self.shape, size),
+            labels=put(self.labels, label),
+            reasons=put(self.reasons, reason),
+        )
 
 
 def code(positions: Array) -> Array:

@@ -4,23 +4,39 @@ Verification shows that a symmetry holds for random weights. A certificate is me
 transformed: the change of the outputs on example inputs, beside the change that the rounding of the weights explains.
 
 Laws (tests/symmetry/test_certificate.py): a certificate holds for every element of every group, in float64, float32 and
-bfloat16, and does not hold where one tensor of a group is left behind.
+bfloat16, and does not hold where one tensor of a group is left behind. A wrong symmetry that passes for verified is
+refused by everything that transforms weights with it, before anything is returned, written or changed in place.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.comparison import Difference, Reference
-from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.probe import Probe, perturb_
+from tu_symmetry.symmetry.running.comparison import Difference, Reference
+from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.weights import is_continuous
+from tu_symmetry.symmetry.symmetries import Symmetries
+
+FACTOR = 4.0  # how often the largest of a few draws of rounding noise the change may be
+COMPUTATION = 128  # rounding errors of the computation itself, in units of the last place of every weight
+MOST_OF_EPSILON = 1e-3
+_MODERATE = 0.05  # of the outputs' norm: more than that is another function, whatever the reason
+_OBVIOUS = 1e-12  # a relative change of every output entry that needs no explanation
+_ONE_AT_A_TIME = threading.Lock()  # a run puts its weights into the graph's one module, also in threads of an alignment
+_ASKED = "certify=False was passed"
+_NO_NETWORK = (
+    "the symmetry graph holds no network to run (it was unpickled or built by hand); "
+    "certify(graph, before, after, model=model, example_inputs=x) measures the change of outputs"
+)
 
 
 @dataclass(frozen=True)
@@ -51,18 +67,21 @@ class Certificate:
         """Whether the change of the outputs is explained."""
         return self.change <= self.allowed
 
+    @property
+    def _explains(self) -> str:
+        return f"rounding ({str(self.dtype).removeprefix('torch.')}) explains {self.allowed:.1e}"
+
     def __str__(self) -> str:
         of = f" in {'each' if self.holds else 'the worst'} of {self.samples} samples" if self.samples > 1 else ""
-        explains = f"rounding ({str(self.dtype).removeprefix('torch.')}) explains {self.allowed:.1e}"
         entries = f"{self.outputs} output entr{'y' if self.outputs == 1 else 'ies'}"
         if self.change == 0:
             return f"outputs are the same{of} ({entries})"
         verb = "outputs are the same" if self.holds else "OUTPUTS CHANGED"
-        return f"{verb}{of}: relative change {self.change:.1e}, {explains} ({entries})"
+        return f"{verb}{of}: relative change {self.change:.1e}, {self._explains} ({entries})"
 
 
 def certify(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     before: Mapping[str, Tensor],
     after: Mapping[str, Tensor],
     *,
@@ -115,7 +134,9 @@ def certify(
     if 0 in shape:
         raise SymmetryError("the states hold no samples, so there is nothing to certify")
     inexact = any(not g.exact for g in (*graph.scales, *graph.normalizations))
-    found = [_one(probe, _at(place, before), _at(place, after), inexact) for place in _places(tuple(shape))]
+    found = [
+        _one(probe, _at(place, before), _at(place, after), inexact) for place in itertools.product(*map(range, shape))
+    ]
     worst = max(found, key=lambda f: (not f[0].holds, f[0].change / max(f[0].allowed, 1e-300)))[0]
     dtypes = [dtype for _, dtype in found]
     return Certificate(
@@ -141,19 +162,14 @@ def require_certificate(certificate: Certificate, name: str) -> Certificate:
         SymmetryError: if it does not hold.
     """
     if not certificate.holds:
-        explained = f"rounding in {str(certificate.dtype).removeprefix('torch.')} explains {certificate.allowed:.1e}"
         raise SymmetryError(
             f"{name}: the outputs of the transformed network are not those of the one before. They change by "
-            f"{certificate.change:.1e} relative to their own scale; {explained}. Either the weights do not belong to "
-            "the network that the graph was discovered on (another configuration, inputs that take another branch), "
-            "or a symmetry is claimed wrongly: run verify_symmetries(graph, model, example_inputs) with inputs like "
-            "your data, and report the architecture if that passes."
+            f"{certificate.change:.1e} relative to their own scale; {certificate._explains}. Either the weights do not "
+            "belong to the network that the graph was discovered on (another configuration, inputs that take another "
+            "branch), or a symmetry is claimed wrongly: run verify_symmetries(graph, model, example_inputs) with "
+            "inputs like your data, and report the architecture if that passes."
         )
     return certificate
-
-
-def _places(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*map(range, shape)))
 
 
 def _at(place: tuple[int, ...], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +184,7 @@ def _one(
     dtype = torch.float64
     for name, old in before.items():
         new = after[name]
-        if not (old.is_floating_point() or old.is_complex()) or _same_entries(old, new):
+        if not is_continuous(old) or _same_entries(old, new):
             continue
         for kind in (old.dtype, new.dtype):
             rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
@@ -182,7 +198,6 @@ def _one(
         explained = _epsilon_effect((outputs, exact.run(before)), (moved, exact.run(after)))
     reference = Reference(outputs)
     generator = torch.Generator().manual_seed(0)
-    narrow = probe.large(before)  # no copies: the noise is added where weights are used
 
     def amount(name: str) -> float:
         return max(rounding.get(name, 0.0), COMPUTATION * probe.epsilon)
@@ -191,13 +206,7 @@ def _one(
 
     def measure(times: int) -> Difference:
         for _ in range(times):
-            if narrow:
-                reference.change(outputs, probe.run(before, noise=amount, generator=generator), noise)
-                continue
-            copies = {id(t): _wide(t) for t in before.values()}
-            noisy = {n: copies[id(t)] for n, t in before.items()}
-            perturb_(noisy, amount, generator)
-            reference.change(outputs, probe.run(noisy), noise)
+            reference.change(outputs, probe.perturbed(before, amount, generator), noise)
         return reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
 
     found = measure(1)
@@ -208,31 +217,18 @@ def _one(
     return found, dtype
 
 
-FACTOR = 4.0  # how often the largest of a few draws of rounding noise the change may be
-COMPUTATION = 128  # rounding errors of the computation itself, in units of the last place of every weight
-MOST_OF_EPSILON = 1e-3
-
-
 def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
     """For each output entry the change that the epsilons make in the two states, together; at most 1e-3 of it."""
     total: list[Tensor] = []
     for k in range(len(pairs[0][0])):
         size = pairs[0][0][k]
-        if not (size.is_floating_point() or size.is_complex()):
+        if not is_continuous(size):
             total.append(torch.zeros((), device="cpu"))
             continue
         effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), torch.zeros((), device="cpu"))
         effect = torch.where(torch.isfinite(effect), effect, 0.0)
         total.append(torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0)))
     return total
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """A copy in double precision, on the CPU; a dense one is contiguous."""
-    dtype = torch.complex128 if tensor.is_complex() else torch.float64 if tensor.is_floating_point() else tensor.dtype
-    dense = tensor.layout == torch.strided
-    layout = torch.contiguous_format if dense else torch.preserve_format
-    return tensor.detach().to("cpu", dtype, copy=True, memory_format=layout)
 
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:
@@ -254,3 +250,112 @@ def _content(tensor: Tensor) -> int:
         x ^= x >> 32
         total += int(x.mul_(x).sum())
     return total % 2**64
+
+
+# -- certificates as a by-product of transformations -------------------------------------------------------------------
+
+
+class UncertifiedWarning(UserWarning):
+    """Weights were transformed, and nothing measured whether the network's outputs stayed the same."""
+
+
+class EpsilonWarning(UserWarning):
+    """The outputs changed by what the epsilon of a normalization makes of a rescaling, and not by much."""
+
+
+def measured(
+    graph: Symmetries,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    name: str,
+    *,
+    wanted: bool = True,
+    rounded: bool = True,
+) -> tuple[Certificate | None, str]:
+    """Certify transformed weights where the graph holds a network to run.
+
+    Args:
+        graph: the symmetry graph.
+        before: state dict.
+        after: the transformed one.
+        name: what to call the weights in an error.
+        wanted: whether to measure at all.
+        rounded: whether the weights were rounded. If they only changed places, outputs of ordinary networks agree to
+            twelve digits, which two forward passes show; what they do not show is certified in full.
+
+    Returns:
+        The certificate, which holds, and an empty text; or None, and why there is none.
+
+    Raises:
+        SymmetryError: the outputs changed by more than rounding, and for groups that hold up to the epsilon of a
+            normalization by more than that epsilon, explains.
+    """
+    if not wanted:
+        return None, _ASKED
+    if graph.probe is None:
+        return None, _NO_NETWORK
+    try:
+        with _ONE_AT_A_TIME:
+            found = (None if rounded else _obvious(graph, before, after)) or certify(graph, before, after)
+            by_epsilon = None if found.holds else _epsilon_alone(graph, before, after, found)
+    except SymmetryError as error:
+        return None, f"the network could not be run with these weights: {error}"
+    if by_epsilon is None or by_epsilon.change > _MODERATE:
+        return require_certificate(found, name), ""
+    if not by_epsilon.holds:
+        warnings.warn(
+            f"{name}: the outputs change by {by_epsilon.change:.1e} of their norm. The epsilons of normalizations make "
+            "this change: without them the outputs stay the same. Fold those of batch normalizations "
+            "(epsilons=normalization_epsilons(model)), or leave such scales alone",
+            EpsilonWarning,
+            stacklevel=4,
+        )
+    return by_epsilon, ""
+
+
+def _epsilon_alone(
+    graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor], found: Certificate
+) -> Certificate | None:
+    """The change of the outputs' norm, if it is gone where normalizations have no epsilon; None if it is not.
+
+    Groups that a normalization undoes are symmetries up to its epsilon, as the graph says of them (``exact`` is False).
+    An entry that is small by cancellation may change by much of its own size then, so the norm counts.
+    """
+    if all(g.exact for g in (*graph.scales, *graph.normalizations)):
+        return None
+    assert graph.probe is not None
+    if not certify(replace(graph, probe=graph.probe.without_epsilons()), before, after).holds:
+        return None
+    worst = 0.0
+    for a, b in zip(*(graph.probe.run(state) for state in (before, after)), strict=True):
+        if not is_continuous(a):
+            if not torch.equal(a, b):
+                return None
+            continue
+        finite = torch.isfinite(a)
+        if not torch.equal(finite, torch.isfinite(b)):
+            return None
+        size, change = (float(t[finite].norm()) for t in (a, a - b))
+        worst = max(worst, change / max(size, 1e-300))
+    return Certificate(worst, MOST_OF_EPSILON, found.dtype, found.outputs)
+
+
+def _obvious(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Certificate | None:
+    """The certificate of a change that is within rounding of each output entry by itself; None if it is not."""
+    assert graph.probe is not None
+    pairs = list(zip(*(graph.probe.run(state) for state in (before, after)), strict=True))
+    worst = 0.0
+    for a, b in pairs:
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return None
+        if not is_continuous(a):
+            if not torch.equal(a, b):
+                return None
+            continue
+        if a.dtype not in (torch.float64, torch.complex128) or not torch.isfinite(a).all():
+            return None
+        change = torch.where(a == b, 0.0, (a - b).abs() / a.abs())
+        worst = max(worst, float(change.max()) if change.numel() else 0.0)
+        if not worst <= _OBVIOUS:
+            return None
+    return Certificate(worst, _OBVIOUS, torch.float64, sum(a.numel() for a, _ in pairs))

@@ -1,4 +1,15 @@
-"""A self-contained HTML page of a symmetry graph: the network drawn with its groups, its tensors, and tables."""
+"""A symmetry graph as a picture: layers in rows, groups in lanes beside them, and a self-contained HTML page of it.
+
+A group is an edge between all the layers whose tensors it moves. It is drawn as a line down a lane, with a branch to
+each of its layers::
+
+    conv1   ----o          the group begins here: its name stands at the right
+    bn1     ----o
+    conv2   ----o---o      conv2 reads the first group's units and makes those of the second
+    fc      --------o
+
+Lanes are shared by groups that do not meet, as tracks of a railway station, so that a deep network stays narrow.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +17,124 @@ import math
 import os
 from collections import Counter, defaultdict
 from html import escape
-from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import Literal, NamedTuple
 
 from tu_symmetry.files import write_text
-from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.layout import Lane, hues_of, lay_out
+from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.report import member_text, shape_text, summary
+from tu_symmetry.symmetry.symmetries import Symmetries
 
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
+Kind = Literal["permutation", "nested", "scale", "normalization"]
+NAME, NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of another one
+
+
+class Branch(NamedTuple):
+    """Where a group touches a layer, by the layer's row and the height in the drawing.
+
+    It moves what the layer makes (axis 0; a factor with a positive exponent), what the layer reads, or both.
+    """
+
+    layer: int
+    makes: bool
+    reads: bool
+    y: float
+
+
+class Lane(NamedTuple):
+    """One group: its size as text (``12·64`` for 12 blocks of 64), its hue in degrees, its column from the left.
+
+    Nested groups, and the factors of the same units, have their parent's hue. Branches are listed from above.
+    """
+
+    name: str
+    kind: Kind
+    size: str
+    hue: float
+    column: int
+    branches: tuple[Branch, ...]
+
+
+class Layer(NamedTuple):
+    """One module that holds tensors: its path, the shape of its largest tensor, and where its box stands."""
+
+    name: str
+    shape: tuple[int, ...]
+    top: float
+    height: float
+
+
+class Layout(NamedTuple):
+    """A drawing in numbers: rows, lanes, and the height of it all."""
+
+    layers: tuple[Layer, ...]
+    lanes: tuple[Lane, ...]
+    columns: int
+    height: float
+
+
+def lay_out(graph: Symmetries) -> Layout:
+    """Rows and lanes for a graph; layers in the order of the state dict, lanes in the order in which they begin."""
+    rows: dict[str, list[str]] = {}
+    for name in graph.shapes:
+        rows.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    number = {parameter: k for k, held in enumerate(rows.values()) for parameter in held}
+    touched = [(group, _touched(group, number)) for group in graph.groups()]
+    touched = [(group, where) for group, where in touched if where]
+    touched.sort(key=lambda pair: min(pair[1]))
+    heights: dict[tuple[int, int], float] = {}  # of the branch of a group in a row, from the row's upper edge
+    filled = [4.0] * len(rows)
+    for k, (_, where) in enumerate(touched):  # first those that begin in a row, whose names need room
+        for row in where:
+            step = NAME if row == min(where) else NEXT
+            heights[k, row] = filled[row] + step / 2
+            filled[row] += step
+    layers, top = [], 0.0
+    for k, (name, held) in enumerate(rows.items()):
+        height = max(filled[k] + 4.0, 20.0)
+        largest = max(held, key=lambda n: (len(graph.shapes[n]), n.endswith("weight")))
+        layers.append(Layer(name, tuple(graph.shapes[largest]), top, height))
+        top += height + 6.0
+    hues = hues_of(graph)
+    ends: list[int] = []
+    lanes = []
+    for k, (group, where) in enumerate(touched):
+        first, last = min(where), max(where)
+        column = next((c for c, end in enumerate(ends) if end < first), len(ends))
+        ends[column : column + 1] = [last]
+        lower = {row: (layers[row].height - filled[row] - 4.0) / 2 for row in where}  # in the middle of a box
+        branches = tuple(
+            Branch(row, *where[row], layers[row].top + heights[k, row] + lower[row]) for row in sorted(where)
+        )
+        lanes.append(Lane(group.name, _kind(group), shape_text(group), hues[group.name], column, branches))
+    return Layout(tuple(layers), tuple(lanes), len(ends), top)
+
+
+def _touched(group: PermutationGroup | ScaleGroup, number: dict[str, int]) -> dict[int, tuple[bool, bool]]:
+    found: dict[int, tuple[bool, bool]] = {}
+    for member in group.members:
+        makes = member.axis == 0 if isinstance(group, PermutationGroup) else getattr(member, "exponent", 1) > 0
+        before = found.get(number[member.parameter], (False, False))
+        found[number[member.parameter]] = (before[0] or makes, before[1] or not makes)
+    return found
+
+
+def _kind(group: PermutationGroup | ScaleGroup) -> Kind:
+    if isinstance(group, PermutationGroup):
+        return "permutation" if group.parent is None else "nested"
+    return "normalization" if isinstance(group, NormalizationGroup) else "scale"
+
+
+def hues_of(graph: Symmetries) -> dict[str, float]:
+    """Hues by the golden angle, so that neighbors differ; what belongs together has one."""
+    hues: dict[str, float] = {}
+    for group in graph.groups():
+        if group.name not in hues:
+            parent = getattr(group, "parent", None)
+            hues[group.name] = hues[parent] if parent in hues else len(hues) * 137.508 % 360
+    return hues
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #222; }
@@ -56,16 +175,10 @@ def is_drawing(content: bytes) -> bool:
     return content.startswith(_HEAD.encode()) and _TITLE.encode() in content[:200]
 
 
-def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) -> str:
+def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
     """Draw the network with its groups, then its tensors, and list all groups.
 
-    In the drawing of the network each box is a layer, and each line a group, which branches to the layers whose tensors
-    it moves: to a dot where it moves what the layer makes, to a ring where it moves what the layer reads. Permutations
-    are solid, permutations within blocks thin, positive scales dashed, normalizations dotted.
-
-    In the table of tensors each axis is a bar, colored by the group that moves it and as long as the logarithm of its
-    size; an axis that several groups share (fused projections, concatenated features) is divided among them. Gray is
-    pinned, white moves with no group. Hovering names the group or the reason.
+    How to read the drawings is said on the page. Hovering names the group or the reason.
 
     Args:
         graph: the symmetry graph.
@@ -106,7 +219,7 @@ _BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
 _SHOWN = 34  # characters of a layer's name
 
 
-def _network(graph: SymmetryGraph) -> str:
+def _network(graph: Symmetries) -> str:
     """Layers as boxes in rows, groups as lines in lanes beside them, their names at the right where they begin."""
     layout = lay_out(graph)
     labels = _BOX + 24 + _SPACING * layout.columns
@@ -155,7 +268,7 @@ def _size(lane: Lane) -> str:
     return lane.size + {"permutation": "", "nested": " in each block"}.get(lane.kind, f" {lane.kind}")
 
 
-def _colors(graph: SymmetryGraph) -> dict[str, str]:
+def _colors(graph: Symmetries) -> dict[str, str]:
     """The hues of the drawing of the network; groups nested in one parent are lighter and darker by turns."""
     colors, shades = {}, defaultdict[str, int](int)
     hues = hues_of(graph)
@@ -168,17 +281,18 @@ def _colors(graph: SymmetryGraph) -> dict[str, str]:
     return colors
 
 
-def _tensors(graph: SymmetryGraph, colors: dict[str, str]) -> str:
+def _tensors(graph: Symmetries, colors: dict[str, str]) -> str:
     owners: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(dict)
     for group in graph.permutations:
         for member in group.members:
             spots = owners[member.parameter, member.axis].setdefault(group.name, [])
             spots += member.index.flatten().tolist()
     reasons = {(p.parameter, p.axis): p.reason for p in graph.pinned}
-    factors: dict[str, list[ScaleGroup]] = defaultdict(list)
-    for scale in (*graph.scales, *graph.normalizations):
-        for parameter in dict.fromkeys(m.parameter for m in scale.members):
-            factors[parameter].append(scale)
+    factors: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for kind, groups in (("scale", graph.scales), ("normalization", graph.normalizations)):
+        for scale in groups:
+            for factor in scale.members:
+                factors[factor.parameter, kind][scale.name] = None
     rows = []
     for name, shape in graph.shapes.items():
         bars, x = [], 0.0
@@ -187,17 +301,15 @@ def _tensors(graph: SymmetryGraph, colors: dict[str, str]) -> str:
             bars += _axis(x, width, size, axis, owners.get((name, axis), {}), reasons.get((name, axis)), colors)
             x += width + 8
         drawing = f'<svg width="{max(x, 1):.0f}" height="18" role="img">{"".join(bars)}</svg>'
-        kind = '<span class="badge">buffer</span>' if name in graph.buffers else ""
-        badges = "".join(
-            f'<span class="badge" title="{escape(", ".join(g.name for g in found), quote=True)}">{label}</span>'
-            for label, kinds in (("scale", graph.scales), ("normalization", graph.normalizations))
-            if (found := [g for g in factors[name] if any(g is k for k in kinds)])
-        )
+        badges = '<span class="badge">buffer</span>' if name in graph.buffers else ""
+        for kind in ("scale", "normalization"):
+            if held := factors.get((name, kind)):
+                badges += f'<span class="badge" title="{escape(", ".join(held), quote=True)}">{kind}</span>'
         shown = " = ".join(graph.aliases.get(name, (name,)))
         sizes = "×".join(map(str, shape)) or "scalar"
         rows.append(
             f'<tr><td class="name">{escape(shown)}</td><td class="number">{sizes}</td><td>{drawing}</td>'
-            f"<td>{kind}{badges}</td></tr>"
+            f"<td>{badges}</td></tr>"
         )
     return f"<table><tr><th>tensor</th><th>shape</th><th>axes</th><th></th></tr>{''.join(rows)}</table>"
 
@@ -211,21 +323,17 @@ def _axis(
     reason: str | None,
     colors: dict[str, str],
 ) -> list[str]:
-    """The bar of one axis, in runs of positions with the same innermost group."""
-    rest = reason if reason is not None else "moves with no permutation group"
+    """The bar of one axis, divided among the innermost groups of its positions."""
     owner: list[str | None] = [None] * size
     for name, spots in owners.items():  # parents come before the groups nested in them
         for spot in spots:
             owner[spot] = name
-    runs = [(name, len(list(same))) for name, same in groupby(owner)]
-    if len(runs) > 64:  # interleaved: shares instead of places
-        runs = list(Counter(owner).items())
-    bars, start = [], 0
-    for holder, count in runs:
+    shares, bars, start = Counter(owner), [], 0
+    rest = reason if reason is not None else "moves with no permutation group"
+    for holder, count in shares.items():
         fill = (_PLAIN if reason is None else _PINNED) if holder is None else colors[holder]
         text = f"axis {axis}, size {size}: {rest if holder is None else holder}"
-        if len(runs) > 1:
-            text += f" ({count} positions)"
+        text += f" ({count} positions)" if len(shares) > 1 else ""
         bars.append(
             f'<rect x="{x + width * start / size:.1f}" y="2" width="{width * count / size:.1f}" height="14" '
             f'fill="{fill}"><title>{escape(text)}</title></rect>'
@@ -234,32 +342,28 @@ def _axis(
     return bars
 
 
-def _tables(graph: SymmetryGraph, colors: dict[str, str]) -> list[str]:
+def _tables(graph: Symmetries, colors: dict[str, str]) -> list[str]:
     parts = []
     for title, groups in (
         ("Permutation groups", graph.permutations),
         ("Scale groups", graph.scales),
         ("Normalization groups", graph.normalizations),
     ):
-        if not groups:
-            continue
         rows = []
         for group in groups:
-            members = ", ".join(dict.fromkeys(member_text(m) for m in group.members))
-            swatch, row, note = "", "<tr>", ""
+            swatch, row = "", "<tr>"
             if isinstance(group, PermutationGroup):
                 swatch = f'<span class="swatch" style="background: {colors[group.name]}"></span>'
                 row = '<tr class="nested">' if group.parent else "<tr>"
                 note = f"10^{group.log10_order:.1f}"
             else:
                 note = "exact" if group.exact else "up to eps"
+            members = ", ".join(dict.fromkeys(member_text(m) for m in group.members))
             rows.append(
                 f'{row}<td class="name">{swatch}{escape(group.name)}</td><td class="number">{shape_text(group)}</td>'
                 f'<td class="number">{note}</td><td class="members">{escape(members)}</td></tr>'
             )
-        last = "orderings" if groups is graph.permutations else "holds"
-        parts.append(
-            f"<h2>{title}</h2><table><tr><th>group</th><th>size</th><th>{last}</th><th>members</th></tr>"
-            f"{''.join(rows)}</table>"
-        )
+        last = "orderings" if title.startswith("Permutation") else "holds"
+        heads = f"<tr><th>group</th><th>size</th><th>{last}</th><th>members</th></tr>"
+        parts += [f"<h2>{title}</h2><table>{heads}{''.join(rows)}</table>"] if rows else []
     return parts

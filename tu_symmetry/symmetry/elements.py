@@ -12,28 +12,25 @@ Laws (tests/symmetry/test_elements.py): ``compose`` is associative, ``compose(p,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.symmetry.symmetries import Symmetries
 from tu_symmetry.transfer import moved as on_device
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Permutation = dict[str, Tensor]
 LogScale = dict[str, Tensor]
 
 
-def identity_permutation(graph: SymmetryGraph) -> Permutation:
+def identity_permutation(graph: Symmetries) -> Permutation:
     """The identity permutation: name to ``arange(size)``, repeated for each block."""
     return {g.name: torch.arange(g.size, device="cpu").expand(g.shape).clone() for g in graph.permutations}
 
 
-def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
+def random_permutation(graph: Symmetries, *, generator: torch.Generator | None = None) -> Permutation:
     """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU.
 
     Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
@@ -46,7 +43,7 @@ def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | Non
     return draws
 
 
-def random_scale(graph: SymmetryGraph, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
+def random_scale(graph: Symmetries, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
     """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU.
 
     Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.

@@ -1,37 +1,18 @@
-"""What discovery returns: the symmetry graph of an architecture.
-
-A graph holds no weights (what it does hold is said at :class:`SymmetryGraph`). Its groups are in ``groups.py``.
-"""
+"""What discovery returns: the symmetry graph of an architecture, which verifies, prints and draws itself."""
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.states import SymmetryError, check_tensor
-from tu_symmetry.symmetry.groups import (
-    NormalizationGroup,
-    PermutationGroup,
-    PermutationMember,
-    Pin,
-    ScaleGroup,
-    ScaleTerm,
-)
-from tu_symmetry.transfer import numbers
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.probe import Probe
+from tu_symmetry.symmetry.drawing import to_html
+from tu_symmetry.symmetry.report import describe, summary
+from tu_symmetry.symmetry.symmetries import Symmetries
+from tu_symmetry.symmetry.verification import verify
 
 
 @dataclass(eq=False, repr=False)
-class SymmetryGraph(Brief):
+class SymmetryGraph(Symmetries):
     """The symmetries of one architecture, as :func:`discover_symmetries` finds them. ``print(graph)`` is readable.
 
     **What a graph keeps.** Names, shapes and indices, the values of ``constants``, and in ``probe`` what it takes to
@@ -42,203 +23,8 @@ class SymmetryGraph(Brief):
     copies and deep copies share it. Without a probe, ``verify_symmetries(graph, model, example_inputs)`` and
     ``certify(..., model=model, example_inputs=...)`` take the module from the caller.
 
-    Attributes:
-        permutations: permutation groups, parents before the groups nested in them.
-        scales: positive-scale groups.
-        normalizations: normalization groups.
-        shapes: shape of every tensor of the state dict.
-        aliases: for each tensor the names under which the state dict holds it (tied weights have several).
-        buffers: names that are buffers, not parameters.
-        pinned: parameter axes without permutation symmetry, with reasons.
-        unknown_operators: operators without a rule that were met (everything they touch is pinned).
-        scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
-        architecture: name of the module's class.
-        kinds: for each tensor the kind of number that the network holds there: ``"real"``, ``"complex"``,
-            ``"integer"`` or ``"boolean"``; states must be of the same kind. Empty where it is not known.
-        branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
-            same way as the example.
-        constants: buffers whose values the outputs depend on and that are read as they are (indices, masks of an
-            attention, sparse matrices); counters that no output depends on are none:
-            the symmetries are those of a network with these values. Masks and factors that lie beside hidden units are
-            none of them; they move with the units.
-        positions: whether the network finds positions by comparing numbers (``argmax``), among which some may be equal.
-        unreached: parameters that no example input reaches (optional arguments that were left out, experts without a
-            token): what they could meet is pinned. More examples reach more.
-        training: whether training mode has been looked at, in words: ``"as evaluation"`` where nothing in the network
-            asks for the mode and evaluation reaches all parameters, ``"followed"`` where the symmetries hold in both,
-            or why it could not be followed.
-        verified: whether :func:`verify_symmetries` has passed.
-        failed: groups that were taken out because they failed verification: name to reason.
-        by_hand: names of the groups that :meth:`with_permutation` added.
-        probe: the network that the graph was discovered on, without its weights, and the example inputs (see above);
-            None where it was left out, or lost by pickling.
+    Its attributes and the methods that change its groups are those of :class:`~.symmetries.Symmetries`.
     """
-
-    permutations: tuple[PermutationGroup, ...]
-    scales: tuple[ScaleGroup, ...]
-    normalizations: tuple[NormalizationGroup, ...]
-    shapes: dict[str, tuple[int, ...]]
-    aliases: dict[str, tuple[str, ...]]
-    buffers: frozenset[str] = frozenset()
-    pinned: tuple[Pin, ...] = ()
-    unknown_operators: tuple[str, ...] = ()
-    scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
-    architecture: str = ""
-    branch: str | None = None
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-    positions: bool = False
-    unreached: tuple[str, ...] = ()
-    training: str = "as evaluation"
-    verified: bool = False
-    failed: dict[str, str] = field(default_factory=dict)
-    by_hand: frozenset[str] = frozenset()
-    probe: Probe | None = field(default=None, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"probe": None}  # modules are not pickled: they may be of any class
-
-    def __copy__(self) -> SymmetryGraph:
-        return replace(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SymmetryGraph:
-        return replace(self, **{f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self)})
-
-    def __getitem__(self, name: str) -> PermutationGroup | ScaleGroup:
-        for group in self.groups():
-            if group.name == name:
-                return group
-        reason = f" (it {self.failed[name]})" if name in self.failed else ""
-        raise KeyError(f"no group {name!r}{reason}; the groups are {[g.name for g in self.groups()]}")
-
-    def groups(self) -> Iterator[PermutationGroup | ScaleGroup]:
-        """All groups: permutations, then scales, then normalizations."""
-        yield from self.permutations
-        yield from self.scales
-        yield from self.normalizations
-
-    def children(self, name: str) -> tuple[PermutationGroup, ...]:
-        """The permutation groups nested directly in the group ``name``."""
-        return tuple(g for g in self.permutations if g.parent == name)
-
-    @property
-    def log10_permutations(self) -> float:
-        """log10 of the number of weight vectors that permutations make equivalent."""
-        return sum(g.log10_order for g in self.permutations)
-
-    def without(self, *names: str) -> SymmetryGraph:
-        """The graph without some of its groups: symmetries that hold, but that are not to be used.
-
-        Groups nested in a permutation group that is left out stay; their blocks then stay where they are.
-
-        Raises:
-            KeyError: for a name that no group has.
-        """
-        for name in names:
-            self[name]
-        return self._without({g: "left out by hand" for g in self.groups() if g.name in names})
-
-    def without_probe(self) -> SymmetryGraph:
-        """The graph without the network and the inputs that it was discovered on: it then holds no module at all.
-
-        If it is not verified yet, it has to be, by :func:`verify_symmetries`, before it transforms weights.
-        """
-        return replace(self, probe=None)
-
-    def _take_out(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> None:
-        """Take groups out of this very graph, as :meth:`without` does: claims that failed verification."""
-        less = self._without(reasons)
-        for changed in ("permutations", "scales", "normalizations", "scale_terms", "pinned", "by_hand"):
-            setattr(self, changed, getattr(less, changed))
-        self.failed = self.failed | {group.name: reason for group, reason in reasons.items()}
-
-    def _without(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> SymmetryGraph:
-        pins = [
-            Pin(m.parameter, m.axis, self.shapes[m.parameter][m.axis], reasons[g])
-            for g in self.permutations
-            if g in reasons
-            for m in g.members
-        ]
-        gone = {g.name for g in reasons if isinstance(g, PermutationGroup)}
-        number: list[int] = []
-        start = 0
-        for group in (*self.scales, *self.normalizations):
-            kept = group not in reasons
-            number += range(start, start + group.size) if kept else [-1] * group.size
-            start += group.size if kept else 0
-        renumbered = torch.tensor([*number, -1], device="cpu")  # the last entry answers for the index -1
-        terms = {
-            name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
-            for name, held in self.scale_terms.items()
-        }
-        return replace(
-            self,
-            permutations=tuple(
-                replace(g, parent=None) if g.parent in gone else g for g in self.permutations if g not in reasons
-            ),
-            scales=tuple(g for g in self.scales if g not in reasons),
-            normalizations=tuple(g for g in self.normalizations if g not in reasons),
-            scale_terms={name: held for name, held in terms.items() if held},
-            pinned=(*self.pinned, *dict.fromkeys(pins)),
-            by_hand=self.by_hand - gone,
-        )
-
-    def with_permutation(self, name: str, axes: Mapping[str, int]) -> SymmetryGraph:
-        """The graph with one more permutation group, given by hand: what discovery cannot see.
-
-        The new graph is verified numerically before weights are transformed with it, so that a wrong group is refused
-        then.
-
-        Args:
-            name: of the new group.
-            axes: for each parameter and buffer that the group moves, the axis along which its units lie.
-
-        Raises:
-            SymmetryError: if a name is unknown or taken, axes differ in size, or another group moves one of them.
-        """
-        if "/" in name or any(g.name == name or g.name.startswith(name + "/") for g in self.groups()):
-            raise SymmetryError(
-                f"the name {name!r} is taken (by a group, or as the parent of one), or holds a slash (which is for "
-                "nested groups)"
-            )
-        alias = {other: first for first, names in self.aliases.items() for other in names}
-        unknown = [n for n in axes if n not in alias]
-        if unknown or not axes:
-            raise SymmetryError(f"not in the state dict: {_some(unknown)}; the names are {_some(sorted(alias))}")
-        given = {alias[n]: axis % len(self.shapes[alias[n]]) for n, axis in axes.items()}
-        sizes = {self.shapes[n][axis] for n, axis in given.items()}
-        if len(sizes) != 1:
-            raise SymmetryError(
-                "the axes of one group must have one size, but they have "
-                + ", ".join(f"{n}[{axis}]: {self.shapes[n][axis]}" for n, axis in given.items())
-            )
-        for group in self.permutations:
-            for member in group.members:
-                if given.get(member.parameter) == member.axis:
-                    raise SymmetryError(
-                        f"{member.parameter}[{member.axis}] is already moved by the group {group.name!r}; take that "
-                        f"one out first: graph.without({group.name!r})"
-                    )
-        size = sizes.pop()
-        members = tuple(
-            PermutationMember(n, axis, torch.arange(size, device="cpu").unsqueeze(1)) for n, axis in given.items()
-        )
-        return replace(
-            self,
-            permutations=(*self.permutations, PermutationGroup(name, size, members)),
-            pinned=tuple(p for p in self.pinned if given.get(p.parameter) != p.axis),
-            by_hand=self.by_hand | {name},
-            verified=False,
-        )
-
-    def unknown_group(self, name: str, groups: Iterable[str]) -> SymmetryError:
-        """The error for a name that none of ``groups`` has: it may have failed verification."""
-        if name in self.failed:
-            return SymmetryError(
-                f"the group {name!r} was taken out of this graph, because it {self.failed[name]}; the elements of the "
-                "groups that hold come from random_permutation(graph), random_scale(graph) or a matching made now"
-            )
-        return SymmetryError(f"no group {name!r} in this graph; it has {sorted(groups)}")
 
     def require_verified(self) -> None:
         """Verify now if that has not happened yet; called by everything that transforms weights.
@@ -248,103 +34,18 @@ class SymmetryGraph(Brief):
         Raises:
             SymmetryError: if verification fails, or the graph has lost its probe and was never verified.
         """
-        if self.verified:
-            return
-        if self.probe is None:
-            raise SymmetryError(
-                "this symmetry graph has not been verified and holds no network to verify it with; "
-                "call verify_symmetries(graph, model, example_inputs) first"
-            )
-        from tu_symmetry.symmetry.verification import verify
-
-        verify(self, self.probe)
-
-    def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
-        """Check that a state dict, or a stack of them, belongs to this architecture.
-
-        Args:
-            state: name to tensor; every tensor may carry the same number of extra leading (sample) axes.
-            finite: also refuse NaN and infinite values.
-            name: what to call the state in an error.
-
-        Returns:
-            The number of leading sample axes.
-
-        Raises:
-            TypeError: not a mapping of names to tensors.
-            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values, what is no tensor or one
-                of another kind than the network's (integers or complex numbers for real weights), and other values of
-                the integers and booleans in ``constants``.
-        """
-        if not isinstance(state, Mapping):
-            raise TypeError(
-                f"{name} is a {type(state).__name__}, not a state dict; for a module pass module.state_dict()"
-            )
-        known = {alias for names in self.aliases.values() for alias in names}
-        missing = sorted(known - state.keys())
-        extra = sorted(map(str, state.keys() - known))
-        if missing or extra:
-            hint = ""
-            if any(k.startswith(("model.", "module.", "net.")) for k in extra):
-                hint = " Names with a prefix such as 'model.' come from a wrapping module: strip the prefix."
-            raise SymmetryError(
-                f"{name} is not a state dict of {self.architecture or 'the discovered architecture'}: "
-                f"missing {_some(missing)}, unexpected {_some(extra)}.{hint}"
-            )
-        leading: int | None = None
-        counts: dict[str, Tensor] = {}
-        for key, names in self.aliases.items():
-            shape = self.shapes[key]
-            for alias in names:
-                given = state[alias]
-                if key in self.constants and isinstance(given, Tensor) and given.layout != torch.strided:
-                    given = given.to_dense()  # a sparse matrix that no group moves
-                tensor = check_tensor(given, f"{name}[{alias!r}]", self.kinds.get(key), values=finite)
-                extra_axes = tensor.ndim - len(shape)
-                leading = extra_axes if leading is None else leading
-                if extra_axes != leading or extra_axes < 0 or tuple(tensor.shape[extra_axes:]) != shape:
-                    raise SymmetryError(
-                        f"{name}[{alias!r}] has shape {tuple(tensor.shape)}, but the architecture that the graph was "
-                        f"discovered on has {shape} (leading sample axes must be the same for all tensors)"
-                    )
-                if finite and (tensor.is_floating_point() or tensor.is_complex()):
-                    counts[alias] = (~torch.isfinite(tensor)).sum()
-                constant = self.constants.get(key)
-                if constant is not None and not bool((tensor.detach().cpu() == constant).all()):
-                    raise SymmetryError(
-                        f"{name}[{alias!r}] differs from the one that the symmetries were discovered with. The forward "
-                        "pass reads its values (an index, a mask of an attention), and with other values the network "
-                        "may have other symmetries: discover them on a model with this state"
-                    )
-        for alias, bad in zip(counts, numbers(list(counts.values())), strict=True):
-            if bad:
-                raise SymmetryError(
-                    f"{name}[{alias!r}] holds {bad:.0f} NaN or infinite values; it comes from a diverged run or a "
-                    "damaged file, and no alignment of it would mean anything"
-                )
-        return leading or 0
+        if not self.verified and self.probe is not None:
+            verify(self, self.probe)
+        super().require_verified()
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The graph as a self-contained HTML page, also written to ``path`` if one is given."""
-        from tu_symmetry.symmetry.drawing import to_html
-
         return to_html(self, path)
 
     def facts(self) -> list[tuple[str, str]]:
         """What the graph holds, in a line for each kind of group."""
-        from tu_symmetry.symmetry.report import summary
-
         wanted = ("state", "permutations", "scales", "normalizations", "failed")
         return [("of", self.architecture or "a network"), *(fact for fact in summary(self) if fact[0] in wanted)]
 
     def __str__(self) -> str:
-        from tu_symmetry.symmetry.report import describe
-
         return describe(self)
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    if not names:
-        return "nothing"
-    shown = ", ".join(repr(n) for n in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -21,7 +21,8 @@ optimizer state are those of the moved network; after a permutation, so is all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,19 +84,9 @@ def scale_in_place(
 ) -> None:
     """Rescale a network by positive factors without changing its function, with everything that follows its weights.
 
-    What of the training trajectory is not invariant stands at :func:`move_optimizer_state`.
-
-    Args:
-        graph: the symmetry graph of the network (verified on first use).
-        log_scale: natural-log factors, on the CPU.
-        network: changed in place, with its gradients.
-        mirrors: averages of its weights, of the same architecture, changed in place.
-        swag: SWAG statistics and the prefix of the network's names in them, changed in place.
-        optimizers: whatever they hold for the network's parameters moves along.
-
-    Raises:
-        SymmetryError: before anything is changed, if the factors or a module do not belong to the graph, a weight would
-            leave the range of its dtype, or an optimizer's state cannot follow.
+    Arguments and errors are those of :func:`permute_in_place`, with natural-log factors on the CPU; a weight that would
+    leave the range of its dtype is one more error. What of the training trajectory is not invariant stands at
+    :func:`move_optimizer_state`.
     """
     if not any(bool(s.any()) for s in log_scale.values()):
         return
@@ -149,16 +140,23 @@ def _replace(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
 
 def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose state is not shaped like the weights, before anything has been changed."""
+    for parameter, key, value in _entries(optimizer):
+        if _listed(value) or (isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape):
+            raise SymmetryError(
+                f"{type(optimizer).__name__} keeps {key!r} in a form that is not its parameter's, so it cannot "
+                "follow a permutation; use in_place=False, or an optimizer with elementwise state (SGD, Adam and "
+                "their kin)"
+            )
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-            shaped = not isinstance(value, Tensor) or value.numel() == 1 or value.shape == parameter.shape
-            if listed or not shaped:
-                raise SymmetryError(
-                    f"{type(optimizer).__name__} keeps {key!r} in a form that is not its parameter's, so it cannot "
-                    "follow a permutation; use in_place=False, or an optimizer with elementwise state (SGD, Adam and "
-                    "their kin)"
-                )
+            yield parameter, key, value
+
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
 
 
 def move_optimizer_state(
@@ -191,24 +189,21 @@ def move_optimizer_state(
     """
     if log_scale is not None:
         check_scalable_state(optimizer, names)
-    for parameter, state in optimizer.state.items():
+    for parameter, key, value in _entries(optimizer):
         name = names.get(id(parameter))
-        if name is None:
+        if name is None or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 1 != parameter.numel():
             continue
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 1 != parameter.numel():
-                continue
-            if value.shape != parameter.shape:
-                raise SymmetryError(
-                    f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(parameter.shape)}: factored or flattened statistics cannot follow a symmetry"
-                )
-            moved: dict[str, Tensor] = {name: value}
-            if permutation is not None:
-                moved = permute_tensors(graph, permutation, moved)
-            if log_scale is not None:
-                moved = scale_tensors(graph, log_scale, moved, power=-2.0 if key in _LIKE_SQUARES else -1.0)
-            value.copy_(moved[name])
+        if value.shape != parameter.shape:
+            raise SymmetryError(
+                f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
+                f"{tuple(parameter.shape)}: factored or flattened statistics cannot follow a symmetry"
+            )
+        moved: dict[str, Tensor] = {name: value}
+        if permutation is not None:
+            moved = permute_tensors(graph, permutation, moved)
+        if log_scale is not None:
+            moved = scale_tensors(graph, log_scale, moved, power=-2.0 if key in _LIKE_SQUARES else -1.0)
+        value.copy_(moved[name])
 
 
 _LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
@@ -228,18 +223,15 @@ def check_scalable_state(optimizer: torch.optim.Optimizer, names: Mapping[int, s
     Raises:
         SymmetryError: naming the optimizer, the entry and the parameter.
     """
-    for parameter, state in optimizer.state.items():
-        if id(parameter) not in names:
+    for parameter, key, value in _entries(optimizer):
+        scalar = not isinstance(value, Tensor) or value.ndim == 0
+        if id(parameter) not in names or (scalar and not _listed(value)):
             continue
-        for key, value in state.items():
-            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-            if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
-                continue
-            preconditioned = key == "momentum_buffer" and "square_avg" in state
-            known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
-            if listed or not known or value.shape != parameter.shape:
-                raise SymmetryError(
-                    f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
-                    "rescaling is not known; leave the weights' scale as it is (in_place=False in a callback), or "
-                    "train with SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
-                )
+        preconditioned = key == "momentum_buffer" and "square_avg" in optimizer.state[parameter]
+        known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
+        if _listed(value) or not known or value.shape != parameter.shape:
+            raise SymmetryError(
+                f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
+                "rescaling is not known; leave the weights' scale as it is (in_place=False in a callback), or "
+                "train with SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
+            )

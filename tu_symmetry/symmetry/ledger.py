@@ -1,7 +1,7 @@
 """The ledger: everything that the operators of one network demand of its hidden units and of its scales.
 
 The rules write it while the traced network is walked through once; :mod:`.extraction` then reads the demands on units,
-and :mod:`.scales` those on scales. Nothing is ever taken back: more demands can only mean fewer symmetries.
+and :mod:`.scale_groups` those on scales. Nothing is ever taken back: more demands can only mean fewer symmetries.
 
 As an example, ``c(relu(a(x)) + b(x))`` with three units each. Parameters come with free units on each axis, say
 ``a.weight [0 1 2 | ...]``, ``b.weight [5 6 7 | ...]``, and ``c.weight [... | 10 11 12]``. Then
@@ -172,9 +172,7 @@ class Ledger:
         if name is None or name in self.used:
             self.unify(value.labels[axis], label, value.reasons[axis], reason)
             return value
-        labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
-        reasons = (*value.reasons[:axis], reason, *value.reasons[axis + 1 :])
-        self.parameters[name] = value = replace(value, labels=labels, reasons=reasons)
+        self.parameters[name] = value = value.with_axis(axis, label=label, reason=reason)
         return value
 
     def rescale(self, value: Value, scale: tuple[Term, ...]) -> Value:
@@ -492,6 +490,18 @@ class Ledger:
         first = variable.take([0], axis)
         self.constraints.append(((1.0, variable), (-1.0, first)))
         return first
+
+    def alike_along(self, value: Value, *axes: int) -> Value:
+        """Demand that the log-scale of a tensor be the same all along some axes; returns it with size one there."""
+        terms = value.scale
+        for axis in axes:
+            terms = tuple((c, self.constant_along(v, axis)) for c, v in terms)
+        return replace(value, scale=terms)
+
+    def unscaled(self, value: Value) -> Value:
+        """Demand that the log-scale of a tensor be zero; returns it without one."""
+        self.pin_scale(value.scale)
+        return replace(value, scale=())
 
     def pin_scale(self, scale: tuple[Term, ...]) -> None:
         """Demand that a log-scale be zero."""

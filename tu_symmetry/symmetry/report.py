@@ -7,12 +7,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, ScaleGroup, ScaleMember
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.symmetries import Symmetries
 
 WIDTH = 120
 
@@ -20,7 +17,7 @@ Group = PermutationGroup | ScaleGroup
 Member = PermutationMember | ScaleMember
 
 
-def describe(graph: SymmetryGraph) -> str:
+def describe(graph: Symmetries) -> str:
     """The graph as text of at most 120 columns: :func:`summary`, then the tables of the three kinds of group.
 
     Groups that differ only in one number of their path (the layers of a stage, the blocks of an encoder) share a
@@ -53,7 +50,7 @@ def describe(graph: SymmetryGraph) -> str:
     return "\n".join(lines)
 
 
-def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
+def summary(graph: Symmetries) -> list[tuple[str, str]]:
     """What the graph holds, as (label, sentence) pairs."""
     units = sum(g.size * math.prod(g.blocks) for g in graph.permutations)
     nested = sum(g.parent is not None for g in graph.permutations)
@@ -175,7 +172,7 @@ def _replace(text: str, stem: str, number: int, by: str) -> str:
 
 
 def _rows(
-    graph: SymmetryGraph, families: Sequence[Family], *, note: bool, depth: int = 1
+    graph: Symmetries, families: Sequence[Family], *, note: bool, depth: int = 1
 ) -> Iterator[tuple[str, str, list[str]]]:
     for family in families:
         first = family.groups[0]

@@ -54,7 +54,7 @@ def register_rule(
 
     Args:
         operators: names such as ``"aten.relu"`` or ``"mylib.swish"`` (namespace and name, without the overload; a
-            trailing underscore of an in-place variant is covered too).
+            trailing underscore of an in-place variant is covered too), also several of them in one text.
         positions: what becomes of a tensor whose entries are positions of hidden units (what ``argmax`` returns). By
             default the units are pinned, since an ordinary operator reads the numbers; ``"keep"`` is for operators
             that only move or copy the entries of their one tensor; a rule with ``"read"`` looks at ``Value.points``.
@@ -73,7 +73,7 @@ def register_rule(
     """
 
     def add(rule: R) -> R:
-        for operator in operators:
+        for operator in " ".join(operators).split():
             name = operator if "." in operator else f"aten.{operator}"
             RULES[name], POSITIONS[name], TRAITS[name] = rule, positions, frozenset(traits)
         return rule
@@ -126,6 +126,11 @@ class Call:
         """An argument, or the default where it is absent or None."""
         value = self.arguments.get(name, default)
         return default if value is None else value
+
+    @property
+    def name(self) -> str:
+        """The operator's name without the namespace of PyTorch's own."""
+        return self.operator.removeprefix("aten.")
 
     @property
     def shape(self) -> tuple[int, ...]:

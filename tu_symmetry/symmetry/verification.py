@@ -26,7 +26,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,11 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.comparison import Difference, Reference
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of, perturb_
-from tu_symmetry.symmetry.probe import random_state as random_state
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.running.comparison import Difference, Reference
+from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
+from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.symmetries import Symmetries
 
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
@@ -49,7 +47,7 @@ FEW = 8  # units of a block; two blocks of so many move alike by chance in one o
 
 
 def verify_symmetries(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
@@ -102,7 +100,7 @@ def verify_symmetries(
 
 
 def verify(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     probe: Probe,
     *,
     on_failure: Literal["pin", "raise"] = "pin",
@@ -144,11 +142,11 @@ def _kind(group: Group) -> str:
     return "normalization group" if isinstance(group, NormalizationGroup) else "scale group"
 
 
-def _by_hand(graph: SymmetryGraph, group: Group) -> bool:
+def _by_hand(graph: Symmetries, group: Group) -> bool:
     return isinstance(group, PermutationGroup) and group.name in graph.by_hand
 
 
-def _refusal(graph: SymmetryGraph, failed: Mapping[Group, Difference]) -> str:
+def _refusal(graph: Symmetries, failed: Mapping[Group, Difference]) -> str:
     told = [
         f"the {_kind(group)} {group.name!r} is no symmetry of this network: the outputs change by "
         f"{found.change:.1e} (relative to an output's own scale; {found.allowed:.0e} is allowed)"
@@ -162,12 +160,6 @@ def _refusal(graph: SymmetryGraph, failed: Mapping[Group, Difference]) -> str:
         'please report the architecture. on_failure="pin" takes such groups out and keeps the others.'
     )
     return "; ".join(told[:6]) + more + ". " + advice
-
-
-_TOGETHER = (
-    "each group on its own leaves the outputs of this network unchanged, but all of them together change them: a rule "
-    "is wrong, or the network does not compute the same twice; please report the architecture"
-)
 
 
 # -- what moves in which pass -----------------------------------------------------------------------------------
@@ -247,7 +239,7 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _failures(
-    graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], tolerance: float, seed: int
+    graph: Symmetries, probe: Probe, claimed: Sequence[Group], tolerance: float, seed: int
 ) -> dict[Group, Difference]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
@@ -279,7 +271,7 @@ def _failures(
 
 
 def _try(
-    graph: SymmetryGraph,
+    graph: Symmetries,
     base: _Base,
     groups: Sequence[Group],
     plans: Sequence[_Pass],
@@ -294,17 +286,20 @@ def _try(
             continue
         failed = _bisect(graph, base.again(), element)
         if not failed:
-            raise SymmetryError(_TOGETHER)
+            raise SymmetryError(
+                "each group on its own leaves the outputs of this network unchanged, but all of them together change "
+                "them: a rule is wrong, or the network does not compute the same twice; please report the architecture"
+            )
         return failed
     return {}
 
 
-def _moved(graph: SymmetryGraph, base: _Base, element: Element) -> dict[str, Tensor]:
+def _moved(graph: Symmetries, base: _Base, element: Element) -> dict[str, Tensor]:
     permutation, log_scale = _split(element)
     return scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
 
 
-def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Difference]:
+def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Difference]:
     """The groups of an element that change the outputs on their own."""
     found = base.difference(_moved(graph, base, element))
     if found.holds:
@@ -339,14 +334,9 @@ class _Base:
         """Measure sensitivities by noise on the weights; returns the outputs of the weights as they are in the end."""
         noise = NOISE * self.probe.epsilon
         for _ in range(draws):
-            if self.narrow:  # in half precision, which has no room for the noise
-                after = self.probe.run(self.state, noise=lambda name: noise, generator=generator)
-                self.reference.change(before, after, noise)
-                continue
-            perturb_(self.state, lambda name: noise, generator)
-            after = self.probe.run(self.state)
+            after = self.probe.perturbed(self.state, lambda name: noise, generator, in_place=True)
             self.reference.change(before, after, noise)
-            before = after
+            before = before if self.narrow else after  # half precision has no room for the noise
         return before
 
     def keeps_its_outputs(self) -> bool:
@@ -406,7 +396,7 @@ class _Base:
             # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
             told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
             patterns.append(nans)
-            problem = base.reference.problem(base.allowed) if told else _NAN
+            problem = base.reference.problem(base.allowed) if told else base.reference.nothing("NaN")
             if problem is None:
                 return base
         raise SymmetryError(problem)
@@ -437,9 +427,3 @@ class _Base:
 
     def _compare(self, outputs: list[Tensor]) -> Difference:
         return self.reference.difference(outputs, self.allowed, epsilon=self.probe.epsilon)
-
-
-_NAN = (
-    "the network's outputs are NaN for random weights of moderate size, so that nothing can be verified; pass example "
-    "inputs of ordinary magnitude"
-)

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.operators.movement import pin_tensor, repeat
 from tu_symmetry.symmetry.operators.pointwise import elementwise, is_fresh, replace_arguments
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor, repeat
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -94,10 +94,10 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
     result = replace(full, scale=ledger.merge(rest))
     remaining = list(every)
     for letter in sorted((every[k] for k in reversed(summed)), key=lambda x: -_depth(labels.get(x, ()))):
-        result = moving.drop(ledger, result, remaining.index(letter))  # units before the blocks that they are nested in
+        result = views.drop(ledger, result, remaining.index(letter))  # units before the blocks that they are nested in
         remaining.remove(letter)
-    result = moving.permute(result, [remaining.index(x) for x in output])
-    return moving.reshape(ledger, result, call.shape) if result.shape != call.shape else result
+    result = views.permute(result, [remaining.index(x) for x in output])
+    return views.reshape(ledger, result, call.shape) if result.shape != call.shape else result
 
 
 def _nested(ledger: Ledger, value: Value, own: str, partners: Sequence[tuple[Value, str]], output: str) -> Value:
@@ -154,10 +154,10 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
         return result
     frame = [1] * result.ndim
     frame[axis] = bias.shape[-1]
-    laid = moving.reshape(call.ledger, bias, frame)
+    laid = views.reshape(call.ledger, bias, frame)
     label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
     call.ledger.equate(laid.scale, result.scale)
-    return replace(result, labels=(*result.labels[:axis], label, *result.labels[axis + 1 :]))
+    return result.with_axis(axis, label=label)
 
 
 @register_rule("matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "_sparse_mm", traits=("spreads",))
@@ -213,7 +213,7 @@ def _without_repeats(call: Call, operands: list[Value], specs: list[str]) -> tup
             while own.count(letter) > 1:
                 first = own.index(letter)
                 second = own.index(letter, first + 1)
-                value = moving.diagonal(call.ledger, value, first, second)
+                value = views.diagonal(call.ledger, value, first, second)
                 own = own[:first] + own[first + 1 : second] + own[second + 1 :] + letter
         values.append(value)
         letters.append(own)
@@ -233,7 +233,7 @@ def _attention(call: Call) -> Value:
                     ledger,
                     "aten.repeat_interleave",
                     {"self": v, "repeats": count, "dim": axis},
-                    [(*v.shape[:axis], v.shape[axis] * count, *v.shape[axis + 1 :])],
+                    [v.with_axis(axis, size=v.shape[axis] * count).shape],
                     call.place,
                 )
             )
@@ -243,12 +243,11 @@ def _attention(call: Call) -> Value:
     shape = (*np.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2], key.shape[-2])
     scores = contract(replace(call, outputs=[shape]), [query, key], [letters + "xy", letters + "zy"], letters + "xz")
     mask = call.get("attn_mask")
-    ledger.pin_scale(scores.scale)
-    scores = moving.unnest(ledger, replace(scores, scale=()), lead + 1)
+    scores = views.unnest(ledger, ledger.unscaled(scores), lead + 1)
     if isinstance(mask, Value):
         scores = elementwise(replace(call, arguments={"0": scores, "1": mask}, outputs=[shape]))
     if call.get("is_causal", False):
-        scores = moving.mix(ledger, moving.mix(ledger, scores, lead, "causal mask"), lead + 1, "causal mask")
+        scores = views.mix(ledger, views.mix(ledger, scores, lead, "causal mask"), lead + 1, "causal mask")
     return contract(call, [scores, value], [letters + "xz", letters + "zw"], letters + "xw")
 
 
@@ -267,10 +266,10 @@ def _bag(call: Call) -> list[Value]:
     pin_tensor(call, call["indices"], "an index")
     for name in ("offsets", "per_sample_weights"):
         pin_tensor(call, call.get(name), name)
-    table = moving.mix(call.ledger, weight, 0, "rows are looked up")
-    row = moving.take(call.ledger, table, 0, 0)
+    table = views.mix(call.ledger, weight, 0, "rows are looked up")
+    row = views.take(call.ledger, table, 0, 0)
     lead = len(call.outputs[0]) - row.ndim
-    laid = moving.pad_left(row, row.ndim + lead)
+    laid = views.pad_left(row, row.ndim + lead)
     found = replace(laid, shape=call.outputs[0], reasons=("looked up",) * lead + row.reasons)
     return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]
 
@@ -286,11 +285,8 @@ def _distances(call: Call) -> Value:
     found = contract(call, plain, [letters[0] + "xm", letters[1] + "zm"], lead + "xz")
     scales = []
     for value in (left, right):
-        value = moving.pad_left(value, len(call.shape))
-        terms = value.scale
-        for axis in (value.ndim - 1, value.ndim - 2):  # every row is compared with every row
-            terms = tuple((c, ledger.constant_along(v, axis)) for c, v in terms)
-        scales.append(terms)
+        value = views.pad_left(value, len(call.shape))
+        scales.append(ledger.alike_along(value, value.ndim - 1, value.ndim - 2).scale)  # every row meets every row
     if id(left) in call.zeros or id(right) in call.zeros:
         return replace(found, scale=scales[int(id(left) in call.zeros)])
     ledger.equate(scales[0], scales[1])
@@ -316,12 +312,12 @@ def _tensordot(call: Call) -> Value:
 def _kronecker(call: Call) -> Value:
     a, b = call.tensors
     ndim = max(a.ndim, b.ndim)
-    a, b = (moving.pad_left(v, ndim) for v in (a, b))
+    a, b = (views.pad_left(v, ndim) for v in (a, b))
     first, second = "abcd"[:ndim], "mnop"[:ndim]
     shape = tuple(n for pair in zip(a.shape, b.shape, strict=True) for n in pair)
     joined = "".join(x + y for x, y in zip(first, second, strict=True))
     product = contract(replace(call, outputs=[shape]), [a, b], [first, second], joined)
-    return moving.reshape(call.ledger, product, call.shape)
+    return views.reshape(call.ledger, product, call.shape)
 
 
 @register_rule("_grouped_mm", "transformers.grouped_mm_fallback")
@@ -331,10 +327,10 @@ def _grouped(call: Call) -> Value:
     fresh = is_fresh(ledger, b) or id(b) in call.sole
     pin_tensor(call, call.get("offs"), "offsets of experts")
     if a.ndim == 2 and b.ndim == 3:
-        a = moving.mix(ledger, a, 0, "rows are dealt out to experts")
-        b = moving.mix(ledger, b, 0, "experts are told apart by offsets")
-        one = moving.take(ledger, replace(b, parameter=None), 0, np.zeros(1, dtype=np.int64))
-        flat = moving.reshape(ledger, replace(one, parameter=None), one.shape[1:])
+        a = views.mix(ledger, a, 0, "rows are dealt out to experts")
+        b = views.mix(ledger, b, 0, "experts are told apart by offsets")
+        one = views.take(ledger, replace(b, parameter=None), 0, np.zeros(1, dtype=np.int64))
+        flat = views.reshape(ledger, replace(one, parameter=None), one.shape[1:])
         sole = call.sole
         if fresh:  # a factor on all experts is what their outputs offer already
             ledger.pin_scale(tuple(t for t in flat.scale if t[1].size == 1))

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
-from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.operators.pointwise import is_fresh
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 @register_rule(
-    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
     traits=("spreads",),
-)  # fmt: skip
+)
 def _conv(call: Call) -> Value:
     value, weight = call["input"], call["weight"]
     ledger = call.ledger
@@ -34,9 +34,9 @@ def _conv(call: Call) -> Value:
     if groups == 1 and _reads_single_positions(call, value, weight, axis):
         return _pointwise(call, value, weight, axis, transposed=transposed)
     for k in range(axis + 1, value.ndim):
-        value = moving.mix(ledger, value, k, "spatial position")
+        value = views.mix(ledger, value, k, "spatial position")
     if batched and value.shape[0] > 1:
-        value = moving.unnest(ledger, moving.unnest(ledger, value, 0), axis)
+        value = views.unnest(ledger, views.unnest(ledger, value, 0), axis)
     for k in range(2, weight.ndim):
         if weight.labels[k]:
             ledger.pin_label(weight.labels[k], "kernel position")
@@ -56,14 +56,14 @@ def _conv(call: Call) -> Value:
     )
 
     fresh = is_fresh(ledger, weight) or id(weight) in call.sole
-    label, terms = moving.channel(ledger, value, axis)
+    label, terms = views.channel(ledger, value, axis)
     channels = value.shape[axis]
     inputs = Value((channels,), (label,), (value.reasons[axis],), terms)
     if groups == 1:
         ledger.observe(kernel)
         spec = ("y", "yz" if transposed else "zy", "z")
     else:
-        inputs = moving.reshape(ledger, inputs, (groups, channels // groups))
+        inputs = views.reshape(ledger, inputs, (groups, channels // groups))
         ledger.observe(inputs)
         kernel = _grouped(call, kernel, groups)
         spec = ("gy", "gyz" if transposed else "gzy", "gz")
@@ -73,13 +73,13 @@ def _conv(call: Call) -> Value:
     sole = call.sole | {id(kernel)} if fresh else call.sole
     out = contract(replace(call, outputs=[shape], sole=sole), [inputs, kernel], [spec[0], spec[1]], spec[2])
     if groups > 1:
-        out = moving.reshape(ledger, out, (math.prod(out.shape),))
+        out = views.reshape(ledger, out, (math.prod(out.shape),))
     bias = call.get("bias")
     if bias is not None:
         out = add_bias(call, out, bias, 0)
     frame = [1] * len(call.shape)
     frame[axis] = out.shape[0]
-    laid = moving.reshape(ledger, out, frame)
+    laid = views.reshape(ledger, out, frame)
     reasons = tuple(
         laid.reasons[k] if k == axis else ("batch" if k < axis else "spatial position") for k in range(len(frame))
     )
@@ -129,26 +129,22 @@ def _folded(call: Call, value: Value, weight: Value, axis: int, j: int) -> Value
     def fold(tensor: Value, channels: int) -> Value:
         at = channels + 1 + j
         order = [*range(channels + 1), at, *(k for k in range(channels + 1, tensor.ndim) if k != at)]
-        moved = moving.permute(tensor, order)
-        shape = (
-            *moved.shape[:channels],
-            moved.shape[channels] * moved.shape[channels + 1],
-            *moved.shape[channels + 2 :],
-        )
-        return moving.reshape(call.ledger, moved, shape)
+        moved = views.permute(tensor, order)
+        joined = moved.shape[channels] * moved.shape[channels + 1]
+        shape = (*moved.shape[:channels], joined, *moved.shape[channels + 2 :])
+        return views.reshape(call.ledger, moved, shape)
 
     def rest(given: Any) -> Any:
-        return (
-            [n for k, n in enumerate(given) if k != j] if isinstance(given, (list, tuple)) and len(given) > 1 else given
-        )
+        listed = isinstance(given, (list, tuple)) and len(given) > 1
+        return [n for k, n in enumerate(given) if k != j] if listed else given
 
     kernel = fold(weight, 1)
-    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) or id(weight) in call.sole else call.sole
+    call = _as_free(call, weight, kernel)
     lists = {n: rest(call.arguments[n]) for n in ("stride", "padding", "dilation") if n in call.arguments}
     shape = tuple(n for k, n in enumerate(call.shape) if k != axis + 1 + j)
     arguments = call.arguments | lists | {"input": fold(value, axis), "weight": kernel}
-    found = _conv(replace(call, arguments=arguments, outputs=[shape], sole=sole))
-    return moving.reshape(call.ledger, found, call.shape)
+    found = _conv(replace(call, arguments=arguments, outputs=[shape]))
+    return views.reshape(call.ledger, found, call.shape)
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
@@ -157,11 +153,16 @@ def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed
     In gMLP ``Conv1d(T, T, 1)`` maps the tokens of each feature: its "positions" are the features, hidden units.
     """
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
-    kernel = moving.reshape(call.ledger, weight, weight.shape[:2])
-    sole = call.sole | {id(kernel)} if is_fresh(call.ledger, weight) or id(weight) in call.sole else call.sole
+    kernel = views.reshape(call.ledger, weight, weight.shape[:2])
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
-    product = contract(replace(call, sole=sole), [value, kernel], spec, f"{lead}z{space}")
+    product = contract(_as_free(call, weight, kernel), [value, kernel], spec, f"{lead}z{space}")
     return add_bias(call, product, call.get("bias"), axis)
+
+
+def _as_free(call: Call, weight: Value, kernel: Value) -> Call:
+    """The call with a kernel that nothing else reads, if it is made of a weight that nothing else reads."""
+    free = is_fresh(call.ledger, weight) or id(weight) in call.sole
+    return replace(call, sole=call.sole | {id(kernel)}) if free else call
 
 
 def _grouped(call: Call, kernel: Value, groups: int) -> Value:
@@ -184,48 +185,26 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
             labels=(kernel.labels[0], (wide_units,)),
             scale=(*(t for t in kernel.scale if t[1].shape[1] == 1), (1.0, wide_variables)),
         )
-    return moving.reshape(ledger, replace(kernel, parameter=None), (groups, rows // groups, columns))
+    return views.reshape(ledger, replace(kernel, parameter=None), (groups, rows // groups, columns))
 
 
 @register_rule(
-    "max_pool1d",
-    "max_pool2d",
-    "max_pool3d",
-    "avg_pool1d",
-    "avg_pool2d",
-    "avg_pool3d",
-    "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
-    "adaptive_max_pool1d",
-    "adaptive_max_pool2d",
-    "adaptive_max_pool3d",
-    "_adaptive_avg_pool2d",
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d "
     "_adaptive_avg_pool3d",
     traits=("pools",),
 )
 @register_rule(
-    "max_pool3d_with_indices",
-    "max_pool2d_with_indices",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_linear1d",
-    "upsample_trilinear3d",
-    "_upsample_nearest_exact2d",
-    "_upsample_bilinear2d_aa",
-    "mean_pool",
-    "fractional_max_pool2d",
-    "_upsample_bicubic2d_aa",
+    "max_pool3d_with_indices max_pool2d_with_indices upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d "
+    "_upsample_bilinear2d_aa mean_pool fractional_max_pool2d _upsample_bicubic2d_aa",
 )
 def _pool(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("input"))
     name = call.operator
     space = next(n for n in (1, 2, 3) if f"{n}d" in name)
     for axis in range(value.ndim - space, value.ndim):
-        value = moving.mix(call.ledger, value, axis, "spatial position")
+        value = views.mix(call.ledger, value, axis, "spatial position")
     result = replace(value, shape=call.shape, parameter=None)
     positions = replace(result, scale=())  # of the largest entries in each channel's image: no factor changes them
     return [result, positions][: len(call.outputs)]
@@ -237,21 +216,19 @@ def _sample(call: Call) -> Value:
     value: Value = call["input"]
     pin_tensor(call, call["grid"], "positions in an image")
     for axis in (0, *range(2, value.ndim)):
-        value = moving.mix(call.ledger, value, axis, "spatial position")
+        value = views.mix(call.ledger, value, axis, "spatial position")
     return replace(value, shape=call.shape, parameter=None)
 
 
 @register_rule("col2im")
 def _fold(call: Call) -> Value:
     """Channels times kernel positions by windows, summed into an image."""
-    value = moving.mix(call.ledger, call["self"], call["self"].ndim - 1, "spatial position")
-    value = moving.take(call.ledger, value, value.ndim - 1, 0)
+    value = views.mix(call.ledger, call["self"], call["self"].ndim - 1, "spatial position")
+    value = views.take(call.ledger, value, value.ndim - 1, 0)
     lead, taps = value.shape[:-1], math.prod(call["kernel_size"])
-    value = moving.reshape(call.ledger, value, (*lead, value.shape[-1] // taps, taps))
-    value = moving.take(
-        call.ledger, moving.mix(call.ledger, value, value.ndim - 1, "kernel position"), value.ndim - 1, 0
-    )
-    return replace(moving.reshape(call.ledger, value, (*value.shape, 1, 1)), shape=call.shape)
+    value = views.reshape(call.ledger, value, (*lead, value.shape[-1] // taps, taps))
+    value = views.take(call.ledger, views.mix(call.ledger, value, value.ndim - 1, "kernel position"), value.ndim - 1, 0)
+    return replace(views.reshape(call.ledger, value, (*value.shape, 1, 1)), shape=call.shape)
 
 
 @register_rule("im2col")
@@ -259,14 +236,14 @@ def _unfold(call: Call) -> Value:
     value: Value = call["self"]
     batched = value.ndim == 4
     for axis in range(value.ndim - 2, value.ndim):
-        value = moving.mix(call.ledger, value, axis, "spatial position")
+        value = views.mix(call.ledger, value, axis, "spatial position")
     lead, channels = value.shape[: value.ndim - 3], value.shape[value.ndim - 3]
     taps = math.prod(call["kernel_size"])
-    flat = moving.take(call.ledger, moving.take(call.ledger, value, value.ndim - 1, 0), value.ndim - 2, 0)
-    wide = moving.reshape(call.ledger, flat, (*lead, channels, 1, 1))
+    flat = views.take(call.ledger, views.take(call.ledger, value, value.ndim - 1, 0), value.ndim - 2, 0)
+    wide = views.reshape(call.ledger, flat, (*lead, channels, 1, 1))
     blank = pinned_value((taps,), "kernel position")
     wide = replace(wide, shape=(*lead, channels, taps, 1), reasons=(*wide.reasons[:-2], *blank.reasons, ""))
-    merged = moving.reshape(call.ledger, wide, (*lead, channels * taps, 1))
+    merged = views.reshape(call.ledger, wide, (*lead, channels * taps, 1))
     assert batched or len(lead) == 0
     return replace(merged, shape=call.shape)
 
@@ -275,8 +252,8 @@ def _unfold(call: Call) -> Value:
 def _windows(call: Call) -> Value:
     value: Value = call["self"]
     axis = int(call["dimension"]) % value.ndim
-    value = moving.mix(call.ledger, value, axis, "windows are cut")
-    frame = moving.reshape(call.ledger, value, (*value.shape, 1)) if value.ndim else value
+    value = views.mix(call.ledger, value, axis, "windows are cut")
+    frame = views.reshape(call.ledger, value, (*value.shape, 1)) if value.ndim else value
     return replace(frame, shape=call.shape)
 
 
@@ -286,7 +263,7 @@ def _roi(call: Call) -> Value | list[Value]:
     value: Value = call["input"]
     pin_tensor(call, call["rois"], "regions of an image")
     for axis in (3, 2, 0):
-        value = moving.drop(call.ledger, moving.mix(call.ledger, value, axis, "regions of an image"), axis, keep=True)
+        value = views.drop(call.ledger, views.mix(call.ledger, value, axis, "regions of an image"), axis, keep=True)
     result = replace(value, shape=call.shape, parameter=None)
     return [result, replace(result, scale=())][: len(call.outputs)]
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
-from tu_symmetry.symmetry.operators.movement import pin_tensor
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -28,12 +28,10 @@ def meet(call: Call, value: Value, axis: int, index: Value, reason: str) -> Valu
     if points and points[0].size == value.shape[axis] and value.labels[axis]:
         laid = tuple(along(c, axis, value.ndim) for c in points)
         label = call.ledger.unify(value.labels[axis], laid, value.reasons[axis], reason)
-        value = replace(value, labels=(*value.labels[:axis], label, *value.labels[axis + 1 :]), parameter=None)
-        value = moving.unnest(call.ledger, value, axis)
-        scale = tuple((c, call.ledger.constant_along(v, axis)) for c, v in value.scale)
-        return replace(value, scale=scale)
+        value = replace(value.with_axis(axis, label=label), parameter=None)
+        return call.ledger.alike_along(views.unnest(call.ledger, value, axis), axis)
     call.ledger.pin_label(points, reason)
-    return moving.mix(call.ledger, value, axis, reason)
+    return views.mix(call.ledger, value, axis, reason)
 
 
 def picked(constant: object, size: int) -> np.ndarray | None:
@@ -50,11 +48,11 @@ def picked(constant: object, size: int) -> np.ndarray | None:
 def look_up(call: Call, value: Value, axis: int, index: Value, reason: str) -> Value:
     """Replace an axis by the axes of an index."""
     value = meet(call, value, axis, index, reason)
-    row = moving.drop(call.ledger, value, axis)
+    row = views.drop(call.ledger, value, axis)
     width = index.ndim
     frame = (*row.shape[:axis], *[1] * width, *row.shape[axis:])
     shape = (*row.shape[:axis], *index.shape, *row.shape[axis:])
-    laid = moving.reshape(call.ledger, row, frame)
+    laid = views.reshape(call.ledger, row, frame)
     labels, reasons = list(laid.labels), list(laid.reasons)
     spread = (1,) * axis, (1,) * (row.ndim - axis)
     for k in range(width):
@@ -67,7 +65,7 @@ def look_up(call: Call, value: Value, axis: int, index: Value, reason: str) -> V
 def _embedding(call: Call) -> Value:
     positions = picked(call.constants.get("indices"), call["weight"].shape[0])
     if positions is not None:
-        return moving.take(call.ledger, call["weight"], 0, positions)
+        return views.take(call.ledger, call["weight"], 0, positions)
     return look_up(call, call["weight"], 0, call["indices"], "rows are looked up")
 
 
@@ -76,7 +74,7 @@ def _index_select(call: Call) -> Value:
     value, index, axis = call["self"], call["index"], call.axis()
     positions = picked(call.constants.get("index"), value.shape[axis])
     if positions is not None:
-        return moving.take(call.ledger, value, axis, positions)
+        return views.take(call.ledger, value, axis, positions)
     if not index.ndim:
         index = replace(index, shape=(1,), labels=((),), reasons=("indexed",))
     return look_up(call, value, axis, index, "indexed")
@@ -92,22 +90,22 @@ def _index(call: Call) -> Value:
         (axis,) = used
         positions = picked(call.constants["indices"][axis], value.shape[axis])
         if positions is not None:
-            return moving.take(call.ledger, value, axis, positions)
+            return views.take(call.ledger, value, axis, positions)
         if kinds[axis] != torch.bool:
             return look_up(call, value, axis, indices[axis], "indexed")
     if any(kinds[k] == torch.bool for k in used):
         return _masked(call, value, indices, used)
     for k in used:
         pin_tensor(call, indices[k], "an index")
-        value = moving.mix(call.ledger, value, k, "indexed")
+        value = views.mix(call.ledger, value, k, "indexed")
     width = max(indices[k].ndim for k in used)
     contiguous = used == list(range(used[0], used[-1] + 1))
     at = used[0] if contiguous else 0
     kept = [k for k in range(value.ndim) if k not in used]
     # bring the kept axes into a frame without the indexed ones, then insert the index's own (pinned) axes
-    source = moving.permute(value, [*kept, *used])
+    source = views.permute(value, [*kept, *used])
     for _ in used:
-        source = moving.drop(call.ledger, source, source.ndim - 1)
+        source = views.drop(call.ledger, source, source.ndim - 1)
     return _inserted(call, source, at, width)
 
 
@@ -120,13 +118,13 @@ def _masked(call: Call, value: Value, indices: list[Value | None], used: list[in
     assert mask is not None
     pin_tensor(call, mask, "a mask")
     for _ in range(mask.ndim):
-        value = moving.drop(call.ledger, moving.mix(call.ledger, value, axis, "chosen by a mask"), axis)
+        value = views.drop(call.ledger, views.mix(call.ledger, value, axis, "chosen by a mask"), axis)
     return _inserted(call, value, axis, 1)
 
 
 def _inserted(call: Call, source: Value, at: int, width: int) -> Value:
     frame = (*source.shape[:at], *[1] * width, *source.shape[at:])
-    result = moving.reshape(call.ledger, source, frame)
+    result = views.reshape(call.ledger, source, frame)
     reasons = (*result.reasons[:at], *("indexed",) * width, *result.reasons[at + width :])
     return replace(result, shape=call.shape, reasons=reasons, parameter=None)
 
@@ -157,11 +155,11 @@ def _gather(call: Call) -> Value:
     value = meet(call, value, axis, index, "gathered")
     for k in range(value.ndim):
         if k != axis and 1 < index.shape[k] < value.shape[k]:
-            value = moving.take(call.ledger, value, k, np.arange(index.shape[k]))
+            value = views.take(call.ledger, value, k, np.arange(index.shape[k]))
         elif k != axis and call.operator == "aten.gather" and index.shape[k] < value.shape[k]:
-            value = moving.take(call.ledger, value, k, np.arange(1))
+            value = views.take(call.ledger, value, k, np.arange(1))
     scale = value.scale
-    row = moving.drop(call.ledger, replace(value, labels=value.labels), axis, keep=True)
+    row = views.drop(call.ledger, replace(value, labels=value.labels), axis, keep=True)
     found = joined(call, [row, index], axis, index.labels[axis], index.reasons[axis])
     return replace(found, scale=scale)
 
@@ -170,7 +168,7 @@ def _gather(call: Call) -> Value:
 def _one_hot(call: Call) -> Value:
     """A last axis that the entries name."""
     index: Value = call["self"]
-    laid = moving.reshape(call.ledger, replace(index, points=()), (*index.shape, 1))
+    laid = views.reshape(call.ledger, replace(index, points=()), (*index.shape, 1))
     label: Label = ()
     if index.points and index.points[0].size == call.shape[-1]:
         label = tuple(along(c, laid.ndim - 1, laid.ndim) for c in index.points)
@@ -191,5 +189,5 @@ def _bincount(call: Call) -> Value:
     scale: tuple[Term, ...] = ()
     if weights is not None:
         ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
-        scale = tuple((c, ledger.constant_along(v, 0)) for c, v in weights.scale)
+        scale = ledger.alike_along(weights, 0).scale
     return replace(pinned_value(call.shape, "counted by position"), labels=(label,), scale=scale)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value
 from tu_symmetry.symmetry.operators.contractions import contract
 from tu_symmetry.symmetry.operators.pointwise import times
@@ -17,12 +17,12 @@ from tu_symmetry.symmetry.rules import Call, register_rule
 
 def _matrix(call: Call, value: Value) -> Value:
     """A matrix, or several, with rows that are the same for all columns, and columns that are for all rows."""
-    value = moving.unnest(call.ledger, moving.unnest(call.ledger, value, value.ndim - 1), value.ndim - 2)
+    value = views.unnest(call.ledger, views.unnest(call.ledger, value, value.ndim - 1), value.ndim - 2)
     return replace(value, parameter=None)
 
 
 def _swapped(value: Value) -> Value:
-    return moving.permute(value, [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2])
+    return views.permute(value, [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2])
 
 
 def _inverted(call: Call, value: Value) -> Value:
@@ -53,8 +53,7 @@ def _inverse(call: Call) -> Value:
     for other in call.tensors[1:]:
         call.ledger.pin(other, "a tolerance")
     if "pinv" in call.operator:
-        call.ledger.pin_scale(value.scale)
-        return _swapped(replace(_matrix(call, value), scale=()))
+        return _swapped(_matrix(call, call.ledger.unscaled(value)))
     return _inverted(call, value)
 
 
@@ -78,10 +77,9 @@ def _solve(call: Call) -> Value:
 def _determinant(call: Call) -> Value | list[Value]:
     """An odd permutation of the rows alone turns the sign; the logarithm of the modulus does not see it."""
     value: Value = call.tensors[0]
-    call.ledger.pin_scale(value.scale)
-    value = replace(value, scale=())
+    value = call.ledger.unscaled(value)
     value = _tied(call, value) if not (len(call.outputs) == 2 and call.used <= {1}) else _matrix(call, value)
-    found = moving.drop(call.ledger, moving.drop(call.ledger, value, value.ndim - 1), value.ndim - 2)
+    found = views.drop(call.ledger, views.drop(call.ledger, value, value.ndim - 1), value.ndim - 2)
     return [found] * len(call.outputs) if len(call.outputs) > 1 else found
 
 
@@ -95,5 +93,5 @@ def _triangle(call: Call) -> Value:
     """Zeros at positions that rows and columns tell."""
     value: Value = call["self"]
     for axis in (value.ndim - 1, value.ndim - 2):
-        value = moving.unnest(call.ledger, moving.pin_axis(call.ledger, value, axis, "half of a matrix"), axis)
+        value = views.unnest(call.ledger, views.pin_axis(call.ledger, value, axis, "half of a matrix"), axis)
     return replace(value, fill=None)

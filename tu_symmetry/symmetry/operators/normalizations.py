@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, along, pinned_value
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
 from tu_symmetry.symmetry.rules import Call, register_rule
@@ -28,7 +28,7 @@ def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, 
         frame = [1] * value.ndim
         for axis, n in zip(axes, operand.shape, strict=True):
             frame[axis] = n
-        laid = moving.reshape(call.ledger, operand, frame)
+        laid = views.reshape(call.ledger, operand, frame)
         labels = list(value.labels)
         for axis in axes:
             labels[axis] = call.ledger.unify(
@@ -45,11 +45,7 @@ def _affine(call: Call, value: Value, weight: Value | None, bias: Value | None, 
 
 
 @register_rule(
-    "batch_norm",
-    "instance_norm",
-    "_native_batch_norm_legit",
-    "native_batch_norm",
-    "cudnn_batch_norm",
+    "batch_norm instance_norm _native_batch_norm_legit native_batch_norm cudnn_batch_norm "
     "_native_batch_norm_legit_no_training",
     traits=("distinct",),
 )
@@ -58,14 +54,10 @@ def _batch_norm(call: Call) -> Value | list[Value]:
     ledger = call.ledger
     mean, variance = call.get("running_mean"), call.get("running_var")
     if "instance" in call.operator:  # a mean over all positions of an image
-        value = moving.unnest(ledger, value, *range(2, value.ndim))
-    label, _ = moving.channel(ledger, replace(value, scale=()), 1)
-    terms = value.scale
-    for axis in range(value.ndim):
-        if axis != 1:
-            terms = tuple((c, ledger.constant_along(v, axis)) for c, v in terms)
-    value = replace(value, scale=terms)
-    flat = tuple((c, v.reshape(-1) if v.size > 1 else np.repeat(v.reshape(-1), value.shape[1])) for c, v in terms)
+        value = views.unnest(ledger, value, *range(2, value.ndim))
+    label, _ = views.channel(ledger, replace(value, scale=()), 1)
+    value = ledger.alike_along(value, *(axis for axis in range(value.ndim) if axis != 1))
+    flat = tuple((c, v.reshape(-1) if v.size > 1 else np.repeat(v.reshape(-1), value.shape[1])) for c, v in value.scale)
     for statistic, power in ((mean, 1.0), (variance, 2.0)):
         if statistic is not None:
             label = ledger.unify(label, statistic.labels[0], value.reasons[1], "")
@@ -87,10 +79,8 @@ def _layer_norm(call: Call) -> Value | list[Value]:
     """Each entry depends on all along the normalized axes, so that no other axis may be nested in them."""
     value: Value = call["input"]
     axes = list(range(value.ndim - len(call["normalized_shape"]), value.ndim))
-    scale = value.scale
-    for axis in axes:
-        scale = tuple((c, call.ledger.constant_along(v, axis)) for c, v in scale)
-    inner = moving.unnest(call.ledger, _absorb(call, replace(value, scale=scale), call.get("eps")), *axes)
+    value = call.ledger.alike_along(value, *axes)
+    inner = views.unnest(call.ledger, _absorb(call, value, call.get("eps")), *axes)
     result = _affine(call, inner, call.get("weight"), call.get("bias"), axes)
     return [result] * len(call.outputs)
 
@@ -101,13 +91,11 @@ def _group_norm(call: Call) -> Value | list[Value]:
     ledger = call.ledger
     groups = int(call.get("num_groups", call.get("group", 1)))
     n, channels, *space = value.shape
-    value = moving.unnest(ledger, value, *range(1, value.ndim))
-    for axis in range(2, value.ndim):
-        value = replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
-    blocks = moving.reshape(ledger, value, (n, groups, channels // groups, *space))
+    value = views.unnest(ledger, value, *range(1, value.ndim))
+    value = ledger.alike_along(value, *range(2, value.ndim))
+    blocks = views.reshape(ledger, value, (n, groups, channels // groups, *space))
     ledger.observe(blocks)
-    for _, v in blocks.scale:
-        ledger.constant_along(v, 2)
+    ledger.alike_along(blocks, 2)
     inner = _absorb(call, value, call.get("eps"))
     result = _affine(call, inner, call.get("weight"), call.get("bias"), [1])
     if len(call.outputs) == 1:
@@ -121,8 +109,8 @@ def _group_norm(call: Call) -> Value | list[Value]:
 def _weight_norm(call: Call) -> Value | list[Value]:
     value, gain = call["v"], call["g"]
     axis = int(call.get("dim", 0))
-    for k in range(value.ndim) if axis == -1 else ():  # one norm for all entries
-        value = replace(value, scale=tuple((c, call.ledger.constant_along(v, k)) for c, v in value.scale))
+    if axis == -1:  # one norm for all entries
+        value = call.ledger.alike_along(value, *range(value.ndim))
     for term in value.scale[axis == -1 :]:
         if axis == -1 or term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
             call.ledger.pin_scale((term,))
@@ -139,9 +127,8 @@ def _cosine(call: Call) -> Value:
     )
     axis = call.axis(of=result, default=1)
     for value in aligned:
-        terms = tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale)
-        _absorb(call, replace(value, scale=terms), call.get("eps", 1e-8))
-    return moving.drop(ledger, result, axis)
+        _absorb(call, ledger.alike_along(value, axis), call.get("eps", 1e-8))
+    return views.drop(ledger, result, axis)
 
 
 @register_rule("pairwise_distance")
@@ -152,6 +139,6 @@ def _pairwise(call: Call) -> Value:
     ledger.equate(aligned[0].scale, aligned[1].scale)
     if call.get("eps", 1e-6) > 0:
         ledger.inexact += [v for _, v in aligned[0].scale]
-    return moving.drop(
+    return views.drop(
         ledger, replace(result, scale=aligned[0].scale), result.ndim - 1, keep=bool(call.get("keepdim", False))
     )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Value, among, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
@@ -43,9 +43,8 @@ def where(call: Call, value: Value, like: Value, axis: int, output: int = 1) -> 
 
 def _ranked(call: Call, value: Value, axis: int) -> Value:
     """The entries in order: positions along the axis are ranks now."""
-    ranked = moving.drop(call.ledger, value, axis, keep=True)
-    reasons = (*ranked.reasons[:axis], "positions are ranks", *ranked.reasons[axis + 1 :])
-    return replace(ranked, shape=call.shape, reasons=reasons)
+    ranked = views.drop(call.ledger, value, axis, keep=True).with_axis(axis, reason="positions are ranks")
+    return replace(ranked, shape=call.shape)
 
 
 @register_rule("sort", "topk", "msort")
@@ -69,7 +68,7 @@ def _argsort(call: Call) -> Value:
 def _kth(call: Call) -> list[Value]:
     value: Value = call["self"]
     axis = call.axis(default=-1)
-    found = replace(moving.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False))), parameter=None)
+    found = replace(views.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False))), parameter=None)
     return [found, where(call, value, found, axis)]
 
 
@@ -82,9 +81,9 @@ def _quantile(call: Call) -> Value:
     dim = call.arguments.get("dim")
     keep = bool(call.get("keepdim", False))
     for axis in sorted(range(value.ndim) if dim is None else [dim % value.ndim], reverse=True):
-        value = moving.drop(call.ledger, value, axis, keep=keep)
+        value = views.drop(call.ledger, value, axis, keep=keep)
     extra = len(call.shape) - value.ndim
-    laid = moving.pad_left(value, len(call.shape))
+    laid = views.pad_left(value, len(call.shape))
     return replace(laid, shape=call.shape, reasons=("quantiles",) * extra + value.reasons, parameter=None)
 
 
@@ -96,7 +95,7 @@ def _argmax(call: Call) -> Value:
         call.ledger.pin(value, "a position is returned")
         return pinned_value(call.shape, "a position is returned")
     axis = dim % max(value.ndim, 1)
-    found = moving.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False)))
+    found = views.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False)))
     return where(call, value, found, axis, output=0)
 
 
@@ -117,14 +116,14 @@ def _search(call: Call) -> Value:
             call.ledger.pin_scale(value.scale)
     if isinstance(call.get("sorter"), Value):
         call.ledger.pin(call["sorter"], "an order")
-    listed = moving.mix(call.ledger, listed, listed.ndim - 1, "a sorted list")
+    listed = views.mix(call.ledger, listed, listed.ndim - 1, "a sorted list")
     if not isinstance(found, Value):
         return pinned_value(call.shape, "a number is searched for")
     if listed.ndim > 1:
         for axis in range(listed.ndim - 1):
             reasons = listed.reasons[axis], found.reasons[axis]
             label = call.ledger.unify(listed.labels[axis], found.labels[axis], *reasons)
-            found = replace(found, labels=(*found.labels[:axis], label, *found.labels[axis + 1 :]))
+            found = found.with_axis(axis, label=label)
     return replace(found, scale=(), parameter=None)
 
 
@@ -137,7 +136,7 @@ def _isin(call: Call) -> Value:
             call.ledger.pin_scale(value.scale)
     if isinstance(among, Value):
         for axis in reversed(range(among.ndim)):
-            among = moving.drop(call.ledger, among, axis)
+            among = views.drop(call.ledger, among, axis)
     if not isinstance(elements, Value):
         return pinned_value(call.shape, "a number is searched for")
     return replace(elements, scale=(), parameter=None)
@@ -151,7 +150,7 @@ def _unique(call: Call) -> list[Value]:
         return unknown(call)
     flat, reason = value, "entries as a set"
     for axis in reversed(range(value.ndim)):
-        flat = moving.drop(call.ledger, flat, axis)
+        flat = views.drop(call.ledger, flat, axis)
     terms = tuple((c, v.reshape((1,))) for c, v in flat.scale)
     listed = replace(pinned_value(call.outputs[0], reason), scale=terms)
     ranks = replace(value, scale=(), parameter=None)

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.operators.movement import split
+from tu_symmetry.symmetry.operators.rearranging import split
 from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
 
 
 def join_labels(call: Call, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
     """Align broadcast operands, unify their labels, and return them with an unscaled result."""
     ledger, ndim = call.ledger, len(shape)
-    aligned = [moving.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
+    aligned = [views.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
     labels: list[Label] = []
     reasons: list[str] = []
     for axis in range(ndim):
@@ -97,15 +97,7 @@ def _homogeneous(call: Call) -> Value | list[Value]:
 
 
 @register_rule(
-    "contiguous",
-    "clone",
-    "detach",
-    "alias",
-    "to",
-    "_to_copy",
-    "type_as",
-    "lift_fresh_copy",
-    "lift_fresh",
+    "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh",
     positions="keep",
     traits=("moves", "same"),
 )
@@ -121,87 +113,15 @@ def _metadata(call: Call) -> list[Value]:
 
 
 @register_rule(
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "bitwise_and",
-    "bitwise_or",
-    "bitwise_xor",
-    "__and__",
-    "__or__",
-    "__xor__",
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__",
     traits=("combines",),
 )
 @register_rule(
-    "exp",
-    "gelu",
-    "silu",
-    "sigmoid",
-    "tanh",
-    "elu",
-    "selu",
-    "celu",
-    "mish",
-    "softplus",
-    "hardswish",
-    "hardsigmoid",
-    "hardtanh",
-    "relu6",
-    "log",
-    "log1p",
-    "expm1",
-    "sin",
-    "cos",
-    "tan",
-    "atan",
-    "erf",
-    "softsign",
-    "log_sigmoid",
-    "hardshrink",
-    "softshrink",
-    "tanhshrink",
-    "threshold",
-    "ceil",
-    "floor",
-    "round",
-    "frac",
-    "atan2",
-    "sinh",
-    "cosh",
-    "asin",
-    "acos",
-    "logaddexp",
-    "xlogy",
-    "lerp",
-    "fmod",
-    "remainder",
-    "heaviside",
-    "logit",
-    "erfinv",
-    "special_erf",
-    "floor_divide",
-    "quick_gelu",
-    "log2",
-    "log10",
-    "exp2",
-    "trunc",
-    "fix",
-    "bucketize",
-    "digamma",
-    "lgamma",
-    "erfc",
-    "acosh",
-    "asinh",
-    "atanh",
-    "sinc",
-    "special_expit",
-    "isclose",
-    "nextafter",
-    "__lshift__",
-    "__rshift__",
-    "bitwise_left_shift",
-    "bitwise_right_shift",
-    "float_power",
+    "exp gelu silu sigmoid tanh elu selu celu mish softplus hardswish hardsigmoid hardtanh relu6 log log1p expm1 "
+    "sin cos tan atan erf softsign log_sigmoid hardshrink softshrink tanhshrink threshold ceil floor round frac "
+    "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
+    "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
+    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
     "fake_quantize_per_tensor_affine",
 )
 def _inhomogeneous(call: Call) -> Value:
@@ -213,7 +133,7 @@ def _quantize(call: Call) -> Value:
     value: Value = call["self"]
     axis = call.axis("axis")
     frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
-    laid = [moving.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point")]
+    laid = [views.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point")]
     return elementwise(replace_arguments(call, [value, *laid]))
 
 
@@ -222,7 +142,7 @@ def _quantize(call: Call) -> Value:
 def _scale_free(call: Call) -> Value:
     """Comparisons: with zero, and of two tensors that share their scale, no positive factor changes the result."""
     aligned, result = join_labels(call, call.tensors, call.shape)
-    compared = call.operator.removeprefix("aten.") in ("eq", "ne", "lt", "le", "gt", "ge")
+    compared = call.name in ("eq", "ne", "lt", "le", "gt", "ge")
     if len(aligned) == 2:
         call.ledger.equate(aligned[0].scale, aligned[1].scale)
     elif compared and call.get("other") != 0:
@@ -261,24 +181,24 @@ def _item(call: Call) -> Value:
 @register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",))
 @register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"))
 def _alike(call: Call) -> Value:
-    name = call.operator.removeprefix("aten.").removeprefix("new_").removesuffix("_like")
+    name = call.name.removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
-    return moving.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
+    return views.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
 @register_rule(
-    "rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential", "log_normal",
+    "rand randn rand_like randn_like normal_functional uniform exponential log_normal",
     traits=("random",),
-)  # fmt: skip
+)
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own, which may be permuted like those of a parameter."""
-    return moving.noise(call.ledger, call.shape)
+    return views.noise(call.ledger, call.shape)
 
 
 @register_rule("normal", "bernoulli")
 def _noise_about(call: Call) -> Value:
     """Independent entries with parameters of their own: means and deviations move along with the noise."""
-    noise = moving.noise(call.ledger, call.shape)
+    noise = views.noise(call.ledger, call.shape)
     names = ("mean", "std", "p") if call.operator == "aten.normal" or "p" in call.arguments else ("self",)
     given = [call[n] for n in names if isinstance(call.get(n), Value)]
     if not given:
@@ -304,8 +224,7 @@ def _add(call: Call) -> Value:
     ):  # an epsilon in a normalization written by hand
         call.ledger.inexact += [v for _, v in value.scale]
         return replace(value, parameter=None)
-    call.ledger.pin_scale(value.scale)
-    return replace(value, scale=(), parameter=None)
+    return replace(call.ledger.unscaled(value), parameter=None)
 
 
 def replace_arguments(call: Call, values: Sequence[Value]) -> Call:
@@ -377,7 +296,7 @@ def _clamp(call: Call) -> Value:
 def _prelu(call: Call) -> Value:
     value, weight = call["self"], call["weight"]
     if call.operator == "aten.prelu" and value.ndim > 1 and weight.ndim == 1:
-        weight = moving.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
+        weight = views.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
     call.ledger.pin_scale(weight.scale)
     aligned, result = join_labels(call, [value, weight], call.shape)
     return replace(result, scale=aligned[0].scale)
@@ -408,9 +327,9 @@ def _where(call: Call) -> Value | list[Value]:
 
 
 @register_rule(
-    "tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward", "softplus_backward", "elu_backward",
-    "hardtanh_backward", "hardswish_backward", "mish_backward", "threshold_backward", "leaky_relu_backward",
-)  # fmt: skip
+    "tanh_backward sigmoid_backward silu_backward gelu_backward softplus_backward elu_backward hardtanh_backward "
+    "hardswish_backward mish_backward threshold_backward leaky_relu_backward",
+)
 def _derivative(call: Call) -> Value:
     """What arrives from behind, times the slope at what went in (or came out), of which a ReLU's asks the sign only."""
     (arriving, held), result = join_labels(call, call.tensors[:2], call.shape)
@@ -438,10 +357,10 @@ def _fill(call: Call) -> Value:
     zero = call.operator == "aten.zero" or filler == 0 or known
     written = call.get("self")
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
-    return replace(moving.uniform(call.shape), scale=scale)
+    return replace(views.uniform(call.shape), scale=scale)
 
 
 @register_rule("copy")
 def _copy(call: Call) -> Value:
     """Whatever was there before."""
-    return moving.expand(call.ledger, replace(call["src"], parameter=None), call.shape)
+    return views.expand(call.ledger, replace(call["src"], parameter=None), call.shape)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, pinned_value
-from tu_symmetry.symmetry.operators.movement import pin_tensor
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
@@ -19,8 +19,8 @@ def _recurrent(call: Call) -> list[Value]:
     batch_first = bool(call.get("batch_first", False))
     value: Value = call.get("input", call.get("data"))  # the latter is packed: ``[steps of all sequences, features]``
     pin_tensor(call, call.get("batch_sizes"), "lengths of sequences")
-    value = moving.mix(ledger, value, 1 if batch_first and value.ndim == 3 else 0, "time step")
-    value = moving.unnest(ledger, value, value.ndim - 1)
+    value = views.mix(ledger, value, 1 if batch_first and value.ndim == 3 else 0, "time step")
+    value = views.unnest(ledger, value, value.ndim - 1)
     samples = 0 if batch_first else 1
     batch = (value.labels[samples], value.reasons[samples]) if value.ndim == 3 else ((), "")
     directions = 2 if call["bidirectional"] else 1
@@ -28,7 +28,7 @@ def _recurrent(call: Call) -> list[Value]:
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
     layers = int(call["num_layers"])
     each = len(parameters) // (layers * directions)
-    label, terms = moving.channel(ledger, value, value.ndim - 1)
+    label, terms = views.channel(ledger, value, value.ndim - 1)
     source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
     cells: list[Value] = []
     finals: list[Value] = []
@@ -59,9 +59,9 @@ def _recurrent(call: Call) -> list[Value]:
             outs.append(Value((len(out),), ((out,),), ("",)))
             cells.append(cell)
         finals += outs
-        source = outs[0] if directions == 1 else moving.concatenate(ledger, outs, 0)
+        source = outs[0] if directions == 1 else views.concatenate(ledger, outs, 0)
     frame = [1] * (len(call.outputs[0]) - 1) + [source.shape[0]]
-    laid = moving.reshape(ledger, source, frame)
+    laid = views.reshape(ledger, source, frame)
     sequence = replace(laid, shape=call.outputs[0], reasons=("time step",) * (len(frame) - 1) + laid.reasons[-1:])
     if value.ndim == 3:
         sequence = _of_samples(sequence, samples, batch)
@@ -91,8 +91,8 @@ def _pack(call: Call) -> list[Value]:
     ledger, value = call.ledger, call["input"]
     ledger.pin(call["lengths"], "lengths of sequences")
     for _ in range(2):
-        value = moving.drop(ledger, moving.mix(ledger, value, 0, "packed"), 0)
-    laid = moving.reshape(ledger, value, (1, *value.shape))
+        value = views.drop(ledger, views.mix(ledger, value, 0, "packed"), 0)
+    laid = views.reshape(ledger, value, (1, *value.shape))
     packed = replace(laid, shape=call.outputs[0], reasons=("packed", *laid.reasons[1:]))
     return [packed, pinned_value(call.outputs[1], "lengths of sequences")]
 
@@ -102,9 +102,9 @@ def _cell(call: Call) -> Value | list[Value]:
     """One step: the new states are indexed by the hidden units, as the old ones are."""
     ledger = call.ledger
     gates = {"aten.lstm_cell": 4, "aten.gru_cell": 3}.get(call.operator, 1)
-    value = moving.unnest(ledger, call["input"], call["input"].ndim - 1)
+    value = views.unnest(ledger, call["input"], call["input"].ndim - 1)
     batch = (value.labels[0], value.reasons[0]) if value.ndim == 2 else ((), "")
-    label, terms = moving.channel(ledger, value, value.ndim - 1)
+    label, terms = views.channel(ledger, value, value.ndim - 1)
     source = Value((value.shape[-1],), (label,), (value.reasons[-1],), terms)
     biases = [b for b in (call.get("b_ih"), call.get("b_hh")) if b is not None]
     units = _gates(call, gates, source, call["w_ih"], call["w_hh"], biases)
@@ -123,13 +123,12 @@ Samples = tuple[Label, str]  # the label of the axis of samples, and why it is p
 def _of_samples(value: Value, axis: int, batch: Samples) -> Value:
     """The value with the label of the samples, which an operator passes on as they are, along one of its axes."""
     label = tuple(c.reshape([-1 if k == axis else 1 for k in range(value.ndim)]) for c in batch[0])
-    labels = (*value.labels[:axis], label, *value.labels[axis + 1 :])
-    return replace(value, labels=labels, reasons=(*value.reasons[:axis], batch[1], *value.reasons[axis + 1 :]))
+    return value.with_axis(axis, label=label, reason=batch[1])
 
 
 def _of_cells(call: Call, cell: Value, shape: tuple[int, ...], batch: Samples) -> Value:
     """States ``[..., samples, hidden]``, or ``[..., hidden]`` where there is one sample."""
-    laid = moving.reshape(call.ledger, cell, [1] * (len(shape) - 1) + [cell.shape[0]])
+    laid = views.reshape(call.ledger, cell, [1] * (len(shape) - 1) + [cell.shape[0]])
     states = replace(laid, shape=shape)
     return _of_samples(states, len(shape) - 2, batch) if len(shape) > 1 and batch[0] else states
 
@@ -150,7 +149,7 @@ def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value
 
 def _initial_state(call: Call, state: Value, index: int, cell: Value, batch: Samples) -> Samples:
     """An initial state is indexed by the samples and the hidden units, and must not scale."""
-    return _tied_state(call, moving.take(call.ledger, state, 0, index), cell.labels[0], batch)
+    return _tied_state(call, views.take(call.ledger, state, 0, index), cell.labels[0], batch)
 
 
 def _tied_state(call: Call, state: Value, units: Label, batch: Samples) -> Samples:
@@ -158,7 +157,7 @@ def _tied_state(call: Call, state: Value, units: Label, batch: Samples) -> Sampl
     ledger = call.ledger
     ledger.pin_scale(state.scale)
     for axis in range(state.ndim):
-        state = moving.unnest(ledger, state, axis)
+        state = views.unnest(ledger, state, axis)
     frame = tuple(c.reshape([1] * (state.ndim - 1) + [-1]) for c in units)
     ledger.unify(state.labels[-1], frame, state.reasons[-1], "")
     if state.ndim < 2 or state.shape[0] == 1:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, pinned_value
-from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.operators.ordering import where
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
@@ -32,21 +32,20 @@ def _dims(call: Call, value: Value) -> list[int]:
 @register_rule("any", "all", "_is_all_true", "_is_any_true")
 def _reduce(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("A"))
-    name = call.operator.removeprefix("aten.")
+    name = call.name
     if name in ("max", "min") and isinstance(call.get("other"), Value):
         return elementwise(call, homogeneous=True)
     dims = _dims(call, value)
     if name in MATRIX_NORMS and len(dims) == 2:  # rows are the same for all columns, and columns for all rows
-        value = moving.unnest(call.ledger, moving.unnest(call.ledger, value, dims[0]), dims[1])
+        value = views.unnest(call.ledger, views.unnest(call.ledger, value, dims[0]), dims[1])
     if name in ("logsumexp", "prod"):
-        call.ledger.pin_scale(value.scale)
-        value = replace(value, scale=())
+        value = call.ledger.unscaled(value)
     counts = name in ("linalg_vector_norm", "linalg_norm", "norm") and call.get("ord", call.get("p", 2)) == 0
     if counts or name in ("any", "all", "_is_all_true", "_is_any_true", "count_nonzero"):
         value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
     keep = len(call.outputs[0]) == value.ndim
     for axis in sorted(dims, reverse=True):
-        value = moving.drop(call.ledger, value, axis, keep=keep)
+        value = views.drop(call.ledger, value, axis, keep=keep)
     value = replace(value, parameter=None)
     power = 2.0 if name in ("var", "var_mean") else 1.0
     first = replace(value, scale=times(value.scale, power))
@@ -63,7 +62,7 @@ def _renorm(call: Call) -> Value:
     value: Value = call["self"]
     call.ledger.pin_scale(value.scale)
     axis = call.axis()
-    value = moving.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != axis))
+    value = views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != axis))
     return replace(value, scale=(), parameter=None)
 
 
@@ -73,7 +72,7 @@ def _histogram(call: Call) -> Value:
     value: Value = call["self"]
     call.ledger.pin_scale(value.scale)
     for axis in reversed(range(value.ndim)):
-        value = moving.drop(call.ledger, value, axis)
+        value = views.drop(call.ledger, value, axis)
     return pinned_value(call.shape, "intervals")
 
 
@@ -84,10 +83,9 @@ def _segments(call: Call) -> Value:
     for name in ("lengths", "indices", "offsets"):
         pin_tensor(call, call.get(name), "lengths of segments")
     if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
-        call.ledger.pin_scale(value.scale)
-        value = replace(value, scale=())
+        value = call.ledger.unscaled(value)
     for axis in range(len(call.shape) - value.ndim + call.get("axis", 0) + 1):
-        value = moving.mix(call.ledger, value, axis, "segments")
+        value = views.mix(call.ledger, value, axis, "segments")
     return replace(value, shape=call.shape, parameter=None)
 
 
@@ -95,16 +93,15 @@ def _segments(call: Call) -> Value:
 def _softmax(call: Call) -> Value:
     """Each entry depends on all along the axis, so that no other axis may be nested in it."""
     value: Value = call["self"]
-    call.ledger.pin_scale(value.scale)
-    return moving.unnest(call.ledger, replace(value, scale=(), parameter=None), call.axis(default=-1))
+    value = replace(call.ledger.unscaled(value), parameter=None)
+    return views.unnest(call.ledger, value, call.axis(default=-1))
 
 
 @register_rule("cumsum", "cumprod", "logcumsumexp", "diff", "cummax", "cummin")
 def _cumulative(call: Call) -> Value | list[Value]:
-    value = moving.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
+    value = views.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
     if call.operator not in ("aten.cumsum", "aten.diff", "aten.cummax", "aten.cummin"):
-        call.ledger.pin_scale(value.scale)
-        value = replace(value, scale=())
+        value = call.ledger.unscaled(value)
     value = replace(value, shape=call.shape, parameter=None)
     return [value, replace(value, scale=())][: len(call.outputs)]
 
@@ -118,5 +115,5 @@ def _fourier(call: Call) -> Value:
     if axes is None:
         axes = range(value.ndim) if call.operator.endswith("n") else -1
     for axis in [axes] if isinstance(axes, int) else axes:
-        value = moving.mix(call.ledger, value, axis % value.ndim, "Fourier transform along the axis")
+        value = views.mix(call.ledger, value, axis % value.ndim, "Fourier transform along the axis")
     return replace(value, shape=call.shape)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, pinned_value
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
-from tu_symmetry.symmetry.operators.movement import pin_tensor
 from tu_symmetry.symmetry.operators.pointwise import join_labels
+from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 SYMMETRIC = ("sum", "mean", "amax", "amin", "add")
@@ -45,13 +45,6 @@ def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Te
     return value.scale
 
 
-def _constant(call: Call, value: Value, axes: list[int]) -> tuple[Term, ...]:
-    terms = value.scale
-    for axis in axes:
-        terms = tuple((c, call.ledger.constant_along(v, axis)) for c, v in terms)
-    return terms
-
-
 @register_rule("scatter", "scatter_add", "scatter_reduce", positions="read")
 def _scatter(call: Call) -> Value:
     value, index = call["self"], call["index"]
@@ -63,27 +56,27 @@ def _scatter(call: Call) -> Value:
     source = given if isinstance(given, Value) else None
     target = meet(call, value, axis, index, "written to by position")
     label, reason = target.labels[axis], target.reasons[axis]
-    parts = [moving.drop(ledger, target, axis, keep=True)]
+    parts = [views.drop(ledger, target, axis, keep=True)]
     for part in (index, source):
         if part is None:
             continue
         part = replace(part, points=())
         for k in range(value.ndim):
             if part.shape[k] > index.shape[k]:
-                part = moving.take(ledger, part, k, np.arange(index.shape[k]))
+                part = views.take(ledger, part, k, np.arange(index.shape[k]))
         parts.append(part)
     if source is not None and reduce in SYMMETRIC:
         ledger.unify(parts[1].labels[axis], parts[2].labels[axis], parts[1].reasons[axis], parts[2].reasons[axis])
     elif (
         source is not None and not reduce and index.shape[axis] > 1
     ):  # if two are written to one position, the last remains
-        parts[1:] = [moving.mix(ledger, p, axis, "written in order") for p in parts[1:]]
-    parts[1:] = [moving.drop(ledger, p, axis, keep=True) for p in parts[1:]]
+        parts[1:] = [views.mix(ledger, p, axis, "written in order") for p in parts[1:]]
+    parts[1:] = [views.drop(ledger, p, axis, keep=True) for p in parts[1:]]
     for k in range(value.ndim):
         if k != axis and index.shape[k] < value.shape[k]:  # the rest stays as it was
-            parts = [moving.mix(ledger, p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
-            shorter = (moving.pin_axis(ledger, p, k, "written to in part") for p in parts)
-            parts = [replace(p, shape=(*p.shape[:k], value.shape[k], *p.shape[k + 1 :])) for p in shorter]
+            parts = [views.mix(ledger, p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
+            shorter = (views.pin_axis(ledger, p, k, "written to in part") for p in parts)
+            parts = [p.with_axis(k, size=value.shape[k]) for p in shorter]
     found = joined(call, parts, axis, label, reason)
     terms = parts[2].scale if source is not None else ()
     linear = not reduce or reduce in SYMMETRIC
@@ -98,7 +91,7 @@ def _index_write(call: Call) -> Value:
     if not value.ndim or index.ndim > 1:
         return unknown(call)
     ledger, axis = call.ledger, call.axis()
-    name = call.operator.removeprefix("aten.")
+    name = call.name
     given: Any = call.arguments.get("source", call.arguments.get("value"))
     sums = name in ("index_add", "index_reduce")
     linear = name != "index_reduce" or call.get("reduce") in SYMMETRIC
@@ -118,14 +111,9 @@ def _index_write(call: Call) -> Value:
         entries: Label = tuple(along(c.reshape(-1), axis, value.ndim) for c in index.labels[0])
         ledger.unify(given.labels[axis], entries, given.reasons[axis], index.reasons[0], axis)
     elif index.ndim:
-        given = moving.mix(ledger, given, axis, "written in order")
-    arriving = moving.drop(ledger, given, axis, keep=True)
-    parts = [moving.drop(ledger, target, axis, keep=True), arriving]
-    found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
-    terms = arriving.scale
-    held = replace(call["self"], scale=parts[0].scale)
+        given = views.mix(ledger, given, axis, "written in order")
     written = given if id(call["source"]) not in call.zeros else 0.0
-    return replace(found, scale=_combined(call, held, written, terms, linear=linear))
+    return _arrived(call, target, given, axis, written, linear=linear)
 
 
 def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value | float) -> Value:
@@ -137,21 +125,21 @@ def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given
     """
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
-    gone = moving.take(ledger, value, axis, positions)
+    gone = views.take(ledger, value, axis, positions)
     ledger.forget(gone, axis, "overwritten")
     places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
     if not isinstance(given, Value):
         given = replace(gone, scale=gone.scale if given == 0 else ())
     elif any((c >= 0).any() for c in given.labels[axis]):  # units that arrive
         places = given.labels[axis]
-    given = replace(given, labels=(*given.labels[:axis], places, *given.labels[axis + 1 :]), parameter=None)
+    given = replace(given.with_axis(axis, label=places), parameter=None)
     if not len(kept):
         return given
-    rest = moving.take(ledger, value, axis, kept)
-    whole = moving.concatenate(ledger, [replace(rest, parameter=None), given], axis)
+    rest = views.take(ledger, value, axis, kept)
+    whole = views.concatenate(ledger, [replace(rest, parameter=None), given], axis)
     order = np.empty(size, dtype=np.int64)
     order[np.concatenate([kept, positions])] = np.arange(size)
-    return moving.take(ledger, whole, axis, order)
+    return views.take(ledger, whole, axis, order)
 
 
 @register_rule("index_put", "_unsafe_index_put", positions="read")
@@ -167,11 +155,10 @@ def _index_put(call: Call) -> Value:
         return _put_at_points(call, value, values, indices, used)
     (axis,) = used
     index = indices[axis]
-    source = moving.pad_left(values, value.ndim)
+    source = views.pad_left(values, value.ndim)
     positions = picked(call.constants["indices"][axis], value.shape[axis])
     count = len(positions) if positions is not None else index.shape[0]
-    shape = (*value.shape[:axis], count, *value.shape[axis + 1 :])
-    source = moving.expand(ledger, source, shape)
+    source = views.expand(ledger, source, value.with_axis(axis, size=count).shape)
     if id(values) in call.zeros:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     if positions is not None and not accumulate:
@@ -182,13 +169,16 @@ def _index_put(call: Call) -> Value:
         ledger.unify(source.labels[axis], entries, source.reasons[axis], index.reasons[0], axis)
     else:
         ledger.pin(replace(index, points=()), "an index")
-        source = moving.mix(ledger, source, axis, "written in order")
-    arriving = moving.drop(ledger, source, axis, keep=True)
-    parts = [moving.drop(ledger, target, axis, keep=True), arriving]
+        source = views.mix(ledger, source, axis, "written in order")
+    return _arrived(call, target, source, axis, values if id(values) not in call.zeros else 0.0, linear=True)
+
+
+def _arrived(call: Call, target: Value, source: Value, axis: int, written: Value | float, *, linear: bool) -> Value:
+    """What was written to at positions of an axis, each of which may have received any of what was written."""
+    parts = [views.drop(call.ledger, v, axis, keep=True) for v in (target, source)]
     found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
     held = replace(call["self"], scale=parts[0].scale)
-    written: Value | float = values if id(values) not in call.zeros else 0.0
-    return replace(found, scale=_combined(call, held, written, arriving.scale, linear=True))
+    return replace(found, scale=_combined(call, held, written, parts[1].scale, linear=linear))
 
 
 def _is_mask(call: Call, k: int) -> bool:
@@ -204,8 +194,8 @@ def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -
     mask has: it is stretched over those that follow. Units of the mask are the value's own.
     """
     after = value.ndim - first - mask.ndim
-    stretched = moving.reshape(call.ledger, mask, [*mask.shape, *(1 for _ in range(after))]) if after else mask
-    single = replace(moving.reshape(call.ledger, filling, []), parameter=None) if filling.ndim else filling
+    stretched = views.reshape(call.ledger, mask, [*mask.shape, *(1 for _ in range(after))]) if after else mask
+    single = replace(views.reshape(call.ledger, filling, []), parameter=None) if filling.ndim else filling
     (_, value, single), result = join_labels(call, [stretched, value, single], call.shape)
     if id(filling) not in call.zeros:
         call.ledger.equate(value.scale, single.scale)
@@ -233,14 +223,14 @@ def _put_at_points(call: Call, value: Value, values: Value, indices: list[Value 
     points = max(1 if kinds[k] in (torch.bool, torch.uint8) else indices[k].ndim for k in used)  # type: ignore[union-attr]
     kept = [k for k in range(value.ndim) if k not in covered]
     at = before if used == list(range(used[0], used[-1] + 1)) else 0
-    arriving = moving.pad_left(replace(values, parameter=None), len(kept) + points)
+    arriving = views.pad_left(replace(values, parameter=None), len(kept) + points)
     for _ in range(points):
-        arriving = moving.drop(ledger, moving.mix(ledger, arriving, at, "written by an index"), at)
+        arriving = views.drop(ledger, views.mix(ledger, arriving, at, "written by an index"), at)
     sizes = iter(arriving.shape)
-    arriving = moving.reshape(ledger, arriving, [1 if k in covered else next(sizes) for k in range(value.ndim)])
+    arriving = views.reshape(ledger, arriving, [1 if k in covered else next(sizes) for k in range(value.ndim)])
     target = replace(value, parameter=None)
     for k in covered:
-        target = moving.mix(ledger, target, k, "written to by an index")
+        target = views.mix(ledger, target, k, "written to by an index")
     labels, reasons = list(target.labels), list(target.reasons)
     for k in kept:
         if arriving.shape[k] > 1:
@@ -254,8 +244,8 @@ def _put_at_points(call: Call, value: Value, values: Value, indices: list[Value 
 def _block_diag(call: Call) -> Value:
     """Matrices along a diagonal: rows and columns one after the other, zeros (of any scale) elsewhere."""
     ledger = call.ledger
-    blocks = [moving.pad_left(v, 2) for v in call.tensors]
-    rows, columns = ([moving.in_full(v, axis) for v in blocks] for axis in (0, 1))
+    blocks = [views.pad_left(v, 2) for v in call.tensors]
+    rows, columns = ([views.in_full(v, axis) for v in blocks] for axis in (0, 1))
     simple = all(
         len(r) == 1 and r[0].shape[1] == 1 and len(c) == 1 and c[0].shape[0] == 1
         for r, c in zip(rows, columns, strict=True)
@@ -298,7 +288,7 @@ def _unpool(call: Call) -> Value:
     parts = []
     for part in (value, index):
         for axis in range(value.ndim - space, value.ndim):
-            part = moving.mix(call.ledger, part, axis, "spatial position")
+            part = views.mix(call.ledger, part, axis, "spatial position")
         parts.append(replace(part, parameter=None))
     found = joined(call, parts, value.ndim - 1, (), "spatial position")
     return replace(found, shape=call.shape, scale=parts[0].scale)
@@ -309,14 +299,14 @@ def _diagonal(call: Call) -> Value:
     """A vector along a diagonal: rows and columns are indexed by its units; or the diagonal of a matrix."""
     value: Value = call["self"]
     if call.operator == "aten.diag" and value.ndim == 2:
-        return moving.diagonal(call.ledger, value, 0, 1, int(call.get("diagonal", 0)))
+        return views.diagonal(call.ledger, value, 0, 1, int(call.get("diagonal", 0)))
     if call.get("offset", call.get("diagonal", 0)) != 0:
         return unknown(call)
     if len(call.shape) != value.ndim + 1 or call.get("dim1", -2) != -2 or call.get("dim2", -1) != -1:
         return unknown(call)
     last = value.ndim - 1
-    rows = moving.reshape(call.ledger, value, (*value.shape, 1))
-    columns = moving.reshape(call.ledger, value, (*value.shape[:-1], 1, value.shape[-1]))
+    rows = views.reshape(call.ledger, value, (*value.shape, 1))
+    columns = views.reshape(call.ledger, value, (*value.shape[:-1], 1, value.shape[-1]))
     labels = (*rows.labels[:-1], columns.labels[-1])
     if not labels[last]:
         return replace(pinned_value(call.shape, value.reasons[last]), labels=labels, scale=rows.scale)

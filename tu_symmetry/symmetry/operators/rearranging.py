@@ -9,47 +9,25 @@ from typing import Any
 
 import numpy as np
 
-from tu_symmetry.symmetry import moving
+from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 @register_rule(
-    "view",
-    "reshape",
-    "_unsafe_view",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "reshape_as",
-    "view_as",
-    "ravel",
-    "squeeze_copy",
-    "unsqueeze_copy",
-    "view_copy",
+    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze reshape_as view_as ravel squeeze_copy "
+    "unsqueeze_copy view_copy",
     positions="keep",
     traits=("moves", "same"),
 )
 def _reshape(call: Call) -> Value:
     if call.operator == "aten.view" and "dtype" in call.arguments:
         return unknown(call)
-    return moving.reshape(call.ledger, call["self"], call.shape)
+    return views.reshape(call.ledger, call["self"], call.shape)
 
 
 @register_rule(
-    "permute",
-    "transpose",
-    "t",
-    "swapaxes",
-    "swapdims",
-    "movedim",
-    "moveaxis",
-    "adjoint",
-    "mT",
-    "numpy_T",
-    "transpose_copy",
-    "permute_copy",
+    "permute transpose t swapaxes swapdims movedim moveaxis adjoint mT numpy_T transpose_copy permute_copy",
     positions="keep",
     traits=("moves",),
 )
@@ -57,7 +35,7 @@ def _permute(call: Call) -> Value:
     value: Value = call["self"]
     n = value.ndim
     order = list(range(n))
-    name = call.operator.removeprefix("aten.").removesuffix("_copy")
+    name = call.name.removesuffix("_copy")
     if name == "permute":
         order = [d % n for d in call["dims"]]
     elif name in ("movedim", "moveaxis"):
@@ -75,12 +53,12 @@ def _permute(call: Call) -> Value:
             else (call.get("dim0", call.get("axis0", 0)), call.get("dim1", call.get("axis1", 0)))
         )
         order[a % n], order[b % n] = order[b % n], order[a % n]
-    return moving.permute(value, order)
+    return views.permute(value, order)
 
 
 @register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep", traits=("moves",))
 def _expand(call: Call) -> Value:
-    return moving.expand(call.ledger, call["self"], call.shape)
+    return views.expand(call.ledger, call["self"], call.shape)
 
 
 @register_rule("repeat", "tile", "repeat_interleave", traits=("moves",))
@@ -97,24 +75,23 @@ def repeat(call: Call) -> Value:
         if not isinstance(count, int) or axis is None:
             return unknown(call)
         axis %= value.ndim
-        inserted = moving.reshape(ledger, value, (*value.shape[: axis + 1], 1, *value.shape[axis + 1 :]))
-        wide = moving.expand(ledger, inserted, (*value.shape[: axis + 1], count, *value.shape[axis + 1 :]))
-        return moving.reshape(ledger, wide, call.shape)
+        inserted = views.reshape(ledger, value, (*value.shape[: axis + 1], 1, *value.shape[axis + 1 :]))
+        wide = views.expand(ledger, inserted, (*value.shape[: axis + 1], count, *value.shape[axis + 1 :]))
+        return views.reshape(ledger, wide, call.shape)
     counts = list(call.get("repeats", call.get("dims")))
     counts = [1] * (value.ndim - len(counts)) + counts
-    value = moving.pad_left(value, len(counts))
+    value = views.pad_left(value, len(counts))
     for axis, count in enumerate(counts):
         if count > 1:
             if value.shape[axis] == 1:
-                target = (*value.shape[:axis], count, *value.shape[axis + 1 :])
-                value = moving.expand(ledger, value, target)
+                value = views.expand(ledger, value, value.with_axis(axis, size=count).shape)
             elif not any(value.labels):
-                value = moving.concatenate(ledger, [value] * count, axis)
+                value = views.concatenate(ledger, [value] * count, axis)
             else:
                 lead, rest = value.shape[:axis], value.shape[axis:]
-                laid = moving.reshape(ledger, value, (*lead, 1, *rest))
-                wide = moving.expand(ledger, laid, (*lead, count, *rest))
-                value = moving.reshape(ledger, wide, (*lead, count * rest[0], *rest[1:]))
+                laid = views.reshape(ledger, value, (*lead, 1, *rest))
+                wide = views.expand(ledger, laid, (*lead, count, *rest))
+                value = views.reshape(ledger, wide, (*lead, count * rest[0], *rest[1:]))
     return value
 
 
@@ -126,13 +103,13 @@ def _diagonal(call: Call) -> Value:
     first, second = (call.get(name, default) for name, default in (("dim1", 0), ("dim2", 1)))
     if call.operator == "aten.linalg_diagonal":
         first, second = call.get("dim1", -2), call.get("dim2", -1)
-    found = moving.diagonal(call.ledger, value, first % value.ndim, second % value.ndim, int(call.get("offset", 0)))
-    return moving.drop(call.ledger, found, last - 1) if call.operator == "aten.trace" else found
+    found = views.diagonal(call.ledger, value, first % value.ndim, second % value.ndim, int(call.get("offset", 0)))
+    return views.drop(call.ledger, found, last - 1) if call.operator == "aten.trace" else found
 
 
 @register_rule("broadcast_tensors")
 def _broadcast(call: Call) -> list[Value]:
-    return [moving.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]
+    return [views.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]
 
 
 @register_rule("cat", "concat", "concatenate")
@@ -140,13 +117,13 @@ def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]
     if not values:
         return pinned_value(call.shape, "empty tensor")
-    return moving.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
+    return views.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
 
 
 @register_rule("hstack", "vstack", "dstack", "column_stack", "row_stack")
 def _stack_along(call: Call) -> Value:
     """Joined along an axis that tensors of fewer axes are given first."""
-    name = call.operator.removeprefix("aten.")
+    name = call.name
     values: list[Value] = call["tensors"]
     ndim, axis = {"hstack": (1, -1), "column_stack": (2, 1), "dstack": (3, 2)}.get(name, (2, 0))
     frames = []
@@ -158,10 +135,10 @@ def _stack_along(call: Call) -> Value:
             shape = (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
         elif len(shape) < ndim:
             shape = (1,) * (ndim - len(shape)) + shape
-        frames.append(moving.reshape(call.ledger, value, shape))
+        frames.append(views.reshape(call.ledger, value, shape))
     if axis < 0:
         axis = 0 if frames[0].ndim == 1 else 1
-    return moving.concatenate(call.ledger, frames, axis)
+    return views.concatenate(call.ledger, frames, axis)
 
 
 @register_rule("stack")
@@ -169,23 +146,17 @@ def _stack(call: Call) -> Value:
     values = call["tensors"]
     axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
     shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
-    return moving.concatenate(call.ledger, [moving.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
+    return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
 
 
 def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
     """Cut a value into pieces along an axis."""
     starts = np.cumsum([0, *sizes])
-    return [moving.take(call.ledger, value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
+    return [views.take(call.ledger, value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
 
 
 @register_rule(
-    "chunk",
-    "split",
-    "split_with_sizes",
-    "tensor_split",
-    "split_copy",
-    "unsafe_chunk",
-    "unsafe_split",
+    "chunk split split_with_sizes tensor_split split_copy unsafe_chunk unsafe_split",
     positions="keep",
     traits=("moves",),
 )
@@ -198,13 +169,13 @@ def _split(call: Call) -> list[Value]:
 @register_rule("view_as_complex")
 def _view_as_complex(call: Call) -> Value:
     value: Value = call["self"]
-    value = moving.mix(call.ledger, value, value.ndim - 1, "real and imaginary part")
-    return moving.take(call.ledger, value, value.ndim - 1, 0)
+    value = views.mix(call.ledger, value, value.ndim - 1, "real and imaginary part")
+    return views.take(call.ledger, value, value.ndim - 1, 0)
 
 
 @register_rule("view_as_real")
 def _view_as_real(call: Call) -> Value:
-    value = moving.reshape(call.ledger, call["self"], (*call.shape[:-1], 1))
+    value = views.reshape(call.ledger, call["self"], (*call.shape[:-1], 1))
     return replace(value, shape=call.shape, reasons=(*value.reasons[:-1], "real and imaginary part"))
 
 
@@ -213,7 +184,7 @@ def _unbind(call: Call) -> list[Value]:
     axis = call.axis(default=0)
     value = _with_pieces(call, axis)
     return [
-        moving.take(call.ledger, value, axis, k) if k in call.used else pinned_value(shape, "not read")
+        views.take(call.ledger, value, axis, k) if k in call.used else pinned_value(shape, "not read")
         for k, shape in enumerate(call.outputs)
     ]
 
@@ -225,7 +196,7 @@ def _with_pieces(call: Call, axis: int) -> Value:
         for k in range(value.ndim):
             if k != axis and value.shape[k] > 1:
                 value = call.ledger.nest(value, k, [axis])
-        value = call.ledger.relabel(value, axis, (), moving.SELECTED)
+        value = call.ledger.relabel(value, axis, (), views.SELECTED)
     return value
 
 
@@ -236,7 +207,7 @@ def _select(call: Call) -> Value:
     if not isinstance(index, int):
         return unknown(call)
     value = _with_pieces(call, axis)
-    return moving.take(call.ledger, value, axis, index % value.shape[axis])
+    return views.take(call.ledger, value, axis, index % value.shape[axis])
 
 
 @register_rule("slice", "narrow", "slice_copy", positions="keep", traits=("moves",))
@@ -254,7 +225,7 @@ def _slice(call: Call) -> Value:
     count = call.shape[axis]
     if count == value.shape[axis]:
         return replace(value, parameter=None)
-    return moving.take(call.ledger, value, axis, start + step * np.arange(count))
+    return views.take(call.ledger, value, axis, start + step * np.arange(count))
 
 
 @register_rule("flip", "fliplr", "flipud", traits=("moves",))
@@ -272,9 +243,9 @@ def _roll(call: Call) -> Value:
     dims, shifts = call.get("dims", []), call["shifts"]
     shifts = [shifts] if isinstance(shifts, int) else shifts
     if not dims:  # as if it had one axis
-        flat = moving.reshape(call.ledger, value, (math.prod(value.shape),))
+        flat = views.reshape(call.ledger, value, (math.prod(value.shape),))
         flat = reorder(call, flat, 0, np.roll(np.arange(flat.shape[0]), shifts[0]))
-        return moving.reshape(call.ledger, flat, value.shape)
+        return views.reshape(call.ledger, flat, value.shape)
     for dim, shift in zip([dims] if isinstance(dims, int) else dims, shifts, strict=True):
         axis = dim % value.ndim
         value = reorder(call, value, axis, np.roll(np.arange(value.shape[axis]), shift))
@@ -301,7 +272,7 @@ def _rotate(call: Call) -> Value:
         value = reorder(call, value, second, np.arange(value.shape[second])[::-1].copy())
         order = list(range(value.ndim))
         order[first], order[second] = second, first
-        value = moving.permute(value, order)
+        value = views.permute(value, order)
     return replace(value, parameter=None)
 
 
@@ -309,7 +280,7 @@ def reorder(call: Call, value: Value, axis: int, positions: np.ndarray) -> Value
     """Take all positions along an axis in another order."""
     moves = any(c.shape[axis] > 1 for label in value.labels for c in label)
     if moves or any(v.shape[axis] > 1 for _, v in value.scale):
-        return moving.take(call.ledger, value, axis, positions)
+        return views.take(call.ledger, value, axis, positions)
     return value
 
 
@@ -319,20 +290,20 @@ def _shuffle(call: Call) -> Value:
     if call.operator == "aten.channel_shuffle":
         n, c, *space = value.shape
         g = call["groups"]
-        split_up = moving.reshape(ledger, value, (n, g, c // g, *space))
-        swapped = moving.permute(split_up, (0, 2, 1, *range(3, value.ndim + 1)))
-        return moving.reshape(ledger, swapped, call.shape)
+        split_up = views.reshape(ledger, value, (n, g, c // g, *space))
+        swapped = views.permute(split_up, (0, 2, 1, *range(3, value.ndim + 1)))
+        return views.reshape(ledger, swapped, call.shape)
     *lead, c, h, w = value.shape
     k = len(lead)
     if call.operator == "aten.pixel_shuffle":
         r = call["upscale_factor"]
-        parts = moving.reshape(ledger, value, (*lead, c // r**2, r, r, h, w))
+        parts = views.reshape(ledger, value, (*lead, c // r**2, r, r, h, w))
         order = (*range(k), k, k + 3, k + 1, k + 4, k + 2)
     else:
         r = call["downscale_factor"]
-        parts = moving.reshape(ledger, value, (*lead, c, h // r, r, w // r, r))
+        parts = views.reshape(ledger, value, (*lead, c, h // r, r, w // r, r))
         order = (*range(k), k, k + 2, k + 4, k + 1, k + 3)
-    return moving.reshape(ledger, moving.permute(parts, order), call.shape)
+    return views.reshape(ledger, views.permute(parts, order), call.shape)
 
 
 def pin_tensor(call: Call, value: Any, reason: str) -> None:
@@ -341,9 +312,7 @@ def pin_tensor(call: Call, value: Any, reason: str) -> None:
         call.ledger.pin(value, reason)
 
 
-@register_rule(
-    "pad", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "reflection_pad1d", "replication_pad1d"
-)
+@register_rule("pad constant_pad_nd reflection_pad2d replication_pad2d reflection_pad1d replication_pad1d")
 def _pad(call: Call) -> Value:
     value: Value = call["self"]
     pad = call.get("pad", call.get("padding"))
@@ -358,21 +327,19 @@ def _pad(call: Call) -> Value:
         if result.labels[axis] and call.operator in ("aten.pad", "aten.constant_pad_nd") and mode == "constant":
             size, extra = result.shape[axis], [low, high]
             if min(extra) < 0:
-                result = moving.take(call.ledger, result, axis, np.arange(max(-low, 0), size - max(-high, 0)))
+                result = views.take(call.ledger, result, axis, np.arange(max(-low, 0), size - max(-high, 0)))
             pieces = [result]
             for side, n in zip((0, 1), extra, strict=True):
                 if n > 0:
-                    shape = (*result.shape[:axis], n, *result.shape[axis + 1 :])
-                    blank = moving.uniform(shape, 0.0 if filler is None else float(filler))
+                    shape = result.with_axis(axis, size=n).shape
+                    blank = views.uniform(shape, 0.0 if filler is None else float(filler))
                     blank = replace(blank, reasons=("padding",) * len(shape))
                     pieces.insert(0 if side == 0 else len(pieces), blank)
             if len(pieces) > 1:
-                result = moving.concatenate(call.ledger, pieces, axis)
+                result = views.concatenate(call.ledger, pieces, axis)
         else:
-            result = moving.mix(call.ledger, result, axis, "padded")
-            shape = (*result.shape[:axis], result.shape[axis] + low + high, *result.shape[axis + 1 :])
-            result = replace(result, shape=shape)
+            result = views.mix(call.ledger, result, axis, "padded")
+            result = result.with_axis(axis, size=result.shape[axis] + low + high)
     if filler not in (0, None, -math.inf, math.inf):
-        call.ledger.pin_scale(result.scale)
-        result = replace(result, scale=())
+        result = call.ledger.unscaled(result)
     return replace(result, parameter=None)

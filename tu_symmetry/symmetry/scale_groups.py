@@ -1,6 +1,6 @@
 """From a ledger's linear constraints on log-scales to scale and normalization groups.
 
-:mod:`.scale_system` leaves the log-scale of every tensor as a sum of free factors. Here they become groups, in stages:
+:mod:`.scale_solver` leaves the log-scale of every tensor as a sum of free factors. Here they become groups, in stages:
 
 1. :func:`_expanded`: the log-scales of all parameters and buffers, and of what meets an epsilon;
 2. :func:`_without_redundant`: factors of whole tensors that do nothing, or what the factors of an axis do together;
@@ -31,7 +31,7 @@ from scipy.optimize import linprog
 from tu_symmetry.symmetry.algebra import ZERO, Array, among, distinct, distinct_rows, varies
 from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.scale_system import ScaleSystem, tidy
+from tu_symmetry.symmetry.scale_solver import ScaleSystem, tidy
 
 Expanded = dict[str, list[tuple[float, Array]]]
 """For each tensor the terms of its log-scale: exponent, and the factor at each entry (ZERO for none)."""

@@ -54,9 +54,7 @@ def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
     for component in value.labels[axis]:
         if not ledger.place_in_blocks(component, axis, value.labels):
             ledger.pin_label((component,), reason, axis)
-    labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
-    reasons = (*value.reasons[:axis], value.reasons[axis] or reason, *value.reasons[axis + 1 :])
-    return replace(value, labels=labels, reasons=reasons, parameter=None)
+    return replace(value.with_axis(axis, label=(), reason=value.reasons[axis] or reason), parameter=None)
 
 
 def mix(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
@@ -64,8 +62,7 @@ def mix(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
 
     Nothing may move along that axis, and what is nested in it has to be the same all along it.
     """
-    value = unnest(ledger, pin_axis(ledger, value, axis, reason), axis)
-    return replace(value, scale=tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale))
+    return ledger.alike_along(unnest(ledger, pin_axis(ledger, value, axis, reason), axis), axis)
 
 
 def unnest(ledger: Ledger, value: Value, *axes: int) -> Value:
@@ -122,28 +119,24 @@ def independent(ledger: Ledger, component: Array, axis: int) -> Array:
 
 def drop(ledger: Ledger, value: Value, axis: int, *, keep: bool = False) -> Value:
     """The value after a reduction over ``axis``: nothing that remains may depend on it."""
-    value = unnest(ledger, value, axis)
-    scale = tuple((c, ledger.constant_along(v, axis)) for c, v in value.scale)
+    value = ledger.alike_along(unnest(ledger, value, axis), axis)
     if keep:
-        shape = (*value.shape[:axis], 1, *value.shape[axis + 1 :])
-        labels = (*value.labels[:axis], (), *value.labels[axis + 1 :])
-        return replace(value, shape=shape, labels=labels, scale=scale, parameter=None)
+        return replace(value.with_axis(axis, size=1, label=()), parameter=None)
     return Value(
         value.shape[:axis] + value.shape[axis + 1 :],
         tuple(tuple(c.squeeze(axis) for c in lab) for k, lab in enumerate(value.labels) if k != axis),
         value.reasons[:axis] + value.reasons[axis + 1 :],
-        tuple((c, v.squeeze(axis)) for c, v in scale),
+        tuple((c, v.squeeze(axis)) for c, v in value.scale),
     )
 
 
 def channel(ledger: Ledger, value: Value, axis: int) -> tuple[Label, tuple[Term, ...]]:
     """Label and scale of one axis alone, as one-dimensional arrays; both are made independent of the others."""
     label = value.labels[axis]
-    scale = value.scale
-    for other in range(value.ndim):
-        if other != axis:
-            label = tuple(independent(ledger, c, other) for c in label)
-            scale = tuple((c, ledger.constant_along(v, other)) for c, v in scale)
+    others = [k for k in range(value.ndim) if k != axis]
+    for other in others:
+        label = tuple(independent(ledger, c, other) for c in label)
+    scale = ledger.alike_along(value, *others).scale
     return tuple(c.reshape(-1) for c in label), tuple((c, v.reshape(-1)) for c, v in scale)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.running.weights import is_continuous
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Reference:
     def __init__(self, outputs: list[Tensor]) -> None:
         self.outputs = outputs
         self.sensitivity = [
-            torch.zeros(t.shape, dtype=torch.float64, device="cpu") if _floating(t) else torch.zeros((), device="cpu")
+            torch.zeros(t.shape, dtype=torch.float64, device="cpu")
+            if is_continuous(t)
+            else torch.zeros((), device="cpu")
             for t in outputs
         ]
         self.unstable = [torch.zeros(t.shape, dtype=torch.bool, device="cpu") for t in outputs]
@@ -69,7 +72,7 @@ class Reference:
         for k, (a, b) in enumerate(zip(before, after, strict=True)):
             if a.shape != b.shape or a.shape != self.outputs[k].shape:
                 raise SymmetryError("the shapes of the network's outputs change with the weights: nothing to compare")
-            if not _floating(a):
+            if not is_continuous(a):
                 self.unstable[k] |= a != b
                 continue
             change = _distance(a, b).div_(noise)
@@ -80,22 +83,25 @@ class Reference:
         """Why a comparison with these outputs would prove nothing, or None."""
         if not self.outputs or not any(t.numel() for t in self.outputs):
             return "the network returns no tensor (or empty ones only), so that nothing can be verified"
-        floating = [(t, s) for t, s in zip(self.outputs, self.sensitivity, strict=True) if _floating(t) and t.numel()]
+        floating = [
+            (t, s) for t, s in zip(self.outputs, self.sensitivity, strict=True) if is_continuous(t) and t.numel()
+        ]
         if len(floating) < sum(t.numel() > 0 for t in self.outputs):
             return None  # integers are compared as they are
         if not any(bool(torch.isfinite(t).any()) for t, _ in floating):
-            return (
-                "the network's outputs are all NaN or infinite for random weights of moderate size, so that nothing "
-                "can be verified; pass example inputs of ordinary magnitude"
-            )
+            return self.nothing("all NaN or infinite")
         if not any(bool(s.any()) for _, s in floating):
             return "the network's outputs do not depend on its weights, so that nothing can be verified"
         if not any(bool((tolerance * s < 1e-2 * t.abs()).logical_and(s > 0).any()) for t, s in floating):
-            return (
-                "the network's outputs are dominated by rounding for random weights of moderate size, so that nothing "
-                "can be verified; pass example inputs of ordinary magnitude, or more of them"
-            )
+            return self.nothing("dominated by rounding") + ", or more of them"
         return None
+
+    def nothing(self, what: str) -> str:
+        """The sentence for outputs that say nothing."""
+        return (
+            f"the network's outputs are {what} for random weights of moderate size, so that nothing can be verified; "
+            "pass example inputs of ordinary magnitude"
+        )
 
     def difference(
         self, outputs: list[Tensor], tolerance: float, *, epsilon: float, explained: list[Tensor] | None = None
@@ -115,7 +121,7 @@ class Reference:
             count += a.numel()
             if a.shape != b.shape:
                 return Difference(math.inf, 0.0, count)
-            if not _floating(a):
+            if not is_continuous(a):
                 if bool(((a != b) & ~self.unstable[k]).any()):
                     return Difference(math.inf, 0.0, count)
                 continue
@@ -146,10 +152,6 @@ class Reference:
                     return Difference(math.inf, 0.0, count)
                 change, allowed = float(distance[at]) / scale, float(limit[at]) / scale
         return Difference(change, allowed, count)
-
-
-def _floating(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,598 @@
+"""Walking through traced passes: each operator's rule makes its demands, and a ledger writes them down."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tu_symmetry.symmetry import views
+from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
+from tu_symmetry.symmetry.distinct import Distinct
+from tu_symmetry.symmetry.ledger import Ledger, Mark
+from tu_symmetry.symmetry.nesting import Nestings
+from tu_symmetry.symmetry.nodes import (
+    finds_positions,
+    flattened,
+    keeps_digits,
+    live_nodes,
+    outputs_of,
+    outputs_read,
+    rule_name_of,
+    shapes_of,
+    traits_of,
+    writes,
+)
+from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.operators.indexing import picked
+from tu_symmetry.symmetry.operators.scattering import overwritten
+from tu_symmetry.symmetry.reading import Reading, pin_unseen
+from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, unknown
+from tu_symmetry.symmetry.running.weights import is_continuous
+from tu_symmetry.symmetry.tracing import Parameter, Trace
+
+Node = torch.fx.Node
+_CUTS = frozenset(("slice", "narrow", "select", "unbind", "chunk", "split", "split_with_sizes", "tensor_split"))
+_TURNS = frozenset(("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"))  # their own inverses
+
+
+def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledger:
+    """Run the rules over traced forward passes, with axes nested as told where that is open.
+
+    All passes make their demands on the same units, those of the parameters: what is left holds for each of them.
+    """
+    nestings = nestings or Nestings()
+    ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
+    readings: dict[int, list[Reading]] = {}
+    for traced in traces:
+        reading = Reading()
+        readings.setdefault(traced.example, []).append(reading)
+        for result in _Interpreter(ledger, traced.module, reading).run(traced.inputs):
+            if isinstance(result, Value):
+                ledger.pin(result, "output of the network")
+    ledger.partly = frozenset[str]().union(*(pin_unseen(ledger, passes) for passes in readings.values()))
+    for name, value in ledger.parameters.items():
+        # what operators nested they have seen in blocks; of what was nested from the start, they may have seen views
+        ledger.observe(value, nested=name in nestings.nested)
+    return ledger
+
+
+class _Interpreter:
+    """One walk through one graph.
+
+    Attributes:
+        env: what stands for each node: a value (or a list), a :class:`Parameter`, a constant tensor, or a number.
+        root: of each node that is a view, the node whose memory it shares.
+        zero, statistic, sole: the nodes that :class:`~.rules.Call` tells rules about by these names.
+        distinct: where entries are different numbers; kept only if some operator finds positions by comparing.
+    """
+
+    def __init__(self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading) -> None:
+        self.ledger, self.module, self.reading = ledger, module, reading
+        self.env: dict[Node, Any] = {}
+        self.root: dict[Node, Node] = {}
+        self.order = {node: k for k, node in enumerate(module.graph.nodes)}
+        self.compares = any(map(finds_positions, module.graph.nodes))
+        self.zero: set[Node] = set()
+        self.statistic: set[Node] = set()
+        self.sole: set[Node] = set()
+        self.distinct = Distinct()
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Results of the graph for the given inputs, as values."""
+        remaining = iter(inputs)
+        live = live_nodes(self.module.graph)
+        for node in self.module.graph.nodes:
+            if node.op == "placeholder":
+                self.env[node] = next(remaining)
+            elif node not in live:
+                continue
+            elif node.op == "get_attr":
+                self.env[node] = getattr(self.module, str(node.target), None)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                self._read(node.all_input_nodes)
+                return [self._value(self.env[r]) if isinstance(r, Node) else r for r in flattened(node.args[0])]
+        return []
+
+    # -- what stands for tensors --------------------------------------------------------------------------------
+
+    def _value(self, held: Any) -> Any:
+        """What a rule sees: parameters and constant tensors as values."""
+        if isinstance(held, Parameter):
+            return self.ledger.parameter(held.name, held.shape, scales=held.scales)
+        return self._constant(held) if isinstance(held, Tensor) else held
+
+    def _constant(self, tensor: Tensor) -> Value:
+        """A constant, whose slices along an axis have equal codes where they hold equal numbers."""
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
+        if tensor.is_meta:  # no values: any two entries may differ
+            array: NDArray[Any] = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
+        else:
+            own = tensor.detach().cpu()
+            array = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
+        known = array.size > 0 and array.dtype.kind in "fiub" and not tensor.is_meta
+        alike = known and bool((array == array.flat[0]).all())
+        value = views.uniform(array.shape, float(array.flat[0]) if alike else None)
+        for axis, size in enumerate(array.shape):
+            if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
+                continue
+            _, kinds = np.unique(np.moveaxis(array, axis, 0).reshape(size, -1), axis=0, return_inverse=True)
+            label = (along(code(kinds.reshape(-1).astype(np.int64)), axis, array.ndim),)
+            value = value.with_axis(axis, label=label, reason="meets a constant")
+        return self._paired(array, value)
+
+    def _paired(self, array: NDArray[Any], value: Value) -> Value:
+        """Units for a constant that stays the same when two of its axes are permuted alike, as the identity does.
+
+        No two rows of the identity are alike, but if its rows and columns change places together, it is the same: it
+        has one unit for each index, on both axes. In ``h @ (W + I)`` these tie the rows of ``W`` to its columns.
+        """
+        sizes = [n for n in array.shape if n > 1]
+        twice = {n for n in sizes if sizes.count(n) == 2}
+        if len(twice) != 1 or max(twice) > 512 or array.size > 1 << 20:
+            return value
+        (n,) = twice
+        first, second = (k for k, size in enumerate(array.shape) if size == n)
+        kinds = interchangeable(np.moveaxis(array, (first, second), (0, 1)).reshape(n, n, -1))
+        rows = -value.labels[first][0].reshape(-1), -value.labels[second][0].reshape(-1)
+        if len(distinct(kinds)) >= min(len(distinct(r)) for r in rows):
+            return value  # its rows (or columns) are as alike for themselves
+        units = self.ledger.fresh_units(n)
+        self.ledger.marks.append(Mark(units, kinds, "meets a constant"))
+        for axis in (first, second):
+            value = value.with_axis(axis, label=(along(units, axis, array.ndim),))
+        value = replace(value, fill=None)
+        self.ledger.observe(value)
+        return value
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _call(self, node: Node) -> None:
+        target = node.target
+        self.ledger.step += 1
+        if target is operator.getitem:
+            self._piece(node)
+            return
+        if not isinstance(target, torch._ops.OpOverload):
+            self._read(node.all_input_nodes)
+            self.env[node] = self._opaque(node)
+            return
+        nodes = [a for a in flattened((node.args, node.kwargs)) if isinstance(a, Node)]
+        held = [self.env[a] for a in nodes]
+        traits = traits_of(node)
+        draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
+        if not draws and not any(isinstance(h, (Value, Parameter)) for h in flattened(held)):
+            self.env[node] = self._evaluate(node)
+            self._alias(node, target)
+            self._remember(node, traits, {}, {})
+            return
+        given = _arguments(node)
+        bound = _each(given, lambda n: self._value(self.env[n]))
+        self._note(node, traits)
+        points = self._points(rule_name_of(target), bound)
+        call = self._described(node, given, bound)
+        # a parameter that comes twice is no longer free to be nested as one of its places asks
+        twice = [a for a in nodes if isinstance(self.env[a], Parameter) and nodes.count(a) > 1]
+        self.ledger.used |= {self.env[a].name for a in twice}
+        marked = len(self.ledger.marks)
+        values = _apply(call)
+        self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
+        if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
+            values = [v if v.fill is None else replace(v, fill=None) for v in values]
+        for k, tensor in enumerate(outputs_of(node)):
+            if values[k].scale and isinstance(tensor, Tensor) and not is_continuous(tensor):
+                values[k] = self.ledger.unscaled(values[k])  # what is cut to integers follows no factor
+        if points:
+            values = [replace(v, points=points) for v in values]
+        self._keep(node, values)
+        self.ledger.used |= {h.name for h in flattened(held) if isinstance(h, Parameter)}
+        self._remember(node, traits, given, bound)
+        self._alias(node, target)
+        if writes(target):
+            self._write(node, node.args[0])
+
+    def _keep(self, node: Node, values: list[Value]) -> None:
+        """Observe the values of a node, and let them stand for it."""
+        for value in values:
+            self.ledger.observe(value)
+        self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
+
+    def _described(self, node: Node, given: dict[str, Any], bound: dict[str, Any]) -> Call:
+        """What a rule is told of a call.
+
+        Args:
+            node: of the call.
+            given: the arguments as they stand in the graph.
+            bound: the same with values for tensors.
+        """
+        assert isinstance(node.target, torch._ops.OpOverload)
+        pairs = list(_tensors(given, bound))
+
+        def ids(marked: set[Node]) -> frozenset[int]:
+            return frozenset(id(v) for n, v in pairs if n in marked)
+
+        return Call(
+            self.ledger,
+            rule_name_of(node.target),
+            bound,
+            shapes_of(node),
+            node.name,
+            used=outputs_read(node),
+            constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
+            dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
+            zeros=ids(self.zero),
+            apart={id(v): self.distinct.units(n) for n, v in pairs} if self.compares else {},
+            sole=ids({n for n in self.sole if len(n.users) == 1}),
+            statistics=ids(self.statistic),
+        )
+
+    def _piece(self, node: Node) -> None:
+        """One of the outputs of an operator."""
+        source, position = node.args
+        assert isinstance(source, Node)
+        self.env[node] = self.env[source][position]
+        self.distinct.piece(node, source)
+        if source in self.statistic:
+            self.statistic.add(node)
+        if source in self.sole and source.target is torch.ops.aten.unbind.int:  # each piece has scales of its own
+            self.sole.add(node)
+        if source in self.reading.origins:
+            self.reading.move(node, source, "")
+        if source in self.root:  # a piece of what was cut
+            self.root[node] = self.root[source]
+
+    def _opaque(self, node: Node) -> Any:
+        """A higher-order operator or a Python function: inlined or evaluated where possible, else pinned and named."""
+        held: list[Any] = list(torch.fx.node.map_arg(node.args, lambda n: self.env[n]))
+        output = node.meta.get("val")
+        name = getattr(node.target, "__name__", str(node.target))
+        if output is None and not node.users and not node.all_input_nodes:  # turns gradients on or off
+            return None
+        bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
+        if name.startswith("wrap_with") and len(bodies) == 1:  # a context manager: autocast, no_grad, ...
+            return self._inner(held[bodies[0]], held[bodies[0] + 1 :])
+        if name == "cond" and bodies == [1, 2]:
+            return self._branches(node, held)
+        arguments = [self.env[a] for a in flattened((node.args, node.kwargs)) if isinstance(a, Node)]
+        if not any(isinstance(h, (Value, Parameter, Tensor)) for h in flattened(arguments)) and output is not None:
+            return output
+        values = [v for v in map(self._value, flattened(arguments)) if isinstance(v, Value)]
+        found = _listed(unknown(Call(self.ledger, name, {"arguments": values}, shapes_of(node), node.name)))
+        return found if isinstance(output, (tuple, list)) else (found[0] if found else None)
+
+    def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """Results of a graph within the graph."""
+        return _Interpreter(self.ledger, module, self.reading).run(inputs)
+
+    def _branches(self, node: Node, held: list[Any]) -> list[Value]:
+        """``torch.cond``: both ways are followed, and their results have to agree like those of ``torch.where``."""
+        condition = self._value(held[0])
+        ways = [self._inner(held[k], held[3]) for k in (1, 2)]
+        results = []
+        for a, b, shape in zip(*ways, shapes_of(node), strict=True):
+            arguments = {"condition": condition, "self": a, "other": b}
+            results += _listed(RULES["aten.where"](Call(self.ledger, "aten.where", arguments, [shape], node.name)))
+        return results
+
+    def _evaluate(self, node: Node) -> Any:
+        """Compute a node that depends on constants only."""
+        arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+        with torch.no_grad():
+            return node.target(*arguments, **options)  # type: ignore[operator]
+
+    # -- what is known of tensors beside their labels -----------------------------------------------------------
+
+    def _note(self, node: Node, traits: frozenset[str]) -> None:
+        """What an operator reads, and what it only moves; and parameters, whose entries are different numbers."""
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        found = "picks" in traits and len(tensors) == 2 and picked(self.env[tensors[1]], 0) is not None
+        if tensors and ("moves" in traits or found):
+            held = self.env[tensors[0]]
+            if isinstance(held, (Parameter, Value)):
+                self.reading.move(node, tensors[0], held.name if isinstance(held, Parameter) else held)
+        else:
+            self._read(node.all_input_nodes)
+        for n in tensors if self.compares else ():
+            held = self.env[n]
+            if isinstance(held, Parameter) and held.trained:
+                self.distinct.source(n, self._value(held), held.name)
+
+    def _read(self, nodes: Sequence[Node]) -> None:
+        for n in nodes:
+            for held in flattened(self.env[n]):
+                if isinstance(held, (Parameter, Value)):
+                    self.reading.read(n, held.name if isinstance(held, Parameter) else held)
+
+    def _points(self, name: str, bound: dict[str, Any]) -> Label:
+        """Settle what the arguments name: units are pinned where numbers are read; what is kept goes to the outputs."""
+        policy = POSITIONS.get(name, "pin")
+        if policy == "read":
+            return ()
+        kept: Label = ()
+
+        def settled(value: Any) -> Any:
+            nonlocal kept
+            if not isinstance(value, Value) or not value.points:
+                return value
+            if policy == "pin":
+                self.ledger.pin_label(value.points, "its position is read as a number")
+            kept = value.points if policy == "keep" else ()
+            return replace(value, points=())
+
+        for key, argument in bound.items():
+            bound[key] = [settled(v) for v in argument] if isinstance(argument, list) else settled(argument)
+        return kept
+
+    def _remember(self, node: Node, traits: frozenset[str], given: dict[str, Any], bound: dict[str, Any]) -> None:
+        """Which tensors are zero throughout, which are statistics, and where entries are different numbers."""
+        held = self.env.get(node)
+        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        if isinstance(held, Tensor):
+            if held.layout == torch.strided and held.numel() and not held.is_meta and not held.any():
+                self.zero.add(node)
+            return
+        moves = "moves" in traits
+        if "zeros" in traits or (moves and inputs and inputs[0] in self.zero):
+            self.zero.add(node)
+        follows = moves or "of_statistics" in traits
+        if "statistic" in traits or (follows and inputs and all(n in self.statistic for n in inputs)):
+            self.statistic.add(node)
+        alone = moves and len(inputs) == 1 and (len(inputs[0].users) == 1 or _is_own_piece(node))
+        if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
+            self.sole.add(node)
+        outputs = [v for v in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(v, Value)]
+        if self.compares and outputs:
+            operands = {}  # the floating-point tensors by name; those of a list by the argument's name and a number
+            for name, argument in given.items():
+                for k, (n, v) in enumerate(_tensors({name: argument}, {name: bound[name]})):
+                    if is_continuous(n.meta["val"]):
+                        operands[f"{name} {k}" if isinstance(argument, list) else name] = n, v
+            kept = all(keeps_digits(node, n.meta["val"]) for n, _ in operands.values())
+            axes = [bound["dim"]] if isinstance(bound.get("dim"), int) else []
+            axes += range(-len(bound.get("normalized_shape") or ()), 0)
+            axes = [k % max(outputs[0].ndim, 1) for k in axes if outputs[0].ndim]
+            self.distinct.follow(node, traits if kept else frozenset(), operands, node.all_input_nodes, outputs, axes)
+
+    # -- aliases and in-place writes ----------------------------------------------------------------------------
+
+    def _alias(self, node: Node, target: torch._ops.OpOverload) -> None:
+        returns = target._schema.returns
+        source = node.args[0] if node.args else None
+        if not returns or returns[0].alias_info is None or not isinstance(source, Node):
+            return
+        if _same_memory(node, source):  # reshape, to and contiguous copy where they have to
+            self.root[node] = self.root.get(source, source)
+
+    def _write(self, node: Node, written: Any) -> None:
+        """An in-place write: whoever else reads the same memory later sees the new content.
+
+        After ``v = h[:, 1:3]; v.add_(1)`` the nodes ``h`` and ``h[:, 2]`` name memory that was written to through
+        another view. The new content is put back into what ``v`` was taken of, up to the root, and all other views are
+        taken once more. Where a view does not tell how to do that, whatever is read later is pinned.
+        """
+        if not isinstance(written, Node):
+            return
+        root = self.root.get(written, written)
+        others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
+        if node not in self.zero:
+            self.zero -= {root, written, *others}
+        for other in {root, written, *others}:
+            if other is not node:
+                self.distinct.overwrite(other, node, whole=other is written and written is root)
+        now = self.order[node]
+        chain = self._put_back(written, self.env[node]) if written is not root else [written]
+        self.env[written] = self.env[node]
+        stale = [n for n in others if any(self.order[u] > now for u in n.users) and n not in (chain or ())]
+        if chain is not None and all(map(self._refresh, sorted(set(others) - set(chain), key=self.order.__getitem__))):
+            return
+        reason = "written to in place through a view"
+        for other in stale:
+            held = self.env[other]
+            values = [self._value(v) for v in (held if isinstance(held, list) else [held])]
+            for value in values:
+                self.ledger.pin(value, reason)
+            gone = [pinned_value(v.shape, reason) for v in values]
+            self.env[other] = gone if isinstance(held, list) else gone[0]
+        if stale:
+            self.ledger.pin(self.env[node], reason)
+
+    def _put_back(self, view: Node, new: Value) -> list[Node] | None:
+        """Write new content of a view into what it is a view of, and so on; the nodes that were updated, or None."""
+        updated = [view]
+        while view in self.root:
+            found = self._behind(view, new)
+            if found is None:
+                return None
+            view, new = found
+            self.env[view] = new
+            updated.append(view)
+        return updated
+
+    def _behind(self, view: Node, new: Value) -> tuple[Node, Value] | None:
+        """What a view was taken of, with the view's new content in it; None for a view that does not tell.
+
+        A view that moves all entries is undone by its inverse: a reshape by the reshape back, a permutation of axes by
+        the inverse one. A view that cuts positions out of one axis is undone by writing over these positions, which
+        :func:`_positions` finds by cutting the positions themselves.
+        """
+        piece: Any = None
+        if view.target is operator.getitem:
+            view, piece = view.args  # type: ignore[assignment]
+        source = view.args[0]
+        if not isinstance(source, Node) or not isinstance(view.target, torch._ops.OpOverload):
+            return None
+        old = self._value(self.env[source])
+        if not isinstance(old, Value):
+            return None
+        name = view.target._schema.name.partition("::")[2]
+        if name in ("fill_", "copy_") or writes(view.target):
+            return source, new  # what an earlier write returned
+        if "same" in TRAITS.get(rule_name_of(view.target), ()):
+            return source, views.reshape(self.ledger, new, old.shape)
+        given = _each(_arguments(view), lambda n: self._value(self.env[n]))
+        if name in _TURNS:
+            back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
+            return source, RULES[f"aten.{name}"](back)  # type: ignore[return-value]
+        if name == "permute":
+            return source, views.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
+        axis = given.get("dim", 0)
+        if name not in _CUTS or not isinstance(axis, int) or any(isinstance(a, Node) for a in flattened(view.args[1:])):
+            return None
+        axis %= max(old.ndim, 1)
+        positions = _positions(view, piece, old.shape, axis)
+        frame = old.with_axis(axis, size=len(positions)).shape
+        content = new if new.shape == frame else views.reshape(self.ledger, new, frame)
+        return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
+
+    def _refresh(self, node: Node) -> bool:
+        """Look again at memory that was written to elsewhere; whether that could be done."""
+        if node.target is operator.getitem:
+            source, position = node.args
+            assert isinstance(source, Node)
+            self.env[node] = self.env[source][position]
+            return True
+        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.args[0], Node):
+            return False
+        if writes(node.target):  # what a write returned
+            self.env[node] = self.env[node.args[0]]
+            return True
+        bound = _each(_arguments(node), lambda n: self._value(self.env[n]))
+        name = node.target._schema.name.replace("::", ".")
+        self._keep(node, _apply(Call(self.ledger, name, bound, shapes_of(node), node.name, outputs_read(node))))
+        return True
+
+
+def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int) -> Array:
+    """The positions along an axis that a cut takes, which are found by cutting an array of them."""
+    index = torch.arange(shape[axis], device="cpu").reshape([-1 if k == axis else 1 for k in range(len(shape))])
+    cut: Any = view.target(index.expand(shape), *view.args[1:], **view.kwargs)  # type: ignore[operator]
+    taken: Tensor = cut if piece is None else cut[piece]
+    if taken.ndim < len(shape):
+        taken = taken.unsqueeze(axis)
+    return np.asarray(taken.movedim(axis, 0).flatten(1)[:, 0])
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call by their names in the operator's schema; tensors are nodes, and tuples lists."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    given: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args):
+            given[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            given[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            given[argument.name] = argument.default_value
+    return _each(given, lambda n: n)
+
+
+def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:
+    """Arguments with what ``read`` says of each node in its place."""
+
+    def bound(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return read(argument)
+        return [bound(a) for a in argument] if isinstance(argument, (list, tuple)) else argument
+
+    return {name: bound(argument) for name, argument in given.items()}
+
+
+def _tensors(given: dict[str, Any], bound: dict[str, Any]) -> Iterator[tuple[Node, Value]]:
+    """The nodes among the arguments, and the values that stand for them."""
+    for n, v in zip(flattened(list(given.values())), flattened(list(bound.values())), strict=True):
+        if isinstance(n, Node) and isinstance(v, Value):
+            yield n, v
+
+
+def _same_memory(view: Node, source: Node) -> bool:
+    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell.
+
+    In a recorded pass each node has one of its own, so that the operator is run once more, without numbers.
+    """
+    held = [flattened(n.meta.get("val"))[0] for n in (view, source)]
+    if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in held):
+        return True
+    (first, second), target = held, view.target
+    if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
+        return True
+    modes = [t.fake_mode for t in (first, second) if isinstance(t, FakeTensor)]
+    if not isinstance(target, torch._ops.OpOverload) or len(modes) < 2 or modes[0] is modes[1]:
+        return False
+    if writes(target):
+        return True
+    with FakeTensorMode():
+        fresh = {
+            n: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
+            for n in view.all_input_nodes
+            if isinstance(t := n.meta["val"], Tensor)
+        }
+        args, kwargs = torch.fx.node.map_arg((view.args, view.kwargs), fresh.__getitem__)
+        again: Tensor = flattened(target(*args, **kwargs))[0]
+    return again.untyped_storage()._cdata == fresh[source].untyped_storage()._cdata
+
+
+def interchangeable(square: NDArray[Any]) -> Array:
+    """For each index of a matrix ``[n, n, ...]`` a kind: those of one kind may be permuted, rows and columns alike."""
+    n = len(square)
+    kinds = np.full(n, -1, dtype=np.int64)
+    firsts: list[int] = []
+    for j in range(n):
+        for kind, i in enumerate(firsts):
+            others = np.ones(n, dtype=bool)
+            others[[i, j]] = False
+            if (
+                np.array_equal(square[i, i], square[j, j])
+                and np.array_equal(square[i, j], square[j, i])
+                and np.array_equal(square[i, others], square[j, others])
+                and np.array_equal(square[others, i], square[others, j])
+            ):
+                kinds[j] = kind
+                break
+        else:
+            kinds[j] = len(firsts)
+            firsts.append(j)
+            if len(firsts) > 32 and len(firsts) > j // 2:
+                return np.arange(n)  # hardly any two are alike
+    return kinds
+
+
+def _listed(result: Value | Sequence[Value]) -> list[Value]:
+    return [result] if isinstance(result, Value) else list(result)
+
+
+def _apply(call: Call) -> list[Value]:
+    """What its rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know.
+
+    Demands that it made until then stay: there can only be too many of them, which pins.
+    """
+    try:
+        values = _listed(RULES.get(call.operator, unknown)(call))
+        for value, shape in zip(values, call.outputs, strict=True):
+            if value.shape != shape:
+                raise ValueError(f"a value of shape {value.shape} for an output of shape {shape}")
+    except Exception as error:
+        broken = f"{call.operator} (its rule failed with {type(error).__name__}: {error})"
+        values = _listed(unknown(replace(call, operator=broken)))
+    return values
+
+
+def _is_own_piece(node: Node) -> bool:
+    """Whether a tensor is read in pieces along one axis only, and the node is the first to read its piece."""
+    source = node.args[0]
+    if node.target is not torch.ops.aten.select.int or not isinstance(source, Node):
+        return False
+    axis, index = node.args[1:]
+    if any(u.target is not node.target or u.args[1] != axis for u in source.users):
+        return False
+    size = source.meta["val"].shape[axis]
+    return next(u for u in source.users if (u.args[2] - index) % size == 0) is node  # type: ignore[operator]

@@ -1,0 +1,151 @@
+"""What the nodes of a traced graph say of themselves: operators, traits, outputs, and what depends on them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.symmetry.rules import TRAITS
+from tu_symmetry.symmetry.running.weights import is_continuous
+
+
+def outputs_of(node: torch.fx.Node) -> list[Any]:
+    """What the traced pass made at a node, one for each output."""
+    output = node.meta.get("val")
+    return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+def live_nodes(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
+    """The nodes that an output of the network, or what is kept of the pass in a real-valued buffer, depends on.
+
+    What is computed and thrown away asks nothing of the units (but numbers that are read off tensors do). A write in
+    place counts where anything live reads the memory that it writes to, or where that memory is a buffer of the state:
+    only integers (counters) are not followed.
+    """
+    root: dict[torch.fx.Node, torch.fx.Node] = {}
+    writers: list[torch.fx.Node] = []
+    live: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        checks = "_assert" in str(node.target)  # stops a pass, or leaves it as it is (the arguments of a distribution)
+        if node.op == "output" or (node.op == "call_function" and not checks and not makes_tensors(node)):
+            live.add(node)  # a number that is read off a tensor decides where the pass goes
+        if node.target is operator.getitem and node.args[0] in root:  # the parts of a split tensor are views too
+            root[node] = root[node.args[0]]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        schema, inputs = node.target._schema, node.all_input_nodes
+        aliased = any(r.alias_info is not None for r in schema.returns)
+        if aliased and inputs:
+            root[node] = root.get(inputs[0], inputs[0])
+        if schema.is_mutable and inputs:
+            writers.append(node)
+            value = root.get(inputs[0], inputs[0])
+            held = value.meta.get("val")
+            if value.op == "placeholder" and isinstance(held, Tensor) and is_continuous(held):
+                live.add(node)
+    while True:
+        before = len(live)
+        for node in reversed(graph.nodes):
+            if node in live:
+                live.update(node.all_input_nodes)
+        read = {root.get(node, node) for node in live}
+        live.update(writer for writer in writers if root.get(writer, writer) in read)
+        if len(live) == before:
+            return frozenset(live)
+
+
+def makes_tensors(node: torch.fx.Node) -> bool:
+    """Whether all outputs are tensors, and none is a number that was read off one."""
+    return all(isinstance(t, Tensor) for t in outputs_of(node))
+
+
+def traits_of(node: torch.fx.Node) -> frozenset[str]:
+    """What is known of the operator that a node calls; nothing of one with arguments that make it another one."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return frozenset()
+    name = rule_name_of(node.target)
+    names = [a.name for a in node.target._schema.arguments]
+    if "train" in names or "negative_slope" in names:  # a dropout that drops, a leaky ReLU that is a ReLU
+        given = dict(zip(names, node.args, strict=False)) | node.kwargs
+        if given.get("train") or given.get("negative_slope", 1) == 0:
+            return frozenset()
+    return TRAITS.get(name, frozenset())
+
+
+def rule_name_of(target: torch._ops.OpOverload) -> str:
+    """The name that a rule is registered under: that of an operator in place is its name without the underscore."""
+    name = target._schema.name.replace("::", ".")
+    return name[:-1] if writes(target) and name.endswith("_") else name
+
+
+def enters_as_data(node: torch.fx.Node) -> bool:
+    """Whether an integer or boolean tensor enters as a factor, a term or a choice (a pruning mask), never as an index.
+
+    Such a tensor may have other values in another state, and moves with the units. A mask that sets entries to minus
+    infinity is not taken for one: which positions of an attention are seen belongs to the architecture.
+    """
+    for user in node.users:
+        if user.target is operator.getitem:
+            if not enters_as_data(user):
+                return False
+            continue
+        if not isinstance(user.target, torch._ops.OpOverload):
+            return False
+        if not traits_of(user) & {"moves", "combines"}:
+            return False
+        if any(isinstance(a, float) and a == -math.inf for a in (*user.args, *user.kwargs.values())):
+            return False
+        whole = any(isinstance(t, Tensor) and not is_continuous(t) for t in outputs_of(user))
+        if whole and not enters_as_data(user):
+            return False
+    return bool(node.users)
+
+
+def finds_positions(node: torch.fx.Node) -> bool:
+    """Whether an operator returns positions that it finds by comparing numbers."""
+    made = (t for t in outputs_of(node) if isinstance(t, Tensor))
+    counts = any(not is_continuous(t) and t.dtype != torch.bool for t in made)
+    read = (n.meta.get("val") for n in node.all_input_nodes)
+    return counts and any(isinstance(t, Tensor) and is_continuous(t) for t in read)
+
+
+def keeps_digits(node: torch.fx.Node, given: Tensor) -> bool:
+    """Whether the first output keeps all digits of an operand: numbers that are cut to fewer may become equal."""
+    held = [t for t in outputs_of(node) if isinstance(t, Tensor)][:1]
+    return all(is_continuous(t) and t.dtype.itemsize >= given.dtype.itemsize for t in held)
+
+
+def flattened(nested: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dictionaries."""
+    if isinstance(nested, (list, tuple)):
+        return [leaf for item in nested for leaf in flattened(item)]
+    if isinstance(nested, dict):
+        return [leaf for item in nested.values() for leaf in flattened(item)]
+    return [nested]
+
+
+def outputs_read(node: torch.fx.Node) -> frozenset[int]:
+    """Positions of the outputs that something reads; for a piece, those of all pieces of what it is taken from."""
+    if node.target is torch.ops.aten.select.int:
+        source, axis, _ = node.args
+        assert isinstance(source, torch.fx.Node)
+        pieces = (u.args for u in source.users if u.target is node.target)
+        size = source.meta["val"].shape[axis]
+        return frozenset(k % size for _, a, k in pieces if a == axis and isinstance(k, int))
+    positions = (u.args[1] for u in node.users if u.target is operator.getitem and u.users)
+    return frozenset(p for p in positions if isinstance(p, int)) or frozenset((0,))
+
+
+def shapes_of(node: torch.fx.Node) -> list[tuple[int, ...]]:
+    """The shapes of the outputs."""
+    return [tuple(int(n) for n in o.shape) if isinstance(o, Tensor) else () for o in outputs_of(node)]
+
+
+def writes(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator writes to its first argument."""
+    arguments = target._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write

@@ -1,0 +1,196 @@
+"""The arithmetic that networks are compared in: one precision throughout, constants for noise, epsilons or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tu_symmetry.memory import free_memory
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.rules import GUARD, SMALL
+from tu_symmetry.symmetry.running.weights import Noise
+
+
+class WrittenTo(BaseException):
+    """The forward pass is about to write to a tensor of the state; no handler of the module's own may swallow it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class Exactly(TorchDispatchMode):
+    """Computes in one precision throughout, with constants for noise.
+
+    A symmetry of a stochastic layer holds in law: its noise has to move with the units, and constants do so by
+    themselves. Lower precisions inside the network (casts, new tensors, constants that are no buffers) would round what
+    is to be compared, or not fit the weights. An operator that does not exist in double precision is computed in the
+    best precision that it knows, which ``epsilon`` then tells. As an example::
+
+        h = self.a(x).to(torch.float16)             # stays float64
+        kept = h * (torch.rand_like(h) < 0.9)       # 0.7 everywhere: all are kept, whatever places units have changed
+        return torch.ops.lib.norm(kept) + 1e-5      # a kernel that knows float32 at best; epsilon is that of float32
+
+    Args:
+        precision: float64, or the best that the network knows.
+        kept: the weights' names, by the places of their memory, which no operator may write to.
+        guarded: False leaves the epsilons of normalizations out: ``1e-5`` becomes 1e-100.
+        narrow: whether weights come in lower precision; every operator but a view gets them widened.
+        noise: on weights that are widened.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        precision: torch.dtype,
+        kept: Mapping[int, str],
+        *,
+        guarded: bool = True,
+        narrow: bool = False,
+        noise: Noise | None = None,
+    ) -> None:
+        super().__init__()
+        self.guarded, self.narrow, self.noise = guarded, narrow, noise
+        self.precision = precision
+        self.kept = kept
+        self.epsilon = torch.finfo(precision).eps
+        self.most = free_memory(torch.device("cpu")) // 4  # bytes of one tensor
+        order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        self.lower = frozenset(order[order.index(precision) + 1 :])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        mixed = any(a.dtype == self.precision for a in held)
+        if kwargs.get("dtype") in self.lower:
+            kwargs["dtype"] = self.precision
+        schema = getattr(func, "_schema", None)
+        if not self.guarded and schema is not None:
+            args, kwargs = _unguarded(schema, args, kwargs)
+        if not mixed and self.narrow and not getattr(func, "is_view", False):
+            mixed = any(a.dtype in self.lower and self.weight(a) is not None for a in held)
+        if mixed and schema is not None and not schema.is_mutable and any(a.dtype in self.lower for a in held):
+            args, kwargs = tree_map_only(Tensor, self.raised, (args, kwargs))
+        if schema is not None and schema.is_mutable:
+            self._guard(schema, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not mixed or schema is None or schema.is_mutable:
+                raise
+            result = self._rounded(func, args, kwargs, error)
+        name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
+        if isinstance(result, Tensor) and result.numel() * result.element_size() > self.most:
+            self._require_room(func, result)
+        if isinstance(result, Tensor) and (not held or name in ("lift_fresh", "lift", "zeros_like", "ones_like")):
+            result = self.raised(result)
+        if name == "bernoulli":
+            result.fill_(1)
+        elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
+            result.fill_(0.7)
+        elif name == "normal":
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            result.copy_(given.get("mean", 0.0) + 0.7 * given.get("std", 1.0))
+        return result
+
+    def _guard(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for k, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[k] if k < len(args) else kwargs.get(argument.name)
+                for tensor in tree_leaves(written):
+                    name = self.weight(tensor) if isinstance(tensor, Tensor) else None
+                    if name is not None:
+                        raise WrittenTo(name)
+
+    def _require_room(self, func: Any, result: Tensor) -> None:
+        if result.layout != torch.strided or getattr(func, "is_view", False):
+            return
+        raise SymmetryError(
+            f"with random weights, in double precision, {func} makes a tensor of shape {tuple(result.shape)}, "
+            f"{result.nbytes / 2**30:.1f} GiB, and {4 * self.most / 2**30:.1f} GiB were free: the run stops before the "
+            "memory is gone. Likely cause: sizes that follow from the weights (predicted durations, for example), or "
+            "example inputs that are larger than needed. Pass smaller example inputs, or verify the symmetries of the "
+            "parts before and behind"
+        )
+
+    def raised(self, tensor: Tensor) -> Tensor:
+        """A tensor in the precision that is computed in; weights with their noise."""
+        if tensor.dtype not in self.lower:
+            return tensor
+        wide = tensor.to(self.precision)
+        name = self.weight(tensor)
+        if self.noise is not None and name is not None:
+            self.noise.add_(name, wide)
+        return wide
+
+    def weight(self, tensor: Tensor) -> str | None:
+        """The name of the weight that a tensor is, or is a view of."""
+        if tensor.layout != torch.strided or not tensor.numel():
+            return None
+        return self.kept.get(tensor.untyped_storage().data_ptr())
+
+    def _rounded(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """An operator without this precision, in the next one that it has."""
+        for dtype in (torch.float32, torch.bfloat16):
+            if dtype not in self.lower:
+                continue
+
+            def round_to(tensor: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+                return tensor.to(dtype) if tensor.dtype == self.precision else tensor
+
+            try:
+                result = func(*tree_map_only(Tensor, round_to, args), **tree_map_only(Tensor, round_to, kwargs))
+            except (RuntimeError, TypeError, ValueError):
+                continue
+            self.epsilon = max(self.epsilon, torch.finfo(dtype).eps)
+            return tree_map_only(Tensor, self.raised, result)
+        raise error
+
+
+class Widened(TorchFunctionMode):
+    """Widens weights before functions that compare precisions themselves, as convolutions do; see :class:`Exactly`."""
+
+    def __init__(self, exactly: Exactly) -> None:
+        super().__init__()
+        self.exactly = exactly
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        own, name = self.exactly, getattr(func, "__name__", "")
+        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        written = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+        mixed = not written and "out" not in kwargs and any(a.dtype == own.precision for a in held)
+        if mixed and any(a.dtype in own.lower and own.weight(a) is not None for a in held):
+            args, kwargs = tree_map_only(
+                Tensor, lambda t: t if own.weight(t) is None else own.raised(t), (args, kwargs)
+            )
+        return func(*args, **kwargs)
+
+
+def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operator with (almost) zero for an epsilon."""
+    name = schema.name.partition("::")[2].rstrip("_")
+    given, named = list(args), dict(kwargs)
+    for k, argument in enumerate(schema.arguments):
+        value = given[k] if k < len(given) else named.get(argument.name)
+        if not isinstance(value, float) or value <= 0:
+            continue
+        added = name == "add" and argument.name == "other" and value <= SMALL
+        clamped = name in ("clamp", "clamp_min") and argument.name == "min" and value <= GUARD
+        if added or clamped or argument.name in ("eps", "epsilon"):
+            if k < len(given):
+                given[k] = 1e-100  # some operators refuse zero
+            else:
+                named[argument.name] = 1e-100
+    return tuple(given), named

@@ -1,0 +1,367 @@
+"""Running a network with weights that are given to it: the module without its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import types
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tu_symmetry.states import SymmetryError
+from tu_symmetry.symmetry.copies import copied, sharing, switches
+from tu_symmetry.symmetry.running.inputs import (
+    Example,
+    ExampleInputs,
+    ExampleKwargs,
+    blank,
+    examples_of,
+    in_double,
+    redrawn,
+)
+from tu_symmetry.symmetry.running.precision import Exactly, Widened, WrittenTo
+from tu_symmetry.symmetry.running.weights import Noise, as_computed, is_continuous, kept_value, perturb_, random_state
+
+LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
+
+
+class Probe:
+    """A network without its weights, and inputs to run it on: enough to compare what two states compute.
+
+    The module is a copy on the CPU, in evaluation mode, whose parameters and floating-point or complex buffers take no
+    memory and have no values; nothing of the model that it was made from is kept alive. Every run is in float64 (or in
+    the best precision that the network's operators know, see :attr:`epsilon`), with constants for noise, and on a copy
+    of the module, so that nothing is carried from one run to the next.
+
+    Attributes:
+        module: the hollow copy.
+        args, kwargs: the inputs, float64 on the CPU.
+        epsilon: relative rounding of the lowest precision that any run had to use: that of float64, unless an operator
+            exists in lower precision only.
+        others: the same network with other example inputs, or in training mode, where the symmetries have to hold too.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.module = module
+        self.others: tuple[Probe, ...] = ()
+        self.args = args
+        self.kwargs = dict(kwargs)
+        self.epsilon = torch.finfo(torch.float64).eps
+        self._precision = torch.float64
+        self._plain: bool | None = None
+        self._narrowly = True
+        self._guarded = True
+        self._dead = False
+        self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        example_inputs: ExampleInputs,
+        example_kwargs: ExampleKwargs = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Probe:
+        """Make the hollow copy of a model; the model is left as it is.
+
+        Args:
+            model: any module.
+            example_inputs: an input tensor, or the tuple of positional arguments of ``forward``; a list of several.
+            example_kwargs: keyword arguments of ``forward``; a list of as many.
+            generator: if given, constant floating-point inputs (zeros, ones) are replaced by noise: on an input of
+                zeros the first layer's weights would play no role.
+
+        Raises:
+            SymmetryError: if the model changes its own weights when it is switched to evaluation mode.
+        """
+        module = hollow(model)
+        first, *more = (cls(module, *in_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
+        first.others = tuple(more)
+        return first
+
+    def trained(self, examples: Sequence[Example], *, generator: torch.Generator | None = None) -> Probe:
+        """The probe with others beside it: the network in training mode, on these examples."""
+        if examples:
+            module = sharing(self.module).train()
+            kept = tuple(p for p in self.others if not p.module.training)
+            self.others = (*kept, *(Probe(module, *in_double(e, generator)) for e in examples))
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
+        return self  # nothing in it changes
+
+    def given(self, example_inputs: Tensor | tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None) -> Probe:
+        """The same network with other inputs, as they are."""
+        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        return Probe(self.module, *in_double((args, dict(example_kwargs or {})), None))
+
+    def drawn(self, generator: torch.Generator) -> Probe:
+        """The same network with other numbers in its floating-point inputs, see :func:`redrawn`."""
+        return self._with(redrawn((self.args, self.kwargs), generator))
+
+    def blank(self) -> Probe:
+        """The same network with zeros for its floating-point inputs, and random states with no positive bias.
+
+        Behind a ReLU all units are dead then, and their numbers equal.
+        """
+        probe = self._with(blank((self.args, self.kwargs)))
+        probe._dead = True
+        return probe
+
+    def _with(self, example: Example) -> Probe:
+        probe = copy.copy(self)
+        probe.args, probe.kwargs = example
+        probe.others = ()
+        return probe
+
+    def without_epsilons(self) -> Probe:
+        """The same network with (almost) zero for every epsilon of a normalization.
+
+        That is every attribute that looks like one, every argument of an operator that is called so, and every literal
+        that the rules take for one: a small number that is added to a statistic (``h.std() + 1e-5``), or below which a
+        norm is clamped.
+        """
+        module = sharing(self.module)
+        for part in module.modules():
+            for key, value in vars(part).items():
+                if "eps" in key and isinstance(value, float):
+                    setattr(part, key, 1e-100)  # some operators refuse zero
+        probe = Probe(module, self.args, self.kwargs)
+        probe._guarded = False
+        return probe
+
+    def random_state(
+        self, generator: torch.Generator, constants: Container[str] | None = None, *, exchanged: bool = False
+    ) -> dict[str, Tensor]:
+        """Random weights for the network: see :func:`random_state`.
+
+        Args:
+            generator: for the numbers.
+            constants: as for :func:`random_state`.
+            exchanged: whether their entries will only change places. Those of a large network are then drawn among the
+                numbers of half precision, a quarter of the memory, which loses nothing.
+        """
+        half = exchanged and self.large(self.module.state_dict())
+        state = random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
+        if self._dead:
+            for name, tensor in state.items():
+                if name.rpartition(".")[2] == "bias" and tensor.is_floating_point():
+                    tensor.copy_(-tensor.abs())
+        return state
+
+    def large(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether a copy of the weights in double precision would be much: they are widened as they are used then."""
+        return self._narrowly and 8 * sum(t.numel() for t in {id(t): t for t in state.values()}.values()) > LARGE
+
+    def run(self, state: Mapping[str, Tensor], *, noise: Noise | None = None) -> list[Tensor]:
+        """The tensors among the network's outputs for a state, which is not changed.
+
+        The weights of a large network (see :meth:`large`) in lower precision stay as they are, and each is widened
+        where an operator takes it, which needs no second copy of them and gives the same outputs.
+
+        Args:
+            state: name to tensor; floating-point tensors of any precision, on any device.
+            noise: for weights that are widened; others are changed beforehand, see :meth:`perturbed`.
+
+        Raises:
+            SymmetryError: if the network does not run, in double precision or in any other.
+        """
+        if self.large(state) and self._precision == torch.float64:
+            try:
+                return self._attempt(state, narrow=True, noise=noise)
+            except Exception:
+                if noise is not None:
+                    raise
+                self._narrowly = False  # an operator that wants all its tensors in one precision
+        try:
+            return self._attempt(state)
+        except SymmetryError:
+            raise
+        except Exception as error:
+            first = error
+        if self._precision == torch.float64:
+            for precision in (torch.float32, torch.bfloat16):
+                self._precision = precision
+                try:
+                    return self._attempt(state)
+                except Exception:
+                    self._precision = torch.float64
+        raise SymmetryError(
+            f"the network does not run on the CPU, where symmetries are verified: {first}\nLikely cause: an operator "
+            "that knows only another device (a fused kernel), or weights that must not be replaced by random ones. "
+            "Choose the model's plain implementation of that operator."
+        ) from first
+
+    def perturbed(
+        self,
+        state: Mapping[str, Tensor],
+        amount: Callable[[str], float],
+        generator: torch.Generator,
+        *,
+        in_place: bool = False,
+    ) -> list[Tensor]:
+        """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`.
+
+        Args:
+            state: name to tensor.
+            amount: size of the noise, by name.
+            generator: for the noise.
+            in_place: whether the state itself, whose tensors are contiguous, takes the noise, and no copy of it.
+                Weights of a large network in lower precision are never changed.
+        """
+        if self.large(state) and any(t.is_floating_point() and t.dtype != torch.float64 for t in state.values()):
+            return self.run(state, noise=Noise(amount, generator))
+        if not in_place:
+            copies = {id(t): _wide(t) for t in state.values()}
+            state = {name: copies[id(t)] for name, t in state.items()}
+        perturb_(state, amount, generator)
+        return self.run(state)
+
+    @contextlib.contextmanager
+    def _fresh(self) -> Iterator[nn.Module]:
+        """The module as it was made: some keep what they computed from weights, or count their calls.
+
+        Where all that a module holds beside its tensors are plain values, it is put back to them after the run (the
+        usual case, and a deep copy of a large network takes as long as its layers do); else a copy is run.
+        """
+        if self._plain is None:
+            self._plain = all(
+                k == "_buffers" or _plain(v) for part in self.module.modules() for k, v in vars(part).items()
+            )
+        if not self._plain:
+            yield sharing(self.module)
+            return
+        held = [(part, {k: _shallow(v) for k, v in vars(part).items()}) for part in self.module.modules()]
+        try:
+            yield self.module
+        finally:
+            for part, attributes in held:
+                vars(part).clear()
+                vars(part).update(attributes)
+
+    def _attempt(
+        self, state: Mapping[str, Tensor], *, narrow: bool = False, noise: Noise | None = None
+    ) -> list[Tensor]:
+        """Run once; with ``narrow``, weights of lower precision as they are."""
+        precision = self._precision
+        given: dict[str, Tensor] = {}
+        seen: dict[int, Tensor] = {}  # tied names stay tied
+        kept: dict[int, str] = {}  # where tensors of the state itself lie, which nothing may write to
+        for name, tensor in state.items():
+            if id(tensor) not in seen:
+                kind = tensor.dtype if narrow and name not in self._written else None
+                own = tensor.detach().to(device="cpu", dtype=kind or as_computed(tensor.dtype, precision))
+                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
+                    if name in self._written:
+                        own = own.clone()
+                    else:
+                        kept[own.untyped_storage().data_ptr()] = name
+                elif kind is not None and own.layout == torch.strided:
+                    kept[own.untyped_storage().data_ptr()] = name  # a copy from another device
+                seen[id(tensor)] = own
+            given[name] = seen[id(tensor)]
+        for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
+            if name not in given:
+                given[name] = tensor.to(as_computed(tensor.dtype, precision), copy=True)
+        args, kwargs = tree_map_only(
+            Tensor, lambda t: t.to(as_computed(t.dtype, precision), copy=True), (self.args, self.kwargs)
+        )
+        exactly = Exactly(precision, kept, guarded=self._guarded, narrow=narrow, noise=noise)
+        try:
+            widened = Widened(exactly) if narrow else contextlib.nullcontext()
+            with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
+                torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
+                output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+        except WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
+            self._written |= {error.name}
+            return self._attempt(state, narrow=narrow, noise=noise)
+        self.epsilon = max(self.epsilon, exactly.epsilon)
+        return [t.clone() for t in tensors_of(output)]
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
+
+    Modules that do something of their own when they are switched to evaluation mode (empty what they kept of their
+    weights, merge an adapter) do it on real copies of the weights first.
+
+    Raises:
+        SymmetryError: if that changes the weights, so that a state dict means another function than the one traced.
+    """
+    if switches(model):
+        model = copied(model)
+        before = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
+        for training in (True, False):
+            model.train(training)
+            after = model.state_dict(keep_vars=True)
+            changed = [n for n in before if n not in after or not torch.equal(before[n], after[n])]
+            if changed:
+                raise SymmetryError(
+                    f"{type(model).__name__} changes {changed[0]!r} when it is switched to "
+                    f"{'training' if training else 'evaluation'} mode (an adapter that is merged into the weights, for "
+                    "example), so its state dict computes different functions in the two modes. Merge it for good, or "
+                    "switch the merging off, and discover the symmetries again."
+                )
+    held: dict[int, Any] = {}
+    for tensor in model.state_dict(keep_vars=True).values():
+        if is_continuous(tensor) and tensor.layout == torch.strided:
+            empty = torch.zeros((), dtype=as_computed(tensor.dtype, torch.float64), device="cpu").expand(tensor.shape)
+            held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        else:
+            counter = tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1
+            value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if counter else kept_value(tensor)
+            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in held:  # buffers that the state dict leaves out
+            value = kept_value(tensor)
+            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+    return copied(model, held).train().eval()  # which empties what some modules keep of their weights
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+def _plain(value: Any) -> bool:
+    """Whether an attribute cannot change but by being set anew, or is a flat container (see :func:`_shallow`)."""
+    if isinstance(value, (dict, list, set)):
+        items = value.values() if isinstance(value, dict) else value
+        return all(isinstance(v, (nn.Module, nn.Parameter)) or _atom(v) for v in items)
+    return _atom(value)
+
+
+def _atom(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_atom, value))
+    return isinstance(value, (*_ATOMS, types.FunctionType, types.BuiltinFunctionType, type))
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if isinstance(value, (dict, list, set)) else value
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A copy in double precision, on the CPU; a dense one is contiguous."""
+    layout = torch.contiguous_format if tensor.layout == torch.strided else torch.preserve_format
+    return tensor.detach().to("cpu", as_computed(tensor.dtype, torch.float64), copy=True, memory_format=layout)
+
+
+def tensors_of(nested: Any) -> list[Tensor]:
+    """All tensors among the outputs of a network, dense, without their gradients' graph; numbers count as tensors."""
+    if isinstance(nested, Tensor):
+        return [(nested.to_dense() if nested.layout != torch.strided else nested).detach()]
+    if isinstance(nested, (bool, int, float, complex)):
+        wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
+        return [torch.as_tensor(nested, dtype=wide, device="cpu")]
+    if isinstance(nested, Mapping):
+        return [t for item in nested.values() for t in tensors_of(item)]
+    if isinstance(nested, (list, tuple, set, frozenset)):
+        return [t for item in nested for t in tensors_of(item)]
+    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        return [t for field in dataclasses.fields(nested) for t in tensors_of(getattr(nested, field.name))]
+    return []
