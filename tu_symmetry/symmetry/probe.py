@@ -510,7 +510,7 @@ class _Exactly(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        held = list(_leaves((args, kwargs)))
         mixed = any(a.dtype == self.precision for a in held)
         if kwargs.get("dtype") in self.lower:
             kwargs["dtype"] = self.precision
