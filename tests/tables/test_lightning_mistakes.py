@@ -104,6 +104,12 @@ def test_a_checkpoint_that_cannot_be_taken_is_one_line_and_the_earlier_run_is_le
         path = tmp_path / f"{k}.ckpt"
         path.write_bytes(damaged)
         assert "is truncated, or" in said(capsys, *more, f"--ckpt_path={path}")
+    torch.save(torch.load(last, weights_only=True)["state_dict"], tmp_path / "weights.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    for name in ("weights", "list"):
+        assert "no trainer of Lightning has written it" in said(capsys, *more, f"--ckpt_path={tmp_path}/{name}.ckpt")
+    for name in ("lst", str(folder / "checkpoints")):
+        assert f"--ckpt_path {name}: there is no such file" in said(capsys, *more, f"--ckpt_path={name}")
     foreign = "--routine.model.hidden=[5]"
     assert "is of another network than the configuration's" in said(capsys, *more, foreign, f"--ckpt_path={last}")
     assert (folder / "config.yaml").read_bytes() == before and last.read_bytes() == content

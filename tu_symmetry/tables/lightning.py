@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import sys
 import time
 import zipfile
@@ -125,16 +124,18 @@ class _SaveConfig(TUSaveConfigCallback):
 
 
 def require_checkpoint(path: str) -> None:
-    """Refuse a checkpoint that is not there or was damaged; what is no file of its own (``last``, a URL) is left.
+    """Refuse what is no checkpoint of a trainer, or was damaged; Lightning's own words (``last``) and URLs are left.
 
     Raises:
         ConfigError: with what to do.
     """
-    if "://" in path or not (path.endswith(".ckpt") or os.sep in path) or Path(path).is_dir():
+    place = Path(path)
+    sharded = (place / "meta.pt").is_file() or (place / "checkpoint").is_dir()
+    if "://" in path or path in ("last", "best", "hpc") or path.startswith("registry") or sharded:
         return
-    if not Path(path).is_file():
-        there = sorted(str(p) for p in Path(path).parent.glob("*.ckpt"))[:3]
-        beside = f"; beside it are {', '.join(there)}" if there else ""
+    if not place.is_file():
+        there = sorted(str(p) for p in (place if place.is_dir() else place.parent).glob("*.ckpt"))[:3]
+        beside = f"; {'in it' if place.is_dir() else 'beside it'} are {', '.join(there)}" if there else ""
         raise ConfigError(f"--ckpt_path {path}: there is no such file{beside}")
     try:
         if not zipfile.is_zipfile(path):
@@ -142,6 +143,13 @@ def require_checkpoint(path: str) -> None:
         check_archive(path)
     except FileError as error:
         raise ConfigError(f"--ckpt_path: {error}; or take another; without it the run starts anew") from error
+    with zipfile.ZipFile(path) as archive:
+        pickled = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+    if b"pytorch-lightning_version" not in pickled:
+        raise ConfigError(
+            f"--ckpt_path {path}: no trainer of Lightning has written it (weights alone, for example): a run goes on "
+            "from its own checkpoint, such as last.ckpt"
+        )
 
 
 class OutOfTime(Exception):
