@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from benchmarks._measure import Stopwatch, figure, times
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.laplace.curvature import Backend
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.reporting.grid import Grid
 
 BACKENDS: tuple[Backend, ...] = ("hooks", "backpack")

@@ -19,7 +19,7 @@ from benchmarks._measure import figure, in_own_process
 from benchmarks._report import Goal, Section, Settings, describe_error
 from benchmarks.joint import images
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.reporting.grid import Grid
 
 PAGE = Path(__file__).parent.parent / "docs" / "laplace_comparison.md"

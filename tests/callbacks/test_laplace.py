@@ -38,7 +38,7 @@ import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.laplace import training_likelihood
 from tu_symmetry.callbacks.training_data import _require_repeatable, plain_training_loader
-from tu_symmetry.laplace.model import EvidenceResult, LinearizedLaplace, NotConvergedWarning
+from tu_symmetry.laplace.linearized import EvidenceResult, LinearizedLaplace, NotConvergedWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

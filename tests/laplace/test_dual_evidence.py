@@ -8,7 +8,7 @@ import torch
 from dual_oracles import case
 from torch.distributions import MultivariateNormal
 
-from tu_symmetry.laplace.dual import (
+from tu_symmetry.laplace.dual.evidence import (
     BoundReachedWarning,
     DualEvidence,
     SingularCovarianceError,
@@ -17,8 +17,8 @@ from tu_symmetry.laplace.dual import (
     pattern_kernels,
     statistics,
 )
-from tu_symmetry.laplace.observation import LinearGaussian, LinearObservation
-from tu_symmetry.laplace.structured import (
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.priors import (
     IsotropicPrior,
     KernelPrior,
     SingularPriorError,
@@ -166,7 +166,7 @@ def test_the_gain_of_a_newton_step_is_the_distance_to_the_optimum():
 @pytest.mark.parametrize("where", ["optimum", "elsewhere"])
 def test_a_line_search_that_rounding_ends_is_judged_by_the_curvature(monkeypatch, where):
     """Wherever L-BFGS-B says that it failed: at the optimum it has converged, and elsewhere it goes on from there."""
-    import tu_symmetry.laplace.dual as dual
+    import tu_symmetry.laplace.dual.evidence as dual
 
     evidence, runs, real = case(7).evidence(), [], dual.minimize
     expected = optimize(evidence, evidence.initial())
@@ -289,25 +289,3 @@ def test_observation_dot_test_and_errors():
         LinearObservation(torch.ones(3))
     with pytest.raises(ValueError, match="belong together"):
         LinearObservation(forward=lambda x: x)
-
-
-def test_linear_gaussian_likelihood():
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    likelihood = LinearGaussian(LinearObservation(a))
-    f = torch.randn(3, 6, generator=generator, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    (slope,) = torch.autograd.grad(likelihood.loss(f, likelihood.targets(f, y)).sum(), f)
-    f = f.detach()
-    assert torch.allclose(likelihood.residual(f, y), slope)
-    v = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    assert torch.allclose(likelihood.hessian_product(f, y, v), v @ a.mT @ a)
-    root = likelihood.hessian_root(f, y)
-    assert torch.allclose(torch.einsum("rbi,rbj->bij", root, root), (a.mT @ a).expand(3, 6, 6))
-    drawn = likelihood.sampled_root(f, y, 20_000, torch.Generator().manual_seed(1))[:, 0]
-    expected = a.mT @ a
-    scale = expected.diagonal()
-    error = ((scale.unsqueeze(0) * scale.unsqueeze(1) + expected.square()) / 20_000).sqrt()
-    assert bool(((drawn.mT @ drawn - expected).abs() < 4.5 * error).all())
-    with pytest.raises(ValueError, match="measurements"):
-        likelihood.targets(f, y[:, :3])

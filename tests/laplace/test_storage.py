@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from laplace_oracles import agree, data, randomize
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.evidence import Hyperprior
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.determinants import Hyperprior
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.storage import LaplaceFileError
 
 
@@ -50,7 +49,7 @@ def outcome(la: LinearizedLaplace, x: Tensor) -> list[Tensor]:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("classification", {"prior": "per_group", "curvature": "kfac"}),
-    ("classification", {"prior": "per_filter", "curvature": "ekfac", "evaluate_at": "map"}),
+    ("classification", {"prior": "diagonal", "curvature": "diag", "evaluate_at": "map"}),
     ("classification", {"prior": "per_layer", "curvature": "full"}),
     ("classification", {"prior": "single", "curvature": "full", "evaluate_at": "map"}),
     ("classification", {"prior": "single", "curvature": "last_layer"}),
@@ -59,8 +58,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.NotConvergedWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.NotConvergedWarning")
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_what_is_loaded_is_bit_equal(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     la, x, y = fitted(kind, **options)
@@ -77,31 +76,6 @@ def test_what_is_loaded_is_bit_equal(tmp_path: Path, kind: str, options: dict[st
     assert loaded.prior_groups.names == la.prior_groups.names
     first, second = (m.optimize_evidence([(x, y)], max_iterations=2) for m in (la, loaded))  # and it can go on
     agree(first, second)
-
-
-@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
-def test_files_of_version_1_are_read(tmp_path: Path, evaluate_at: str) -> None:
-    """Their words were others, their tensors the same."""
-    options = {"prior": "single", "kfac_approx": "reduce", "mc_samples": 3}
-    la, x, _ = fitted(evaluate_at=evaluate_at, **options)
-    la.optimize_evidence(tolerance=0.1, mode_tolerance=0.1)
-    path = tmp_path / "laplace.safetensors"
-    la.save(path)
-    with safe_open(path, framework="pt") as file:
-        content = json.loads(file.metadata()["laplace"])
-    content["version"] = 1
-    content["mode"] = {"map": "map", "tangent_mode": "linear"}[content.pop("evaluate_at")]
-    content["options"] = {
-        "curvature": "kfac", "fisher": "type2", "weight_sharing": "reduce", "bias": "exact", "draws": 3,
-        "dense_limit": 4096,
-    }  # fmt: skip
-    content["solution"]["newton_steps"] = content["solution"].pop("iterations")
-    save_file(load_file(path), path, {"laplace": json.dumps(content)})
-    loaded = LinearizedLaplace.load(path, cnn())
-    assert (loaded.evaluate_at, loaded.options) == (evaluate_at, la.options)
-    assert loaded.solution.iterations == la.solution.iterations
-    for found, value in zip(outcome(loaded, x), outcome(la, x), strict=True):
-        assert torch.equal(found, value)
 
 
 def test_before_the_mode_is_known(tmp_path: Path) -> None:

@@ -32,10 +32,9 @@ from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.checks import made_in_inference_mode, require_weights
 from tu_symmetry.laplace.curvature import require_room
 from tu_symmetry.laplace.data import batches
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.inputs import rows_of
-from tu_symmetry.laplace.joint import Solver
 from tu_symmetry.laplace.likelihood import (
     Categorical,
     HeteroscedasticGaussian,
@@ -44,8 +43,7 @@ from tu_symmetry.laplace.likelihood import (
     likelihood_of,
     make_likelihood,
 )
-from tu_symmetry.laplace.mixture import LaplaceMixture
-from tu_symmetry.laplace.model import (
+from tu_symmetry.laplace.linearized import (
     Calibration,
     EvidenceResult,
     GroupReport,
@@ -53,6 +51,7 @@ from tu_symmetry.laplace.model import (
     NotConvergedWarning,
     NothingHeldOutWarning,
 )
+from tu_symmetry.laplace.mixture import LaplaceMixture
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.reporting.progress import show_progress
@@ -136,7 +135,7 @@ class FitLaplace(Callback):
         evidence: whether to choose the precisions by the evidence; False leaves them as they start, see
             ``prior_precision`` of :class:`~tu_symmetry.LinearizedLaplace`.
         hyperprior: on the precisions, see :meth:`LinearizedLaplace.optimize_evidence`.
-        solver, tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
+        tolerance, mode_tolerance, memory: see :meth:`LinearizedLaplace.optimize_evidence`.
         max_iterations: likewise, each of which takes about as long as 1 to 3 epochs of training. ``auto``: at most as
             many as read 75,000 samples, and never less than 30: 75 for 1,000 training samples, 30 for 2,500 and more.
             Most networks converge before (a LeNet after 9 directions with 1,000 and with 10,000 images, a ResNet-18
@@ -186,7 +185,6 @@ class FitLaplace(Callback):
         at_fit_end: bool = True,
         evidence: bool = True,
         hyperprior: Hyperprior | Literal["default"] | None = "default",
-        solver: Solver = "auto",
         max_iterations: Iterations = "auto",
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
@@ -218,7 +216,7 @@ class FitLaplace(Callback):
         self.at_fit_end = at_fit_end
         self.evidence = evidence
         self.hyperprior = hyperprior
-        self.solver, self.max_iterations, self.memory = solver, max_iterations, memory
+        self.max_iterations, self.memory = max_iterations, memory
         self.tolerance, self.mode_tolerance = tolerance, mode_tolerance
         self.calibrate, self.standard_errors = calibrate, standard_errors
         self.path = None if path is None else Path(path)
@@ -297,7 +295,7 @@ class FitLaplace(Callback):
         made = [self._approximation(network, pl_module) for network in self._find_networks(pl_module)]
         for laplace in made:
             require_weights(laplace.model, laplace.tangent.names)
-            if laplace.options.curvature in ("kfac", "ekfac"):
+            if laplace.options.curvature == "kfac":
                 find_layers(laplace.model, laplace.tangent.names)
             require_room(laplace.tangent, laplace.options, groups=1 if laplace.prior == "single" else 2)
             if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
@@ -403,14 +401,13 @@ class FitLaplace(Callback):
         self, laplace: LinearizedLaplace, progress: Callable[[dict[str, Any]], None] | None
     ) -> EvidenceResult:
         limit, own = self.max_iterations, self.max_iterations == "auto"
-        if isinstance(limit, str):  # auto; alternations, where they are asked for, end by themselves
-            limit = None if self.solver == "alternation" else max(_LEAST, _READINGS // laplace.summary.samples)
+        if isinstance(limit, str):
+            limit = max(_LEAST, _READINGS // laplace.summary.samples)
         with warnings.catch_warnings():
             if own:  # instead of a warning there is a sentence in what is printed
                 warnings.simplefilter("ignore", NotConvergedWarning)
             return laplace.optimize_evidence(
                 hyperprior=self.hyperprior,
-                solver=self.solver,
                 max_iterations=limit,
                 tolerance=self.tolerance,
                 mode_tolerance=self.mode_tolerance,

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace import prediction
+from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.data import all_reduce, batches, count_of, together
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox
@@ -39,7 +39,7 @@ Progress = Callable[[dict[str, Any]], None]
 
 def calibrate(
     fitted: FittedLaplace,
-    drawer: prediction.Drawer,
+    drawer: predictive.Drawer,
     loader: Iterable[Any],
     *,
     metric: Metric | None,
@@ -47,7 +47,7 @@ def calibrate(
     temperatures: Sequence[float],
     link_approx: LinkApprox | Literal["auto"],
     num_samples: int,
-    covariance: prediction.Covariance,
+    covariance: predictive.Covariance,
     seed: int,
     held_out: bool,
     standard_errors: float,
@@ -72,7 +72,7 @@ def calibrate(
     tried = [(link, t) for link in links for t in candidates]
     judge = _Judge(fitted, loader, metric, maximize, progress, "calibration")
     judged = judge.of(
-        lambda inputs: prediction.tempered_predictives(
+        lambda inputs: predictive.tempered_predictives(
             fitted,
             drawer,
             inputs,
@@ -110,7 +110,7 @@ def search_precision(
     maximize: bool,
     link_approx: LinkApprox | None,
     num_samples: int,
-    covariance: prediction.Covariance,
+    covariance: predictive.Covariance,
     seed: int,
     progress: Progress | None,
 ) -> tuple[FittedLaplace, PrecisionSearch]:
@@ -150,7 +150,7 @@ def search_precision(
 
 def _at_precision(fitted: FittedLaplace, inputs: Any, **options: Any) -> list[Any]:
     """The network's own predictions, and those of the posterior."""
-    return prediction.tempered_predictives(fitted, prediction.Drawer(), inputs, [0.0, 1.0], **options)
+    return predictive.tempered_predictives(fitted, predictive.Drawer(), inputs, [0.0, 1.0], **options)
 
 
 def _lowest(scores: Sequence[float]) -> int:

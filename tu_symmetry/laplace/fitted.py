@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace.blocks import Block, Posterior
 from tu_symmetry.laplace.curvature import Options, Summary
-from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
+from tu_symmetry.laplace.determinants import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
@@ -229,7 +229,7 @@ class FittedLaplace:
     @cached_property
     def layers(self) -> tuple[Layer, ...] | None:
         """The layers of Kronecker factors; None for another curvature."""
-        if self.options.curvature not in ("kfac", "ekfac"):
+        if self.options.curvature != "kfac":
             return None
         return tuple(find_layers(self.model, [n for n in self.tangent.names if n not in self.curvature.whole]))
 

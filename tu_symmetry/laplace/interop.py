@@ -50,8 +50,6 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     if fitted.summary.positions > 1:
         raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")
     blocks = fitted.curvature.blocks
-    if not fitted.groups.whole:
-        raise ValueError("KronLaplace has one precision for each parameter at most; prior='per_filter' has more")
     varying = [name for name, p in fitted.model.named_parameters() if p.requires_grad]
     if varying != list(fitted.tangent.names):
         raise ValueError(

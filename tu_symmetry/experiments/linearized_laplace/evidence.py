@@ -27,10 +27,10 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
     scores,
 )
 from tu_symmetry.files import digest_folder
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.jacobians import Tangent, features
-from tu_symmetry.laplace.model import (
+from tu_symmetry.laplace.linearized import (
     EvidenceResult,
     LinearizedLaplace,
     NotConvergedWarning,
@@ -77,8 +77,7 @@ class Settings:
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
-        max_iterations: largest number of directions that the solver tries (of alternations, where the data do not fit
-            memory); None for the solver's own limit.
+        max_iterations: largest number of directions that the search tries; None for its own limit.
         num_samples: of the Monte-Carlo predictive.
     """
 

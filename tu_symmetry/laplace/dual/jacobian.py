@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 
+from tu_symmetry.laplace.dual.observation import LinearObservation
 from tu_symmetry.laplace.inputs import arguments, batch_size, rows_of
-from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 

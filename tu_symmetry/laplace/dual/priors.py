@@ -7,7 +7,8 @@ The weights of a block are ``n`` patterns of ``k`` entries, all with the same ``
 with fixed symmetric matrices ``E_r`` and coefficients ``c_r`` that are functions of the hyperparameters. For the nine
 offsets of a 3 x 3 kernel and a covariance of their distance there are six distances, 0, 1, sqrt 2, 2, sqrt 5 and
 sqrt 8, and ``E_r`` has a 1 wherever two offsets have the r-th. Everything that the evidence needs of the Jacobian is
-then one matrix ``J_b (I (x) E_r) J_b^T`` for each r, whatever the hyperparameters (:mod:`tu_symmetry.laplace.dual`).
+then one matrix ``J_b (I (x) E_r) J_b^T`` for each r, whatever the hyperparameters
+(:mod:`tu_symmetry.laplace.dual.evidence`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exact linearized Laplace for few outputs and many weights, with structured priors and linear observations.
 
-A class beside :class:`tu_symmetry.laplace.model.LinearizedLaplace`, and not one more ``curvature`` of it: nothing of a
+A class beside :class:`tu_symmetry.LinearizedLaplace`, and not one more ``curvature`` of it: nothing of a
 curvature in weight space (blocks, eigenvalues, a precision for each group, samples of weights) exists here, and what it
 keeps instead (kernels of the outputs, an observation, priors with hyperparameters of their own) exists only here.
 """
@@ -23,7 +23,7 @@ from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.laplace.checks import require_module, require_weights
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.definite import cholesky
-from tu_symmetry.laplace.dual import (
+from tu_symmetry.laplace.dual.evidence import (
     NOISE,
     DualEvidence,
     DualHyperprior,
@@ -33,14 +33,14 @@ from tu_symmetry.laplace.dual import (
     optimize,
     statistics,
 )
-from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.priors import IsotropicPrior, StructuredPrior, prior_from_config
 from tu_symmetry.laplace.groups import PriorGroups, prior_groups
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
 from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.mode import EvaluateAt
-from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.storage import LaplaceFileError
-from tu_symmetry.laplace.structured import IsotropicPrior, StructuredPrior, prior_from_config
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.memory import require_memory
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -256,8 +256,8 @@ class DualLaplace:
             max(kernels, rows),
             self.tangent.point().device,
             f"the exact kernel of {outputs} training outputs and {self.tangent.size} weights",
-            "take fewer training outputs. For problems of this size use tu_symmetry.laplace.sampled.SampledEvidence, "
-            "which multiplies with the Jacobian and never stores it, or LinearizedLaplace",
+            "take fewer training outputs. For problems of this size use tu_symmetry.laplace.SampledEvidence, which "
+            "multiplies with the Jacobian and never stores it, or LinearizedLaplace",
         )
 
     def _blocks(self, inputs: Any) -> tuple[StructuredPrior, ...]:
@@ -375,7 +375,7 @@ class DualLaplace:
 
         Args:
             hyperprior: ``hyperprior(coefficients, context)``, a negative log density (nats); see
-                :class:`tu_symmetry.laplace.hyperpriors.TotalVariation`.
+                :class:`tu_symmetry.laplace.dual.hyperpriors.TotalVariation`.
             optimizer: ``l-bfgs-b`` or ``adam``.
             num_steps: steps of Adam; the most iterations of L-BFGS-B.
             lr: learning rate of Adam.

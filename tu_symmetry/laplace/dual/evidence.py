@@ -1,7 +1,7 @@
 """Linearized Laplace in the space of outputs and observations: exact where outputs are few, however many weights.
 
 The tangent model ``h = f + J (theta - theta~)`` with prior ``theta ~ N(0, S)`` and observations ``y ~ N(A h, v I)`` is
-a Gaussian process with ``d x d`` kernel ``F = J S J^T``. With priors of :mod:`tu_symmetry.laplace.structured`
+a Gaussian process with ``d x d`` kernel ``F = J S J^T``. With priors of :mod:`tu_symmetry.laplace.dual.priors`
 
     F = sum_b sum_r c_br(phi) M_br,        M_br = J_b (I (x) E_r) J_b^T
 
@@ -32,9 +32,9 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from tu_symmetry.laplace.definite import cholesky
+from tu_symmetry.laplace.dual.observation import LinearObservation, require_measurements
+from tu_symmetry.laplace.dual.priors import StructuredPrior
 from tu_symmetry.laplace.mode import EvaluateAt
-from tu_symmetry.laplace.observation import LinearObservation, require_measurements
-from tu_symmetry.laplace.structured import StructuredPrior
 from tu_symmetry.transfer import moved
 
 DualOptimizer = Literal["l-bfgs-b", "adam"]
