@@ -113,7 +113,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "all layers, KFAC, θ~, per group": {"prior": "per_group", "evaluate_at": "map"},
     "all layers, KFAC, θ*, single": {"prior": "single"},
     "all layers, KFAC, θ*, per group (default)": {"prior": "per_group"},
-    "all layers, EKFAC, θ~, single": {"prior": "single", "evaluate_at": "map", "curvature": "ekfac"},
     "all layers, exact, θ~, single": {"prior": "single", "evaluate_at": "map", "curvature": "full"},
 }
 PEERS = {"laplace-torch, defaults": {}, "laplace-torch, all layers, KFAC": {"subset_of_weights": "all"}}
