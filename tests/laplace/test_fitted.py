@@ -12,11 +12,11 @@ import torch
 from laplace_oracles import agree, data, randomize
 from torch import Tensor, nn
 
+from tu_symmetry.experiments.linearized_laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace import storage
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.tangent import TangentModel

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.laplace import training_likelihood
+from tu_symmetry.callbacks.laplace_users import training_likelihood
 from tu_symmetry.callbacks.members import network_of, require_whole_weights
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.checks import require_weights

@@ -417,12 +417,6 @@ class CoupledDeterminants(Determinants):
         """Gradient ``[groups + 1]`` and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
 
         The determinant depends on ``rho + tau`` alone.
-
-        Args:
-            norms: squared norm of the weights in each group.
-            rho: log precisions.
-            tau: log noise variance.
-            noise: None for a noise variance that stays: its row and column are zero.
         """
         inner = self._shrinkage(rho, tau)
         free = self._sum(inner.diagonal())  # the group's size less gamma

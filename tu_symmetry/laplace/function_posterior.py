@@ -16,9 +16,8 @@ from torch import Tensor
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.inputs import batch_size, follows, mapped, rows_of
-from tu_symmetry.laplace.jacobians import jacobians
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.laplace.tangent import TangentModel, evaluating, jacobians
 from tu_symmetry.memory import require_memory
 
 _ELEMENTS = 1 << 26

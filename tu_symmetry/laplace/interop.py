@@ -94,10 +94,6 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
 def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> FittedLaplace:
     """A fitted ``KronLaplace`` as an approximation of the same network, precisions and noise.
 
-    Args:
-        other: the fitted approximation, over all parameters that require a gradient.
-        evaluate_at: as in :class:`tu_symmetry.LinearizedLaplace`.
-
     Raises:
         ValueError: something else than a fitted KronLaplace, or options without counterpart here.
     """

@@ -178,12 +178,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def nll(self, prediction: Any, observed: Tensor) -> Tensor:
-        """Negative log-likelihood (nats, float64) of every observation in the shape of :meth:`present`, 0 if left out.
-
-        Args:
-            prediction: as :meth:`predict` gives it.
-            observed: as :meth:`observed` gives it.
-        """
+        """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
 
     def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
         """Of labels, float64: how many are right, and of every bin of the confidence (:data:`BINS`) the right ones less
@@ -201,13 +196,6 @@ class Likelihood(ABC):
         generator: torch.Generator | None = None,
     ) -> Directions:
         """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample.
-
-        Args:
-            outputs: of the network.
-            targets: as :meth:`targets` gives them.
-            fisher_type: which Fisher.
-            mc_samples: targets that the Monte-Carlo Fisher draws.
-            generator: of these.
 
         Raises:
             ValueError: the Monte-Carlo Fisher without a generator.

@@ -457,23 +457,19 @@ class LinearizedLaplace:
     ) -> EvidenceResult:
         """Choose precisions (and a regression's noise variance) by the evidence.
 
-        At ``map`` this needs no data: the problem is convex and solved exactly. At ``tangent_mode`` it minimizes the
-        negative log evidence less the log hyperprior over weights and precisions together
-        (:mod:`tu_symmetry.laplace.joint.search`); with several groups it ends at one of several stationary points.
+        At ``map`` no data are read, and the optimum is exact. At ``tangent_mode`` weights and precisions minimize the
+        negative log evidence less the log hyperprior together (:mod:`tu_symmetry.laplace.joint.search`); of several
+        groups there can be several stationary points.
 
         Args:
-            train_loader: the training data; None for the loader of :meth:`fit`.
-            hyperprior: on the log precisions; the default is one decade wide around each group's center. None is flat:
-                the precisions of normalized groups often go to infinity then, and no uncertainty is left in them.
-            max_iterations: largest number of directions, each of which costs a product with the Jacobian and one with
-                its transpose; None for 1,000.
-            tolerance: largest change of a log precision in the last iteration; 1e-6 in double precision, else 0.03.
-            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6 in double, else 0.2.
-                Half its square would be what is missing of the objective (nats) if the curvature were exact; the
-                result's ``gap`` bounds it.
-            memory: bytes for the data, linearizations of the network, and gradients of the most informative
-                observations; None for 2 GiB, and more for networks of over a million weights. Data that do not fit are
-                read again in every pass.
+            train_loader: None for the loader of :meth:`fit`.
+            hyperprior: on the log precisions; by default one decade wide around each group's center, None for a flat
+                one, with which precisions of normalized groups often go to infinity.
+            max_iterations: largest number of directions, of two products with the Jacobian each; None for 1,000.
+            tolerance: largest change of a log precision; None for 1e-6 in double precision, else 0.03.
+            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6, or 0.2.
+            memory: bytes for data, linearizations and gradients; None for 2 GiB, and more for networks of over a
+                million weights. Data that do not fit are read again in every pass.
             progress: called after every pass over the data.
 
         Returns:

@@ -45,12 +45,7 @@ def check_link_approx(link_approx: str) -> None:
 
 
 def shrunk_logits(mean: Tensor, variance: Tensor) -> Tensor:
-    """MacKay's ``f / sqrt(1 + pi/8 var)``: the sigmoid of it is nearly the mean of the sigmoid.
-
-    Args:
-        mean: of the logits.
-        variance: of every logit, in the same shape.
-    """
+    """MacKay's ``f / sqrt(1 + pi/8 var)``: the sigmoid of it is nearly the mean of the sigmoid."""
     return mean / (1 + math.pi / 8 * variance).sqrt()
 
 

@@ -54,10 +54,6 @@ def duality_gap(gradient: Tensor, precision: Tensor) -> float:
     the objective takes at ``r`` the value ``objective - 1/2 g^T Lambda^-1 g``, and no dual value is above the minimum.
     For example ``1/2 (t - 2)^2 + 1/2 t^2`` has its minimum 1 at ``t = 1``; at ``t = 2`` it is 2 and its gradient 2, so
     that the bound is ``1/2 * 2^2 / 1 = 2``, where the distance is 1.
-
-    Args:
-        gradient: of the objective.
-        precision: prior precision of every weight.
     """
     return 0.5 * float((gradient.double().square() / precision.double()).sum())
 

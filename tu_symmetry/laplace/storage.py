@@ -90,10 +90,6 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     """Read a fitted approximation of a network; predictions are bit-equal to those before :func:`save`.
 
-    Args:
-        path: what :func:`save` wrote.
-        model: the network, with the weights it had then.
-
     Raises:
         LaplaceFileError: a file that is truncated, foreign or was changed, NaN in it, or another network.
         FileNotFoundError: no such file.

@@ -20,6 +20,7 @@ from torch import nn
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
+from tu_symmetry.experiments.linearized_laplace.jacobians import Tangent, features
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
@@ -29,7 +30,6 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
-from tu_symmetry.laplace.jacobians import Tangent, features
 from tu_symmetry.laplace.linearized import (
     EvidenceResult,
     LinearizedLaplace,

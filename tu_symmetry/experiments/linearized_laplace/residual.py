@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, Where, parse_all
+from tu_symmetry.experiments.linearized_laplace.jacobians import StoredJacobian
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
@@ -31,7 +32,6 @@ from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import Prior
-from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.linearized import (
     LinearizedLaplace,

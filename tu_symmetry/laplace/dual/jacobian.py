@@ -33,13 +33,7 @@ class FlatTangentModel(TangentModel):
 
 
 def jacobian(tangent: TangentModel, inputs: Any, *, chunk: int = 56) -> dict[str, Tensor]:
-    """The whole Jacobian of a batch, parameter to ``[batch * outputs, *shape]``.
-
-    Args:
-        tangent: the network.
-        inputs: a batch.
-        chunk: number of gradients that are taken at once.
-    """
+    """The whole Jacobian of a batch, parameter to ``[batch * outputs, *shape]``."""
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
         count, width = outputs.shape

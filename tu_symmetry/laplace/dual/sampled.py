@@ -5,10 +5,8 @@ prior samples, corrected (arXiv 2210.04994)::
 
     theta_0 ~ N(0, S), e ~ N(0, v I):      zeta = theta_0 - S J^T A^T K^-1 (A J theta_0 + e)  ~  N(0, H^-1),
 
-with ``H = S^-1 + J^T A^T A J / v``. The effective dimension of block b is
-``gamma_b = E[zeta . (J^T A^T A J zeta / v)]_b``, and MacKay's fixed point of its variance is
-``s_b^2 <- s_b^2 * (theta*_b . S_b^-1 theta*_b) / gamma_b``. Length scales have no such step; they take stochastic
-gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with random signs z.
+with ``H = S^-1 + J^T A^T A J / v``. Hyperparameters take stochastic gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with
+random signs z.
 
 A hyperprior of the outputs, total variation say, reads prior variances of differences of outputs. Those of a block are
 ``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over its patterns n, where ``g_n [k]`` is the derivative of the difference in
@@ -165,14 +163,12 @@ class SampledResult:
     Attributes:
         phi: block to hyperparameters (logarithms).
         noise_variance: variance of the measurements.
-        effective: block to effective dimension ``gamma``, of the last step.
         theta: the tangent mode ``theta*`` of the last step, a flat vector.
-        history: one entry for each step: variances, noise, effective dimensions, iterations and residual of CG.
+        history: one entry for each step: hyperparameters and noise variance.
     """
 
     phi: dict[str, Tensor]
     noise_variance: float
-    effective: dict[str, float]
     theta: Tensor
     history: list[dict[str, Any]] = field(repr=False)
 
@@ -363,12 +359,6 @@ class SampledEvidence:
     ) -> tuple[dict[str, Tensor], float]:
         """Unbiased estimate of the gradient of ``-log Z`` (at the tangent mode), by random signs.
 
-        Args:
-            phi: block to hyperparameters.
-            noise: variance.
-            seed: seed of the signs; None for that of the object.
-            preconditioner: that of conjugate gradients.
-
         Returns:
             Block to gradient in its ``phi``, and the derivative in the log noise variance.
         """
@@ -459,7 +449,7 @@ class SampledEvidence:
             if progress is not None:
                 progress(entry)
         _, theta, _ = self.samples(leaves, float(noise.exp()), count=1, preconditioner=preconditioner)
-        return SampledResult(dict(leaves), float(noise.exp()), {}, theta, history)
+        return SampledResult(dict(leaves), float(noise.exp()), theta, history)
 
     def _hyperprior_slopes(
         self,

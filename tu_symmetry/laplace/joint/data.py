@@ -51,13 +51,6 @@ class TrainingData:
     ) -> None:
         """Read the loader, and linearize as many chunks as fit.
 
-        Args:
-            tangent: the network, in evaluation mode.
-            likelihood: the observation model.
-            loader: the training data.
-            budget: bytes for data and linearizations; 0 keeps no linearization.
-            most: bytes that the data alone may take; beyond them they stay with the loader.
-
         Raises:
             ValueError: no samples, or targets that the likelihood refuses.
         """

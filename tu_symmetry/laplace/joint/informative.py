@@ -56,13 +56,7 @@ Energy = Callable[[Tensor], tuple[float, Tensor]]
 
 
 def most_rows(data: TrainingData, groups: PriorGroups, memory: int) -> int:
-    """How many rows are worth their cost and fit the memory; 0 where too few do, or choosing them takes too long.
-
-    Args:
-        data: the training data.
-        groups: which weights share a precision.
-        memory: bytes for the rows.
-    """
+    """How many rows are worth their cost and fit the memory; 0 where too few do, or choosing them takes too long."""
     point = data.tangent.point()
     share = torch.tensor([float(data.entries)], dtype=torch.float64, device=point.device)
     all_reduce(share)
@@ -101,13 +95,7 @@ def _pieces(data: TrainingData, linear: Sequence[Tensor]) -> Iterator[Iterator[t
 
 
 def choose(data: TrainingData, linear: Sequence[Tensor], most: int) -> Chosen:
-    """The longest columns of the roots of the output Hessians, of several processes equally many in each.
-
-    Args:
-        data: the training data.
-        linear: the outputs at which the Hessians are taken, chunk by chunk.
-        most: how many, over all processes.
-    """
+    """The longest columns of the roots of the output Hessians, of several processes equally many in each."""
     squares = [[root.double().square().sum(-1) for _, root in pieces] for pieces in _pieces(data, linear)]
     flat = torch.cat([own.flatten() for pieces in squares for own in pieces])
     order = flat.argsort(descending=True, stable=True)[: most // processes()]
@@ -137,14 +125,7 @@ class Informative:
     """
 
     def __init__(self, data: TrainingData, groups: PriorGroups, linear: Sequence[Tensor], chosen: Chosen) -> None:
-        """Make the rows: one gradient of the network for each.
-
-        Args:
-            data: the training data.
-            groups: which weights share a precision.
-            linear: the outputs at which the columns were chosen.
-            chosen: which.
-        """
+        """Make the rows: one gradient of the network for each."""
         self.groups = groups
         self.rows = _gathered(data, linear, chosen)
         count, device = len(self.rows), self.rows.device

@@ -466,16 +466,6 @@ def joint_optimum(
 ) -> Joint:
     """Minimize the profile objective from where an approximation is.
 
-    Args:
-        fitted: the approximation, with its hyperprior; the network in evaluation mode.
-        data: the training data.
-        tolerance: largest change of a log precision in the last iteration.
-        mode_tolerance: gradient norm in posterior standard deviations.
-        max_iterations: largest number of directions.
-        memory: bytes for the gradients of informative observations.
-        weights_alone: hold the precisions and the noise variance.
-        progress: called after each.
-
     Raises:
         ValueError: other data than those of the fit, or values that are not finite.
     """
