@@ -235,9 +235,7 @@ def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str
     if shape is not None:
         x = torch.randn(6, *shape, generator=generator, dtype=torch.float64)
     la = compare(model, x, labels(model(x)), limit=limit)
-    assert not la.whole
-    kinds = {block.name: block.kind for block in la.posterior.blocks}
-    assert all(k != "kronecker" for name, k in kinds.items() if "original" in name)
+    assert set(la.whole) >= {name for name in la.tangent.names if "original" in name or name.endswith(("_g", "_v"))}
 
 
 def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
@@ -270,8 +268,7 @@ def test_an_attention_with_a_parametrized_projection() -> None:
 
     model = randomize(Network())
     x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    with pytest.warns(ReadElsewhereWarning, match="parametrizations"):
-        la = compare(model, x, labels(model(x)))
+    la = compare(model, x, labels(model(x)))
     assert {name.rsplit(".", 1)[1] for name in la.whole} == {"original0", "original1"}
 
 
@@ -365,7 +362,9 @@ def check_random(seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReadElsewhereWarning)
         la = compare(model, x, y, limit=random.Random(seed).choice([4096, 5]))
-        assert set(la.whole) == planted(model)
+        prelu = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.PReLU)]
+        others = {name for name in la.tangent.names if "original" in name or name.startswith(tuple(prelu))}
+        assert set(la.whole) == planted(model) | others
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
 

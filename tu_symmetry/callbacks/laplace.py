@@ -73,8 +73,8 @@ class _Trained(NamedTuple):
 class FitLaplace(Callback):
     """Fits :class:`~tu_symmetry.LinearizedLaplace` to the trained network, and chooses its precisions by the evidence.
 
-    It fits at the end of ``fit``, and before ``test``, ``validate`` and ``predict`` to other weights than it was fitted
-    to. Everything with a method ``attach_laplace`` gets the approximation; members of an ensemble get one each. Training
+    It fits at the end of ``fit``, and before ``test``, ``validate`` and ``predict`` to weights that are new to it.
+    Everything with a method ``attach_laplace`` gets the approximation; members of an ensemble get one each. Training
     data are read in order, whole and unaugmented. Loggers get ``laplace/log_evidence`` (nats), ``laplace/gamma``,
     ``laplace/noise_variance``, ``laplace/temperature``, ``laplace/held_out/network/nll`` and so on.
 

@@ -96,7 +96,9 @@ def require_weights(model: nn.Module, names: Sequence[str]) -> None:
     require_independent_samples(model)
 
 
-def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bool) -> tuple[str, ...]:
+def examine(
+    tangent: TangentModel, inputs: Any, *, layered: bool, functional: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Try a network on the first few samples of a batch.
 
     Args:
@@ -106,7 +108,7 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
         functional: whether gradients of samples are to come from ``torch.func``.
 
     Returns:
-        Parameters that have to be treated by themselves, since layers do not give their gradients.
+        Parameters that layers do not give the gradients of, and those among them that a layer has, or that are tied.
 
     Raises:
         ValueError: outputs that change from call to call, that depend on the other samples of the batch, or that
@@ -133,10 +135,14 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
             if isinstance(tangent, LastLayerModel):
                 _require_closed_form(tangent, exact, values, cotangent, expected)
             if not layered:
-                return ()
+                return (), ()
             layers = find_layers(exact.model, names)
             recovered = _recovered(exact, layers, values, outputs, cotangent)
-    return _differing(exact, expected, recovered)
+    whole = _differing(exact, expected, recovered)
+    claimed = {part.parameter for layer in layers for part in (layer.weight, layer.bias) if part is not None}
+    every = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    tied = {name for name, p in model.named_parameters() if sum(own is p for own in every) > 1}
+    return whole, tuple(name for name in whole if name in claimed | tied)
 
 
 def _precision(model: nn.Module) -> float:

@@ -129,7 +129,7 @@ class _Pass:
             outputs, checked, options.fisher_type, mc_samples=options.mc_samples, generator=self.generator
         )
 
-    def each_gradient(self, add: Callable[[Tensor], None]) -> Callable[[Any, Tensor], Tensor]:
+    def each_gradient(self, add: Callable[[Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
         """A step that calls ``add`` with gradients of single samples ``[some, size]``, column by column."""
 
         def step(inputs: Any, targets: Tensor) -> Tensor:

@@ -257,7 +257,7 @@ class LinearizedLaplace:
             TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
             ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; a network
                 whose outputs are random, depend on the other samples of a batch, or do not lead with the batch.
-            UnsupportedLayerError: layers without Kronecker factors, by name.
+            UnsupportedLayerError: layers whose gradients cannot be taken apart, by name.
 
         Warns:
             ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module, tied
@@ -274,18 +274,16 @@ class LinearizedLaplace:
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
             require_call(self.model, inputs)
             kind = self.options.curvature
-            found = examine(
-                self.tangent,
-                inputs,
-                layered=kind == "kfac",
-                functional=kind in ("full", "diag"),
+            found, read_elsewhere = examine(
+                self.tangent, inputs, layered=kind == "kfac", functional=kind in ("full", "diag")
             )
-        marked = torch.tensor([float(name in found) for name in self.tangent.names], device=device)
+        marked = torch.tensor([[n in found, n in read_elsewhere] for n in self.tangent.names], device=device).double()
         all_reduce(marked)  # other processes have other samples
-        whole = [name for name, mark in zip(self.tangent.names, marked.tolist(), strict=True) if mark > 0]
-        if whole:
+        marks = list(zip(self.tangent.names, (marked > 0).tolist(), strict=True))
+        whole, named = ([name for name, own in marks if own[place]] for place in range(2))
+        if named:
             warnings.warn(
-                f"{whole[:6]} {'and others ' if len(whole) > 6 else ''}are read elsewhere than in one call of their "
+                f"{named[:6]} {'and others ' if len(named) > 6 else ''}are read elsewhere than in one call of their "
                 "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
                 f"exact block (its diagonal beyond {self.options.dense_limit} entries)",
                 ReadElsewhereWarning,

@@ -219,7 +219,7 @@ class Informative:
             bounds=np.stack([low.numpy(), high.numpy()], 1),
             options={"maxiter": _STEPS},
         )
-        point = torch.from_numpy(found.x)
+        point = torch.tensor(found.x, device="cpu")
         t = solved(point.to(self.grams))[0] * root
         return (t.to(theta) @ self.rows - gradient) / self.groups.spread(point.exp().to(theta)), point
 
