@@ -24,7 +24,6 @@ from laplace_oracles import (
 )
 from torch import Tensor, nn
 
-from tu_symmetry.laplace import curvature as curvature_module
 from tu_symmetry.laplace.linearized import LinearizedLaplace, ReadElsewhereWarning
 
 RTOL = 1e-9
@@ -127,13 +126,6 @@ def test_diag_is_the_diagonal(name: str, fisher_type: str) -> None:
     la = fitted(model, x, y, curvature="diag", fisher_type=fisher_type)
     exact = exact_ggn(model, la.tangent.names, x, y, "classification", fisher_type)
     torch.testing.assert_close(dense_curvature(la), torch.diag(exact.diagonal()), rtol=RTOL, atol=1e-10)
-
-
-def test_full_empirical_fisher() -> None:
-    model, (x, y) = mlp(), data(4, outputs=3)
-    la = fitted(model, x, y, curvature="full", fisher_type="empirical")
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification", "empirical")
-    torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-10)
 
 
 def test_last_layer_is_the_block_of_the_last_layer() -> None:
@@ -397,16 +389,6 @@ def test_shared_biases_take_the_gradient_factor() -> None:
     torch.testing.assert_close(dense_curvature(la)[own, own], expected, rtol=RTOL, atol=1e-10)
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "diag", "full"])
-@pytest.mark.parametrize("name", ["cnn", "tokens"])
-def test_working_in_small_pieces_changes_nothing(name: str, curvature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    build, inputs = NETWORKS[name]
-    model, x, y = build(), inputs(), data(1, outputs=3)[1]
-    whole = dense_curvature(fitted(model, x, y, curvature=curvature))
-    monkeypatch.setattr(curvature_module, "_ELEMENTS", 1 << 15)
-    torch.testing.assert_close(dense_curvature(fitted(model, x, y, curvature=curvature)), whole, rtol=1e-9, atol=1e-12)
-
-
 # ---------------------------------------------------------------------- Monte-Carlo Fisher
 
 
@@ -421,16 +403,6 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
                     generator=torch.Generator().manual_seed(0))  # fmt: skip
         errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
     assert errors[1] < 0.12 < errors[0] < 1.0
-
-
-def test_the_monte_carlo_fisher_repeats_and_leaves_the_global_generator_alone() -> None:
-    model, (x, y) = mlp(), data(4, outputs=3)
-    before = torch.get_rng_state()
-    found = [dense_curvature(fitted(model, x, y, fisher_type="mc")) for _ in range(2)]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(*found)
-    other = dense_curvature(fitted(model, x, y, fisher_type="mc", generator=torch.Generator().manual_seed(5)))
-    assert not torch.allclose(other, found[0])
 
 
 # ---------------------------------------------------------------------- shared weights
@@ -455,16 +427,6 @@ class CalledTwice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-
-@pytest.mark.parametrize("build", [Tied, CalledTwice])
-@pytest.mark.parametrize("curvature", ["full", "diag"])
-def test_weights_used_twice_are_exact_without_factors(build: type[nn.Module], curvature: str) -> None:
-    model, (x, y) = randomize(build()), data(4, outputs=3)
-    la = fitted(model, x, y, curvature=curvature)
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    expected = exact if curvature == "full" else torch.diag(exact.diagonal())
-    torch.testing.assert_close(dense_curvature(la), expected, rtol=RTOL, atol=1e-10)
 
 
 @pytest.mark.parametrize("dense_limit", [4096, 16])

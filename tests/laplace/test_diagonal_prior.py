@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import laplace
 import pytest
 import torch
-from laplace_oracles import agree, data, dense_covariance, dense_curvature, jacobian, posterior_covariance, randomize
+from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, posterior_covariance, randomize
 from scipy.optimize import minimize
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.laplace.blocks import DiagonalBlock
@@ -170,52 +167,6 @@ def test_the_optimum_is_that_of_scipy(hyperprior: Hyperprior, noise: Noise | Non
         assert noise.values - noise.squares * math.exp(-tau) - float(own.gamma(rho, tau).sum()) == pytest.approx(
             0, abs=1e-7
         )
-
-
-def test_at_the_map_it_is_the_root_of_a_quadratic_equation() -> None:
-    """Without a hyperprior ``lambda theta^2 = s / (s + lambda)`` for every weight by itself."""
-    la, *_ = fitted()
-    la.optimize_evidence(hyperprior=None)
-    s, n = dense_curvature(la).diagonal(), la.theta.square()
-    exact = (-s * n + (s * n * (s * n + 4)).sqrt()) / (2 * n)
-    torch.testing.assert_close(la.log_precision.exp(), exact, rtol=1e-9, atol=0)
-
-
-def test_files(tmp_path: Path) -> None:
-    la, x, _ = fitted()
-    la.optimize_evidence()
-    la.save(tmp_path / "la.safetensors")
-    again = LinearizedLaplace.load(tmp_path / "la.safetensors", problem()[0])
-    assert again.prior == "diagonal" and again.prior_groups.names == la.prior_groups.names
-    assert torch.equal(again.predictive(x), la.predictive(x)) and again.report() == la.report()
-    agree(again.optimize_evidence(), la.optimize_evidence())
-
-
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that is made."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(made):
-            if isinstance(tensor, Tensor):
-                self.entries = max(self.entries, tensor.untyped_storage().nbytes() // tensor.element_size())
-        return made
-
-
-def test_nothing_of_all_pairs_of_forty_thousand_weights_is_made(tmp_path: Path) -> None:
-    """In the evidence, the report and a file, and where rows couple the weights."""
-    model = randomize(nn.Sequential(nn.Linear(100, 380), nn.Tanh(), nn.Linear(380, 5)), scale=0.1)
-    x, y = data(100, outputs=5, samples=20)
-    la = LinearizedLaplace(model, curvature="diag", prior="diagonal", evaluate_at="map").fit([(x, y)])
-    assert la.tangent.size == 40_285
-    with Largest() as largest:
-        la.optimize_evidence()
-        la.report()
-        la.save(tmp_path / "la.safetensors")
-    assert la.tangent.size <= largest.entries <= 20 * la.tangent.size
-    assert (tmp_path / "la.safetensors").stat().st_size < 5 * 8 * la.tangent.size
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "last_layer"])

@@ -54,13 +54,6 @@ def test_pattern_kernels_of_any_grid(k):
     assert torch.allclose(found, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
 
 
-def test_a_three_by_three_kernel_has_six_distances():
-    prior = KernelPrior(("w",)).resolve({"w": (4, 2, 3, 3)})
-    assert prior.basis.shape == (6, 9, 9)
-    assert torch.equal(prior.basis.sum(0), torch.ones(9, 9, dtype=torch.float64))
-    assert prior.basis.sum((1, 2)).tolist() == [9, 24, 16, 12, 16, 4]
-
-
 @pytest.mark.parametrize("values", SIZES)
 def test_map_evidence_is_the_formula(values):
     own = case(values)

@@ -172,13 +172,6 @@ def test_variances_of_differences_are_estimated_without_bias(name):
         estimated(own, 0)
 
 
-def test_the_jacobian_of_the_estimates_is_the_networks():
-    own = case(7)
-    operator = sampled(own, matrix_free=True).operator
-    v = torch.randn(2, operator.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.allclose(operator.unobserved(v), v @ own.jacobian.mT)
-
-
 @pytest.mark.parametrize("jacobian_weight", [1.0, 0.3])
 def test_slopes_of_total_variation_are_those_of_the_dense_evidence(jacobian_weight):
     """With exact variances in the place of estimates, so that nothing but rounding differs."""

@@ -103,22 +103,6 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
 
 
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"curvature": "diag"}, marks=pytest.mark.slow),
-        {"curvature": "last_layer", "evaluate_at": "map"},
-    ],
-)
-def test_other_curvatures_are_invariant_too(options: dict[str, Any]) -> None:
-    model, graph, x, y = problem("batchnorm")
-    _, expected = predictions(model, graph, x, y, **options)
-    _, found = predictions(rescaled(model, graph, 10.0, batchnorm), graph, x, y, **options)
-    for key, value in found.items():
-        assert relative(value, expected[key]) < 1e-6, key
-
-
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_regression_with_its_noise_by_the_evidence(name: str) -> None:

@@ -147,26 +147,6 @@ def test_a_small_second_use_is_found_in_either_precision(dtype: torch.dtype) -> 
         fitted(model, x, labels(model(x)))
 
 
-def test_in_single_precision_that_cannot_be_left_a_large_second_use_is_found() -> None:
-    class Constant(nn.Module):
-        def __init__(self, read: bool) -> None:
-            super().__init__()
-            self.a, self.b, self.read = nn.Linear(5, 5), nn.Linear(5, 3), read
-            self.shift = torch.eye(5)  # no buffer, so that the network does not run in double precision
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x) @ self.shift
-            return self.b(torch.tanh(h + x @ self.a.weight.T if self.read else h))
-
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
-    for read in (True, False):
-        model = Constant(read)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fitted(model, x, labels(model(x)))
-        assert any(issubclass(w.category, ReadElsewhereWarning) for w in caught) == read
-
-
 def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
     """A layer behind a transposition sees positions first; with as many of them as samples no length tells."""
 

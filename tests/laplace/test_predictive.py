@@ -12,9 +12,7 @@ import torch
 from laplace_oracles import data, dense_covariance, jacobian, posterior_covariance, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tu_symmetry.laplace import function_posterior as predictive_module
 from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.function_posterior import WeightSamples, gaussian_samples
 from tu_symmetry.laplace.linearized import LinearizedLaplace
@@ -290,21 +288,6 @@ def test_joint_samples_have_the_covariance_between_inputs() -> None:
     )
 
 
-def test_samples_are_the_same_however_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    la, _ = fitted("cnn")
-    like = la.tangent.point()[:1]
-    together = list(WeightSamples(la.posterior, 21, 5, like).chunks())
-    monkeypatch.setattr(predictive_module, "_DRAWN", 1)
-    apart = list(WeightSamples(la.posterior, 21, 5, like).chunks())
-    assert [len(own) for own in together] == [len(own) for own in apart] == [8, 8, 5]
-    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-13)
-    generator = torch.Generator().manual_seed(5 * 1_000_003 + 20)
-    noise = torch.randn(la.tangent.size, generator=generator, dtype=torch.float64)
-    values, vectors = torch.linalg.eigh(dense_covariance(la))
-    root = vectors @ (values.clamp(min=0).sqrt() * vectors).mT
-    torch.testing.assert_close(together[2][4], root @ noise, rtol=1e-7, atol=1e-9)
-
-
 # ---------------------------------------------------------------------- links
 
 
@@ -338,25 +321,6 @@ def test_probit(curvature: str) -> None:
     torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-8, atol=1e-10)
     sampled = la.predictive(x, link_approx="probit", covariance="samples", num_samples=800)
     assert 1e-6 < float((sampled - expected).abs().max()) < 0.03
-
-
-def test_probit_of_two_classes_is_near_the_exact_predictive() -> None:
-    """Two outputs, of which the second is 0 for certain: MacKay's one-dimensional approximation."""
-
-    class Logit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            logit = self.layer(x)
-            return torch.cat([logit, torch.zeros_like(logit)], -1)
-
-    model, (x, y) = randomize(Logit()), data(4, outputs=2)
-    la = LinearizedLaplace(model, prior="single", curvature="full", prior_precision=0.5).fit([(x, y)])
-    found = la.predictive(x, link_approx="probit")
-    torch.testing.assert_close(found, la.predictive(x, link_approx="mc", num_samples=20_000), rtol=0, atol=0.02)
-    assert float((found - la.predictive(x, link_approx="mean")).abs().max()) > 0.03
 
 
 def test_mean_is_the_network() -> None:
@@ -398,36 +362,6 @@ def test_streaming_a_loader(options: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.cat(list(parts), dim=1 if options.get("joint") else 0), expected)
 
 
-class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that any operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(tensor, Tensor):
-                self.entries = max(self.entries, tensor.numel())
-        return found
-
-
-@pytest.mark.parametrize("covariance", ["exact", "samples"])
-def test_no_jacobian_of_a_batch_is_ever_in_memory(covariance: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = randomize(nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 10)))
-    x, y = data(40, outputs=10, samples=32)
-    la = LinearizedLaplace(model, prior="per_layer").fit([(x, y)])
-    monkeypatch.setattr(predictive_module, "_ELEMENTS", 1 << 14)
-    expected = la.predictive(x, link_approx="probit", covariance=covariance, num_samples=4)  # type: ignore[arg-type]
-    with Largest() as largest:
-        again = la.predictive(x, link_approx="probit", covariance=covariance, num_samples=4)  # type: ignore[arg-type]
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)
-    size, outputs = la.tangent.size, 10
-    assert largest.entries <= 8 * size  # a chunk of weight samples; a Jacobian has 320 times the size
-    assert largest.entries < len(x) * outputs * size / 10
-
-
 @pytest.mark.parametrize("covariance", ["exact", "samples"])
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_prediction_inside_inference_mode(context: Any, covariance: str) -> None:
@@ -450,17 +384,6 @@ def test_single_precision() -> None:
     found = single.predictive(x.float(), link_approx="probit")
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), double, rtol=0, atol=1e-3)
-
-
-def test_weights_that_changed_after_the_fit_are_refused() -> None:
-    la, x = fitted()
-    with torch.no_grad():
-        la.model[0].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="weights have changed"):
-        la.predictive(x)
-    with torch.no_grad():
-        la.model[0].weight.div_(2)
-    la.predictive(x)
 
 
 @pytest.mark.parametrize(

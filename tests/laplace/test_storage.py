@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from laplace_oracles import agree, data, randomize
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.determinants import Hyperprior
@@ -87,14 +87,6 @@ def test_before_the_mode_is_known(tmp_path: Path) -> None:
     assert loaded.log_marginal_likelihood([(x, y)]) == pytest.approx(la.log_marginal_likelihood(), rel=1e-12)
 
 
-def test_weights_are_not_in_the_file(tmp_path: Path) -> None:
-    la, _, _ = fitted(prior="single", evaluate_at="map", parameters=["6"])
-    la.save(tmp_path / "a.safetensors")
-    held = load_file(tmp_path / "a.safetensors")
-    assert not any(torch.equal(t, held["theta"]) for n, t in held.items() if n != "theta")
-    assert sum(t.numel() for t in held.values()) < 150
-
-
 @pytest.mark.parametrize("change", ["weight", "running_mean"])
 def test_other_weights_are_refused(tmp_path: Path, change: str) -> None:
     la, _, _ = fitted(prior="single", evaluate_at="map")
@@ -132,29 +124,6 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     )
     with pytest.raises(LaplaceFileError, match="9"):
         LinearizedLaplace.load(path, cnn())
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    la, _, _ = fitted(prior="single", evaluate_at="map")
-    path = tmp_path / "a.safetensors"
-    la.save(path)
-    before = path.read_bytes()
-
-    def fail(tensor: Tensor) -> memoryview:
-        raise OSError("disk full")  # the header has been written then
-
-    monkeypatch.setattr("tu_symmetry.files._content", fail)
-    la.set_precision(3.0)
-    with pytest.raises(OSError, match="disk full"):
-        la.save(path)
-    assert path.read_bytes() == before
-    assert [f.name for f in tmp_path.iterdir()] == [path.name]
-
-
-def test_nothing_to_save_before_the_fit(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="call fit"):
-        LinearizedLaplace(cnn()).save(tmp_path / "a.safetensors")
-    assert not list(tmp_path.iterdir())
 
 
 def test_fitting_again_starts_afresh() -> None:
