@@ -37,7 +37,8 @@ import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.laplace_users import find_networks, training_likelihood
 from tu_symmetry.callbacks.training_data import _require_repeatable, plain_training_loader
-from tu_symmetry.laplace.linearized import EvidenceResult, LinearizedLaplace, NotConvergedWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -639,7 +640,7 @@ def test_the_temperature_is_chosen_on_the_data_that_are_given(loader: bool) -> N
     own: Any = TensorDataset(x[:13] + 2, y[:13])
     given = DataLoader(own, 5) if loader else own
     with warnings.catch_warnings():
-        warnings.simplefilter("error", tus.laplace.linearized.NothingHeldOutWarning)
+        warnings.simplefilter("error", tus.laplace.report.NothingHeldOutWarning)
         callback = FitLaplace(evaluate_at="map", calibration_data=given)
         trainer(callback, limit_val_batches=0).fit(Routine(), Data())
     assert callback.calibration is not None and callback.calibration.held_out

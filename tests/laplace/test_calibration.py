@@ -14,10 +14,18 @@ from laplace_oracles import agree, data, randomize
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from tu_symmetry.laplace.linearized import LaplaceHurtsWarning, LinearizedLaplace, UnevenEvidenceWarning
-from tu_symmetry.laplace.report import Calibration, EvidenceResult, GroupReport, Quality, warn_about
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import (
+    Calibration,
+    EvidenceResult,
+    GroupReport,
+    LaplaceHurtsWarning,
+    Quality,
+    UnevenEvidenceWarning,
+    warn_about,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.LaplaceHurtsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.LaplaceHurtsWarning")
 
 
 def fit(kind: str = "classification", scale: float = 0.6, **options: Any) -> LinearizedLaplace:

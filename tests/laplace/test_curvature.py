@@ -24,7 +24,8 @@ from laplace_oracles import (
 )
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.linearized import LinearizedLaplace, ReadElsewhereWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import ReadElsewhereWarning
 
 RTOL = 1e-9
 

@@ -21,7 +21,8 @@ from tu_symmetry.laplace.determinants import (
     Spectrum,
 )
 from tu_symmetry.laplace.groups import SingleWeights, centers
-from tu_symmetry.laplace.linearized import LinearizedLaplace, PrunedGroupWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import PrunedGroupWarning
 from tu_symmetry.laplace.tangent import Slot
 
 

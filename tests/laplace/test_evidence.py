@@ -16,7 +16,8 @@ from tu_symmetry.laplace.blocks import CoupledBlock, DenseBlock, DiagonalBlock
 from tu_symmetry.laplace.determinants import FLAT, CoupledDeterminants, Hyperprior, Noise, Spectrum
 from tu_symmetry.laplace.groups import PriorGroups, centers, prior_groups
 from tu_symmetry.laplace.joint.optimum import at_mode
-from tu_symmetry.laplace.linearized import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import Slot
 
 

@@ -79,7 +79,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
 @pytest.mark.parametrize("curvature", ["kfac", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str, curvature: str) -> None:
@@ -102,7 +102,7 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
             assert row.gamma == pytest.approx(before.gamma, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
@@ -114,7 +114,7 @@ def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
         assert relative(value, expected[key]) < 1e-6, key
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
 @pytest.mark.parametrize(
     ("name", "evaluate_at", "k"),
     [

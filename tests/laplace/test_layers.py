@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.linearized import LinearizedLaplace, ReadElsewhereWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import ReadElsewhereWarning
 
 
 class FilterResponseNorm(nn.Module):

@@ -325,7 +325,7 @@ def test_heteroscedastic_predictives_by_their_definition() -> None:
     torch.testing.assert_close(found.variance, mean.var(0) + s.exp().mean(0), rtol=0.12, atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.LaplaceHurtsWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.LaplaceHurtsWarning")
 @pytest.mark.parametrize("name", [n for n in CASES if n != "regression"])
 def test_calibration_measures_what_was_observed(name: str) -> None:
     """Smoothing and weights are of the training loss; ignored labels count nowhere."""

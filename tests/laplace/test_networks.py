@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.linearized import LinearizedLaplace, ReadElsewhereWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import ReadElsewhereWarning
 
 RTOL, ATOL = 1e-7, 1e-9
 

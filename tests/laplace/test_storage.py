@@ -58,8 +58,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.PrunedGroupWarning")
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.linearized.NotConvergedWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.NotConvergedWarning")
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_what_is_loaded_is_bit_equal(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     la, x, y = fitted(kind, **options)

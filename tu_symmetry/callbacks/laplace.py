@@ -38,14 +38,9 @@ from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.likelihood import Likelihood, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.linearized import (
-    Calibration,
-    EvidenceResult,
-    LinearizedLaplace,
-    NotConvergedWarning,
-    NothingHeldOutWarning,
-)
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.mixture import LaplaceMixture
+from tu_symmetry.laplace.report import Calibration, EvidenceResult, NotConvergedWarning, NothingHeldOutWarning
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.reporting.progress import show_progress

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from tu_symmetry import plot
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.laplace.linearized import Calibration, EvidenceResult, GroupReport, LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import Calibration, EvidenceResult, GroupReport
 
 _OF_MEANS = ("held_out/", "temperature")  # what is logged of an ensemble's mean member alone
 _FEW = ("held_out/network/nll", "held_out/calibrated/nll")  # and of these only so many

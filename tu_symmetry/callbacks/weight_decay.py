@@ -20,7 +20,8 @@ from tu_symmetry.laplace.checks import require_weights
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.likelihood import Categorical, Likelihood, LikelihoodName
-from tu_symmetry.laplace.linearized import LinearizedLaplace, PrunedGroupWarning, UnevenEvidenceWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.symmetry.graph import SymmetryGraph
 

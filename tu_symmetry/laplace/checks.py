@@ -101,12 +101,6 @@ def examine(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Try a network on the first few samples of a batch.
 
-    Args:
-        tangent: the network, and which parameters are to be uncertain.
-        inputs: a batch.
-        layered: whether gradients of weights are to be recovered layer by layer.
-        functional: whether gradients of samples are to come from ``torch.func``.
-
     Returns:
         Parameters that layers do not give the gradients of, and those among them that a layer has, or that are tied.
 

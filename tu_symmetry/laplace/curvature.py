@@ -168,18 +168,6 @@ def fit_curvature(
 ) -> tuple[list[Block], Summary]:
     """Accumulate the curvature over a loader and decompose it.
 
-    Args:
-        tangent: the network.
-        likelihood: the observation model.
-        loader: the training data.
-        groups: which weights share a precision.
-        options: how the curvature is approximated.
-        whole: parameters whose gradients come from the whole network and not from their layers: they get their exact
-            block, or its diagonal where they are longer than the limit.
-        first_pass: the data of the pass, where it has been opened already.
-        generator: of the Monte-Carlo Fisher.
-        progress: called after each batch.
-
     Returns:
         The blocks in the order of the flat parameter vector, and the summary of the pass.
 

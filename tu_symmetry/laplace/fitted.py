@@ -148,21 +148,6 @@ class FittedLaplace:
     ) -> FittedLaplace:
         """An approximation of a network with its present weights.
 
-        Args:
-            tangent: the network.
-            likelihood: the observation model.
-            options: how the curvature was approximated.
-            curvature: at the network's weights.
-            prior: the kind of prior that gave the groups.
-            evaluate_at: where the evidence is evaluated.
-            log_precision: of the groups; None for their centers.
-            noise_variance: of a regression's noise.
-            noise_fixed: whether it stays.
-            hyperprior: on the precisions.
-            solution: the weights that the evidence is evaluated at; None for the linearization point.
-            temperature: of the predictions.
-            link_approx: of the predictions.
-
         Raises:
             ValueError: weights that are all zero, or not finite.
             UnsupportedLayerError: Kronecker factors of layers that have none.

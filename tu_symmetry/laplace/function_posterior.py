@@ -41,14 +41,6 @@ def function_covariance(
     flattened to one axis. Jacobians of all inputs are held at once for a covariance between them (``joint``), and for
     gradients with respect to inputs that require one.
 
-    Args:
-        tangent: the network.
-        posterior: over its parameters.
-        layers: the layers of a Kronecker-factored posterior, None for any other.
-        inputs: a batch of any size; it is worked through in pieces of bounded memory.
-        whole: parameters of a Kronecker-factored posterior that no layer covers.
-        joint: the covariance between all inputs ``[batch * outputs, batch * outputs]``.
-
     Raises:
         ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
     """

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
 from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of, runs_forward_of
+from tu_symmetry.laplace.likelihood import Directions
 
 
 class Watch:
@@ -68,7 +69,7 @@ class Watch:
             self.on_gradient(layer, gradient.detach())
 
     def backward(
-        self, outputs: Tensor, root: Sequence[Tensor], on_gradient: Callable[[int, Layer, Tensor], None]
+        self, outputs: Tensor, root: Directions | Sequence[Tensor], on_gradient: Callable[[int, Layer, Tensor], None]
     ) -> None:
         """One backward pass for each column of ``root``, all in the shape of the outputs, without weight gradients."""
         for column, direction in enumerate(root if self.leaves else ()):

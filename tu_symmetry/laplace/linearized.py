@@ -38,19 +38,14 @@ from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require
 from tu_symmetry.laplace.inputs import arguments, ordinary, require_call, rows_of
 from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
+from tu_symmetry.laplace.links import LinkApprox, check_link_approx
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
     GroupReport,
-    LaplaceHurtsWarning,
-    NotConvergedWarning,
-    NothingHeldOutWarning,
     PrecisionSearch,
-    PrunedGroupWarning,
     ReadElsewhereWarning,
-    UnevenEvidenceWarning,
     warn_about,
     warn_if_it_hurts,
 )
@@ -66,22 +61,6 @@ from tu_symmetry.laplace.tangent import (
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
-
-__all__ = [
-    "Calibration",
-    "EvidenceResult",
-    "GaussianPredictive",
-    "GroupReport",
-    "Hyperprior",
-    "LaplaceHurtsWarning",
-    "LinearizedLaplace",
-    "NotConvergedWarning",
-    "NothingHeldOutWarning",
-    "PrecisionSearch",
-    "PrunedGroupWarning",
-    "ReadElsewhereWarning",
-    "UnevenEvidenceWarning",
-]
 
 Progress = Callable[[dict[str, Any]], None]
 

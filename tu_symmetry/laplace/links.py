@@ -27,9 +27,8 @@ class GaussianPredictive(NamedTuple):
 def check_link_approx(link_approx: str) -> None:
     """Refuse link approximations that are not known.
 
-    The Laplace bridge (arXiv 2003.01227) is none of them. It divides the concentration of each class by the variance of
-    that class's logit, so that the class with the least variance wins where variances are large, whatever the means
-    say; and it conditions the logits on a sum of zero, which a softmax does not know of.
+    The Laplace bridge (arXiv 2003.01227) is none of them: where variances are large, the class with the least variance
+    wins there, whatever the means say.
 
     Raises:
         ValueError: another one.

@@ -143,18 +143,7 @@ def tempered_predictives(
     covariance: Covariance,
     seed: int,
 ) -> list[Any]:
-    """The predictive of one batch at several temperatures, from the same covariances or samples.
-
-    Args:
-        fitted: the approximation; its own temperature is left out of account.
-        drawer: of weight samples.
-        inputs: on the network's device.
-        temperatures: factors of the posterior covariance; at 0 the prediction is exactly the network's own.
-        num_samples: of the Monte-Carlo link.
-        link_approx: ``mc`` or ``probit``, or both: the predictives of all temperatures for each, one after the other.
-        covariance: as in :func:`predictive`.
-        seed: of the samples.
-    """
+    """The predictive of one batch at several temperatures, from the same covariances or samples."""
     fitted, likelihood = replace(fitted, temperature=1.0), fitted.likelihood
     links = (link_approx,) if isinstance(link_approx, str) else tuple(link_approx)
     deviations: Tensor | None = None

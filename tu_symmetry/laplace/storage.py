@@ -41,12 +41,7 @@ class LaplaceFileError(FileError):
 
 
 def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
-    """Write a fitted approximation, whole or not at all.
-
-    Args:
-        fitted: the approximation.
-        path: of the file, conventionally ``*.safetensors``; replaced where it exists.
-    """
+    """Write a fitted approximation, whole or not at all."""
     path = Path(path)
     blocks = fitted.curvature.blocks
     solution = fitted.solution

@@ -393,13 +393,7 @@ def _own(found: Tensor, inputs: Any) -> Tensor:
 
 
 def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
-    """Jacobians of a network in evaluation mode, all samples of a batch at once: ``[batch, outputs, size]``.
-
-    Args:
-        tangent: the network and its chosen parameters.
-        inputs: a small batch: one gradient for each sample and output is held.
-        shape: of the outputs of one sample; positions and outputs are flattened to one axis.
-    """
+    """Jacobians of a network in evaluation mode, all samples of a batch at once: ``[batch, outputs, size]``."""
     width, point = shape.numel(), tangent.point()
     eye = torch.eye(width, dtype=point.dtype, device=point.device).view(width, *shape)
     count = batch_size(inputs)

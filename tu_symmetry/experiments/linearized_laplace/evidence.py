@@ -30,13 +30,8 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
-from tu_symmetry.laplace.linearized import (
-    EvidenceResult,
-    LinearizedLaplace,
-    NotConvergedWarning,
-    PrunedGroupWarning,
-    UnevenEvidenceWarning,
-)
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display

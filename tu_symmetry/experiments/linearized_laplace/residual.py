@@ -33,12 +33,8 @@ from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.linearized import (
-    LinearizedLaplace,
-    NotConvergedWarning,
-    PrunedGroupWarning,
-    UnevenEvidenceWarning,
-)
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display

@@ -140,12 +140,6 @@ def statistics(
 ) -> DualStatistics:
     """The sufficient statistics of a Jacobian.
 
-    Args:
-        jacobian: parameter to its part ``[d, *shape]``.
-        weights: the trained parameters by name.
-        outputs: ``[d]``.
-        priors: resolved, of disjoint parameters; a parameter without a prior is refused.
-
     Raises:
         ValueError: parameters that lie in no block or in two, NaN in the Jacobian.
     """
@@ -401,13 +395,7 @@ class DualEvidence:
         return (found + found.mT) / 2
 
     def explained(self, phi: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """``L A^T K^-1 A R^T``: what the measurements take away from a covariance of two sets of outputs.
-
-        Args:
-            phi: hyperparameters.
-            left: prior covariances with the observed outputs, ``[a, d]``.
-            right: the same, ``[b, d]``.
-        """
+        """``L A^T K^-1 A R^T``: what the measurements take away from a covariance of two sets of outputs."""
         root = self._root(phi)
         white = [torch.linalg.solve_triangular(root, self._seen(x).mT, upper=False) for x in (left, right)]
         return white[0].mT @ white[1]
@@ -423,14 +411,7 @@ class DualEvidence:
         return self.statistics.outputs - self.statistics.linear + change
 
     def deviations(self, phi: Tensor, count: int, generator: torch.Generator, *, prior: bool = False) -> Tensor:
-        """Samples ``[count, d]`` of the outputs' deviation from their mean, pathwise: a prior sample, then corrected.
-
-        Args:
-            phi: hyperparameters.
-            count: number of samples.
-            generator: generator of the CPU.
-            prior: samples of the prior ``N(0, F)`` instead of the posterior.
-        """
+        """Samples ``[count, d]`` of the deviations of outputs from their mean: prior samples, then corrected."""
         covariance = self.prior_covariance(phi)
         drawn = self.draw(covariance, count, generator)
         if prior:

@@ -89,16 +89,7 @@ def at_mode(
     memory: int | None = None,
     progress: Progress | None = None,
 ) -> FittedLaplace:
-    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
-
-    Args:
-        fitted: the approximation.
-        loader: the training data.
-        tolerance: gradient norm in posterior standard deviations; None for the default of the floating-point type.
-        max_iterations: largest number of directions; None for 1,000.
-        memory: as in :func:`at_joint_mode`.
-        progress: called after every pass over the data.
-    """
+    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last."""
     found = _searched(fitted, loader, math.inf, tolerance, max_iterations, memory, progress, weights_alone=True)
     return fitted.with_solution(found.fitted.solution)
 
@@ -115,17 +106,6 @@ def at_joint_mode(
     progress: Progress | None = None,
 ) -> tuple[FittedLaplace, EvidenceResult]:
     """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
-
-    Args:
-        fitted: where to start.
-        loader: the training data.
-        hyperprior: on the log precisions.
-        max_iterations: largest number of directions; None for 1,000.
-        tolerance: largest change of a log precision at convergence; None for that of the floating-point type.
-        mode_tolerance: gradient norm of the weights, likewise.
-        memory: bytes for the data, their linearizations, and gradients of the informative observations; None for
-            :func:`default_memory`.
-        progress: called after every pass over the data.
 
     Returns:
         The point that was reached, and how.
