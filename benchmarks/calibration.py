@@ -17,9 +17,9 @@ from benchmarks._measure import in_own_process
 from benchmarks._report import Goal, Section, Settings
 from benchmarks.comparison import LARGER, METHODS, trained
 from benchmarks.joint import images
-from tu_symmetry.laplace import prediction
+from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.calibration import TEMPERATURES, Judged
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import Quality
 from tu_symmetry.reporting.grid import Grid
 
@@ -139,8 +139,8 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
     """Of every sample at every temperature, ``[temperatures, samples]``."""
     parts = []
     for inputs, labels in zip(x.split(500), y.split(500), strict=True):
-        found = prediction.tempered_predictives(
-            la.fitted, prediction.Drawer(), inputs, temperatures,
+        found = predictive.tempered_predictives(
+            la.fitted, predictive.Drawer(), inputs, temperatures,
             num_samples=100, link_approx="mc", covariance="auto", seed=0,
         )  # fmt: skip
         parts.append(torch.stack([la.likelihood.nll(p, labels) for p in found]))

@@ -19,7 +19,7 @@ from benchmarks._measure import figure, in_own_process
 from benchmarks._report import Goal, Section, Settings, describe_error
 from benchmarks.joint import images
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.reporting.grid import Grid
 
 PAGE = Path(__file__).parent.parent / "docs" / "laplace_comparison.md"
@@ -113,7 +113,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "all layers, KFAC, θ~, per group": {"prior": "per_group", "evaluate_at": "map"},
     "all layers, KFAC, θ*, single": {"prior": "single"},
     "all layers, KFAC, θ*, per group (default)": {"prior": "per_group"},
-    "all layers, EKFAC, θ~, single": {"prior": "single", "evaluate_at": "map", "curvature": "ekfac"},
     "all layers, exact, θ~, single": {"prior": "single", "evaluate_at": "map", "curvature": "full"},
 }
 PEERS = {"laplace-torch, defaults": {}, "laplace-torch, all layers, KFAC": {"subset_of_weights": "all"}}

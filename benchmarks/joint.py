@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks._measure import Stopwatch, both, figure, in_own_process
 from benchmarks._report import Goal, Section, Settings
-from tu_symmetry.laplace.kept import KeptData
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.joint.data import TrainingData
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.reporting.grid import Grid
 
@@ -255,7 +255,7 @@ def measure_products(case: Case) -> Record:
     vector = torch.randn(la.tangent.size, generator=torch.Generator().manual_seed(1))
     found: Record = {"title": case.title, "epoch": min(epochs)}
     with evaluating(model):
-        kept = KeptData(la.tangent, la.likelihood, loader, budget=64 << 30)
+        kept = TrainingData(la.tangent, la.likelihood, loader, budget=64 << 30)
         for name, data in (("kept", kept), ("run again", kept.without_linearizations())):
             found[name] = {}
             for _ in range(2):

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks._measure import both, figure, in_own_process, interleave, times
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.laplace.blocks import KroneckerBlock
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.reporting.grid import Grid
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from tu_symmetry.laplace.dual import DualEvidence, statistics
-from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior, StructuredPrior
+from tu_symmetry.laplace.dual.evidence import DualEvidence, statistics
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
 
 
 class Image(nn.Module):

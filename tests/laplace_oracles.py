@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
 from torch.nn import functional as F
 
-from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock, Posterior
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.blocks import CoupledBlock, Posterior
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 
 def agree(found: Any, expected: Any, tolerance: float = 1e-6) -> None:
@@ -104,8 +104,6 @@ def dense_curvature(la: LinearizedLaplace) -> Tensor:
         own = slice(block.start, block.stop)
         if isinstance(block, CoupledBlock):
             found[own, own] = block.matrix
-        elif isinstance(block, LowRankBlock):
-            found[own, own] = block.rows.mT @ block.rows
         else:
             eye = torch.eye(block.stop - block.start, dtype=torch.float64)
             found[own, own] = block.from_basis(block.to_basis(eye) * block.eigenvalues())

@@ -23,7 +23,7 @@ from .callbacks.laplace import FitLaplace as FitLaplace
 from .callbacks.rebasin import Rebasin as Rebasin
 from .callbacks.scale import ScaleCanonicalization as ScaleCanonicalization
 from .callbacks.snapshots import PosteriorSnapshots as PosteriorSnapshots
-from .laplace.model import LinearizedLaplace as LinearizedLaplace
+from .laplace.linearized import LinearizedLaplace as LinearizedLaplace
 from .metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
 from .metrics.diversity import PairwiseMutualInformation as PairwiseMutualInformation
 from .metrics.homogeneity import MarginalHomogeneity as MarginalHomogeneity

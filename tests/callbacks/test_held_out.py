@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetR
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.held_out import at_most, share_samples, validation_loader
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.laplace.model import NothingHeldOutWarning
+from tu_symmetry.laplace.report import NothingHeldOutWarning
 
 tu = pytest.importorskip("torch_uncertainty")
 from torch_uncertainty.datamodules import TUDataModule  # noqa: E402

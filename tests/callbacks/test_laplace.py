@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from functools import partial
@@ -36,9 +35,10 @@ from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine,
 
 import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.callbacks.laplace import training_likelihood
+from tu_symmetry.callbacks.laplace_users import find_networks, training_likelihood
 from tu_symmetry.callbacks.training_data import _require_repeatable, plain_training_loader
-from tu_symmetry.laplace.model import EvidenceResult, LinearizedLaplace, NotConvergedWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -276,10 +276,10 @@ def test_which_network() -> None:
     other = Routine()
     other.backbone = other.model
     del other.model
-    assert Fit()._find_networks(other) == [other.backbone]  # whatever it is called
+    assert find_networks(other, None) == [other.backbone]  # whatever it is called
     other.second = net()
     with pytest.raises(ValueError, match="network="):
-        Fit()._find_networks(other)
+        find_networks(other, None)
 
 
 def test_what_would_fail_at_the_end_fails_at_the_start() -> None:
@@ -501,14 +501,6 @@ def test_evidence_and_hyperprior() -> None:
     torch.testing.assert_close(flat.laplace.log_precision, la.log_precision, rtol=1e-3, atol=2e-3)
 
 
-def test_every_option_of_the_evidence_is_one_of_the_callback() -> None:
-    own = inspect.signature(FitLaplace.__init__).parameters
-    for name, option in inspect.signature(LinearizedLaplace.optimize_evidence).parameters.items():
-        if name not in ("self", "train_loader", "progress"):
-            expected = "auto" if name == "max_iterations" else option.default
-            assert own[name].default == expected, name
-
-
 def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     optimize = LinearizedLaplace.optimize_evidence
@@ -518,15 +510,14 @@ def test_options_of_the_evidence_reach_it(monkeypatch: pytest.MonkeyPatch) -> No
         return optimize(self, **options)
 
     monkeypatch.setattr(LinearizedLaplace, "optimize_evidence", noted)
-    given = {"tolerance": 0.2, "mode_tolerance": 0.4, "solver": "subspace", "max_iterations": 30, "memory": 1 << 20}
+    given = {"hyperprior": tus.laplace.Hyperprior(std=0.7), "max_iterations": 30}
     callback = Fit(**given)  # type: ignore[arg-type]
     trainer(callback).fit(Routine(), Data())
     assert {name: seen[0][name] for name in given} == given
 
 
-@pytest.mark.parametrize(("solver", "expected"), [("auto", 30), ("subspace", 30), ("alternation", None)])
 def test_the_evidence_reads_so_many_samples_at_most(
-    solver: Any, expected: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever the network: a number of readings of the data, which is said where it ends the search."""
     seen: list[int | None] = []
@@ -534,14 +525,14 @@ def test_the_evidence_reads_so_many_samples_at_most(
     def stopped(self: LinearizedLaplace, *, max_iterations: int | None, **options: Any) -> EvidenceResult:
         seen.append(max_iterations)
         warnings.warn("stopped", NotConvergedWarning, stacklevel=1)
-        return EvidenceResult(-12.0, 30, 0.015, 3.0, False, 30, 41.0)
+        return EvidenceResult(-12.0, 30, 0.015, 3.0, False, 41.0)
 
     monkeypatch.setattr(LinearizedLaplace, "optimize_evidence", stopped)
     monkeypatch.setattr("tu_symmetry.callbacks.laplace._READINGS", 10 * SAMPLES)
     with warnings.catch_warnings(), caplog.at_level("INFO"):
         warnings.simplefilter("error", NotConvergedWarning)
-        trainer(callback := Fit(solver=solver)).fit(Routine(), Data())
-    assert seen == [expected]
+        trainer(callback := Fit()).fit(Routine(), Data())
+    assert seen == [30]
     assert callback.evidence_result is not None and not callback.evidence_result.converged
     assert "stopped after 30 iterations" in caplog.text and "41 nats" in caplog.text
     monkeypatch.setattr("tu_symmetry.callbacks.laplace._READINGS", 77 * SAMPLES)
@@ -640,6 +631,22 @@ def test_of_many_validation_data_a_part_is_enough(
     trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
     assert callback.calibration is not None and callback.calibration.held_out
     assert callback.calibration.samples == expected
+
+
+@pytest.mark.parametrize("loader", [True, False])
+def test_the_temperature_is_chosen_on_the_data_that_are_given(loader: bool) -> None:
+    """Whatever the validation data are, and without a word."""
+    x, y = samples()
+    own: Any = TensorDataset(x[:13] + 2, y[:13])
+    given = DataLoader(own, 5) if loader else own
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", tus.laplace.report.NothingHeldOutWarning)
+        callback = FitLaplace(evaluate_at="map", calibration_data=given)
+        trainer(callback, limit_val_batches=0).fit(Routine(), Data())
+    assert callback.calibration is not None and callback.calibration.held_out
+    assert callback.calibration.samples == 13
+    with pytest.raises(ValueError, match="calibrate=False chooses none"):
+        FitLaplace(calibrate=False, calibration_data=given)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1, 8), (2, 16), (0.5, 21), (1.0, SAMPLES), (100, SAMPLES)])

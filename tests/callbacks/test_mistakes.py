@@ -27,7 +27,7 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
     ("scale", lambda: tus.callbacks.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
     ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
     ("rank", lambda: tus.callbacks.FitCompactPosterior("x", rank="3")),  # type: ignore[arg-type]
-    ("memory", lambda: tus.FitLaplace(memory="5")),  # type: ignore[arg-type]
+    ("batch_size", lambda: tus.FitLaplace(batch_size="5")),  # type: ignore[arg-type]
     ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
     ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
     ("num_members", lambda: tus.routines.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]

@@ -286,7 +286,7 @@ def test_what_has_no_such_decay_is_refused() -> None:
     with pytest.raises(ValueError, match="say scale="):
         fit(weighted, EvidenceWeightDecay(), 1)
     for options in (
-        {"evaluate_at": "map"}, {"prior": "per_filter"}, {"prior": "diagonal"}, {"every_n_epochs": 0},
+        {"evaluate_at": "map"}, {"prior": "diagonal"}, {"every_n_epochs": 0},
         {"start_epoch": -1}, {"scale": 0.0},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r".{20}"):

@@ -13,7 +13,7 @@ import torch
 from tu_symmetry.datamodules import ScannedTomographyDataModule, TomographyDataModule
 from tu_symmetry.datamodules.readers import DataFileError
 from tu_symmetry.datamodules.tomography import back_projected, deepinv_projector, measured, strip_projector
-from tu_symmetry.laplace.observation import LinearObservation
+from tu_symmetry.laplace.dual.observation import LinearObservation
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from tu_symmetry.alignment.products import KeptSimilarities
 from tu_symmetry.alignment.relaxation import _RelaxedPair
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
 from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
-from tu_symmetry.laplace.informative import Informative, choose
-from tu_symmetry.laplace.kept import KeptData
+from tu_symmetry.laplace.dual.priors import IsotropicPrior
+from tu_symmetry.laplace.joint.data import TrainingData
+from tu_symmetry.laplace.joint.informative import Informative, choose
+from tu_symmetry.laplace.joint.search import _Search
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.mode import EvaluateAt, _Objective
-from tu_symmetry.laplace.structured import IsotropicPrior
-from tu_symmetry.laplace.subspace import _Search
+from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain
@@ -143,20 +143,19 @@ def test_members_of_a_training_step(waits: Waits, augmented: bool) -> None:
 
 
 def test_laplace_products(waits: Waits) -> None:
-    """None of those with kept data; of those that read a loader one for each batch, whether the outputs are finite."""
+    """None of those with kept data; of those that read a loader a few for each batch, whether it is the same."""
     x, y = (t.to(CUDA) for t in data(40))
     model = network().to(CUDA)
     tangent = TangentModel(model, [name for name, _ in model.named_parameters()])
     vector = torch.randn_like(tangent.point())
-    kept = KeptData(tangent, Categorical(), [(x, y)])
+    kept = TrainingData(tangent, Categorical(), [(x, y)])
     assert waits(lambda: kept.pull(kept.push(vector))) == 0
     counts = []
     for size in (20, 5):
         loader = list(zip(x.split(size), y.split(size), strict=True))
-        objective = _Objective(tangent, Categorical(), loader, torch.ones_like(vector), 1.0, len(x))
-        objective.gradient(tangent.point() + 0.1)
-        counts.append(waits(lambda objective=objective: objective.product(vector)) - len(loader))  # type: ignore[misc]
-    assert counts[0] == counts[1] == 1
+        read = TrainingData(tangent, Categorical(), loader, budget=0, most=0)
+        counts.append(waits(lambda read=read: read.push(vector)) / len(loader))  # type: ignore[misc]
+    assert counts[0] == counts[1] <= 4
 
 
 @pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
@@ -176,10 +175,10 @@ def test_evaluations_of_the_joint_model(waits: Waits) -> None:
     x, y = (t.to(CUDA) for t in data(40))
     model = network().double().to(CUDA)
     la = tus.LinearizedLaplace(model, prior="per_layer").fit([(x.double(), y)])
-    found = KeptData(la.tangent, la.likelihood, [(x.double(), y)], budget=0)
+    found = TrainingData(la.tangent, la.likelihood, [(x.double(), y)], budget=0)
     own = Informative(found, la.prior_groups, found.outputs, choose(found, found.outputs, 1000))
     assert own.grams.device == CUDA
-    search = _Search(la.fitted, found, 1 << 30)
+    search = _Search(la.fitted, found, 1 << 30, False)
     point = search.start()
     gradient = search.gradient(point)
     evaluations = 0

@@ -40,7 +40,7 @@ from tu_symmetry.experiments.linearized_laplace.sources import scores
 from tu_symmetry.experiments.linearized_laplace.toy import sample_curve
 from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.files import FileError
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display

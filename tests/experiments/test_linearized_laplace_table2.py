@@ -25,7 +25,7 @@ from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, Work, r
 from tu_symmetry.experiments.linearized_laplace.sources import Images
 from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.files import FileError
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries

@@ -15,7 +15,7 @@ from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.linearized_laplace import CNN, Settings, Trained, measure_rotations, report_rotations
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.shift import CALIBRATED, rotate
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.outcome import Outcome
 

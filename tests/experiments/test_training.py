@@ -25,7 +25,7 @@ from tu_symmetry.experiments.linearized_laplace.reports.training import (
     training_claims,
 )
 from tu_symmetry.files import FileError
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.metrics.functional import gaussian_wasserstein
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,18 @@ from laplace_oracles import agree, data, randomize
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from tu_symmetry.laplace import prediction
-from tu_symmetry.laplace.model import LaplaceHurtsWarning, LinearizedLaplace, UnevenEvidenceWarning
-from tu_symmetry.laplace.report import Calibration, EvidenceResult, GroupReport, Quality, warn_about
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import (
+    Calibration,
+    EvidenceResult,
+    GroupReport,
+    LaplaceHurtsWarning,
+    Quality,
+    UnevenEvidenceWarning,
+    warn_about,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.LaplaceHurtsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.LaplaceHurtsWarning")
 
 
 def fit(kind: str = "classification", scale: float = 0.6, **options: Any) -> LinearizedLaplace:
@@ -46,7 +52,7 @@ def nll(la: LinearizedLaplace, batches: list[tuple[Tensor, Tensor]], **options: 
     return float(torch.cat(values).mean())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("scale", [0.3, 2.0])
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -141,12 +147,6 @@ def test_the_evidence_does_not_know_of_it_and_new_precisions_take_it_back(tmp_pa
     assert again.temperature == 1
 
 
-@pytest.mark.parametrize("temperatures", [[-1.0], [math.inf], [math.nan]])
-def test_wrong_temperatures(temperatures: list[float]) -> None:
-    with pytest.raises(ValueError, match="temperatures"):
-        fit().calibrate(held_out(), temperatures=temperatures)
-
-
 def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
     la = fit(scale=2.0, prior_precision=1e-4)
     x = held_out()[0][0]
@@ -162,60 +162,12 @@ def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
         assert not planted.hurts
 
 
-def test_positions_count_as_observations() -> None:
-    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-    x, _ = data(6, 4, outputs=3, samples=8)
-    y = torch.randint(0, 3, (8, 6), generator=torch.Generator().manual_seed(0))
-    la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
-    found = la.calibrate([(x, y)])
-    p = la.model(x).detach().softmax(-1)
-    assert found.network.nll == pytest.approx(float(-p.gather(-1, y.unsqueeze(-1)).log().mean()))
-
-
-def test_texts_of_many_lengths_are_judged_without_keeping_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of sequences need not be equally long; predictions of all temperatures would fill the memory."""
-    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randn(4, length, 4, generator=generator, dtype=torch.float64) for length in (6, 3, 9, 5)]
-    batches = [(x, torch.randint(0, 3, x.shape[:2], generator=generator)) for x in texts]
-    la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit(batches[:1])
-    alive: list[weakref.ref[Tensor]] = []
-    most = 0
-    make = prediction.tempered_predictives
-
-    def counted(*args: Any, **options: Any) -> list[Any]:
-        nonlocal most
-        found = make(*args, **options)
-        alive.extend(weakref.ref(p) for p in found)
-        most = max(most, sum(ref() is not None for ref in alive))
-        return found
-
-    monkeypatch.setattr(prediction, "tempered_predictives", counted)
-    found = la.calibrate(batches, temperatures=SOME)
-    assert most <= 2 * len(SOME), "of the batch before and of this one"
-    p = [la.model(x).log_softmax(-1) for x in texts]
-    own = torch.cat([-q.gather(-1, y.unsqueeze(-1)).flatten() for q, (_, y) in zip(p, batches, strict=True)])
-    assert found.network.nll == pytest.approx(own.mean().item()) and found.samples == 16
-    la.calibrate(batches[:1], temperatures=SOME, metric=lambda q, y: float(q.shape == (4, 6, 3)), maximize=True)
-    with pytest.raises(ValueError, match="different lengths"):
-        la.calibrate(batches, temperatures=SOME, metric=lambda q, y: 1.0)
-
-
 def test_nothing_observed_is_said() -> None:
     model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     x, y = observed(model, "positions", 0)
     la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
     with pytest.raises(ValueError, match="left out"):
         la.calibrate([(x, torch.full_like(y, -100))])
-
-
-def test_one_pass_gives_all_temperatures() -> None:
-    la, (x, _) = fit(), held_out()[0]
-    options: dict[str, Any] = {"num_samples": 50, "link_approx": "mc", "covariance": "exact", "seed": 3}
-    rows = prediction.tempered_predictives(la.fitted, prediction.Drawer(), x, [0.0, 0.3, 4.0], **options)
-    for temperature, row in zip([0.0, 0.3, 4.0], rows, strict=True):
-        alone = LinearizedLaplace.from_fitted(replaced(la, temperature)).predictive(x, **options)
-        torch.testing.assert_close(alone, row)
 
 
 # ---------------------------------------------------------------------- what is surely better
@@ -311,20 +263,6 @@ def test_a_network_that_is_right_stays_nearer_to_itself() -> None:
     assert sum(v > 1e-6 for v in worse[2.0]) < 0.2 * sum(v > 1e-6 for v in worse[0.0])
 
 
-def test_many_data_take_the_best_and_few_the_network() -> None:
-    la = fit(scale=2.0)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(4000, 4, generator=generator, dtype=torch.float64)
-    y = torch.multinomial(LinearizedLaplace.from_fitted(replaced(la, 10.0)).predictive(x), 1, generator=generator)
-    y = y.squeeze(-1)
-    best = la.calibrate([(x, y)]).temperature
-    sure = la.calibrate([(x, y)], standard_errors=2.0)
-    assert best > 1 and best / 2 < sure.temperature <= best
-    one = la.calibrate([(x[:1], y[:1])], standard_errors=2.0)
-    assert one.temperature == 0 and one.standard_error == 0
-    assert la.calibrate([(x, y)], standard_errors=1e6).temperature == 0
-
-
 @pytest.mark.parametrize("standard_errors", [-1.0, math.inf, math.nan])
 def test_wrong_standard_errors(standard_errors: float) -> None:
     with pytest.raises(ValueError, match="standard_errors"):
@@ -386,24 +324,6 @@ def test_the_best_of_the_precisions_is_chosen(kind: str, relative: bool) -> None
     assert "(chosen)" in str(found) and str(found).count("\n") == len(GRID) + 1
 
 
-def test_the_network_is_the_limit_of_large_precisions() -> None:
-    la, batches = fit(), held_out()
-    found = la.search_precision(batches, precisions=[1e10])
-    assert found.found.nll == pytest.approx(found.network.nll, abs=1e-6)
-    network = torch.cat([la.model(x).log_softmax(-1) for x, _ in batches]).gather(
-        -1, torch.cat([y for _, y in batches]).unsqueeze(-1)
-    )
-    assert found.network.nll == pytest.approx(-network.mean().item())
-
-
-def test_a_planted_precision_is_found() -> None:
-    la = fit(scale=2.0, prior_precision=10**-1.5)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3000, 4, generator=generator, dtype=torch.float64)
-    y = torch.multinomial(la.predictive(x), 1, generator=generator).squeeze(-1)
-    assert 1e-2 <= la.search_precision([(x, y)], precisions=GRID).precision <= 1e-1
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(2))
 def test_the_precision_of_laplace_torchs_grid_search(seed: int) -> None:
@@ -447,14 +367,6 @@ def test_wrong_precisions(precisions: list[float]) -> None:
         fit().search_precision(held_out(), precisions=precisions)
 
 
-def test_a_metric_that_is_finite_at_no_precision() -> None:
-    la = fit()
-    found = la.search_precision(held_out(), precisions=GRID, metric=lambda p, y: p.max(-1).values.mean())
-    assert found.precision == GRID[0]  # the least confident
-    with pytest.raises(ValueError, match="finite at none"):
-        la.search_precision(held_out(), precisions=GRID, metric=lambda p, y: math.nan)
-
-
 # ---------------------------------------------------------------------- evidence in few of the weights
 
 
@@ -477,7 +389,7 @@ def rows(*groups: tuple[int, float]) -> list[GroupReport]:
 def test_evidence_in_few_of_the_weights_is_said(groups: tuple[tuple[int, float], ...], uneven: bool) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_about(EvidenceResult(0.0, 1, 0.0, 0.0, True, 1), rows(*groups), stacklevel=1)
+        warn_about(EvidenceResult(0.0, 1, 0.0, 0.0, True), rows(*groups), stacklevel=1)
     assert [w.category for w in caught] == [UnevenEvidenceWarning] * uneven
     if uneven:
         assert "78.4 of 82.3" in str(caught[0].message) and "150 of 37128 weights" in str(caught[0].message)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from dual_oracles import SHAPE, case
 
-from tu_symmetry.laplace.dual import HyperpriorContext, optimize
-from tu_symmetry.laplace.hyperpriors import TotalVariation, differences, expected_absolute
+from tu_symmetry.laplace.dual.evidence import HyperpriorContext, optimize
+from tu_symmetry.laplace.dual.hyperpriors import TotalVariation, differences, expected_absolute
 
 PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)
 

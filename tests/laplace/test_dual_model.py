@@ -9,8 +9,7 @@ from laplace_oracles import data, jacobian, randomize
 from torch import nn
 
 import tu_symmetry as tus
-from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior
+from tu_symmetry.laplace.dual.priors import KernelPrior
 
 
 def network():
@@ -64,19 +63,6 @@ def test_evaluated_elsewhere_is_as_if_fitted_there():
         tus.laplace.DualLaplace(model).evaluated_at("map")
 
 
-def test_optimized_evidence_agrees_with_the_full_curvature():
-    x, y = data(3, outputs=2, kind="regression", samples=20)
-    model = network()
-    flat = tus.laplace.Hyperprior(std=math.inf, cap=1e9)
-    full = tus.LinearizedLaplace(model, "regression", curvature="full", prior="single", evaluate_at="tangent_mode").fit(
-        [(x, y)]
-    )
-    full.optimize_evidence(hyperprior=flat)
-    dual = tus.laplace.DualLaplace(model, prior="single").fit([(x, y)])
-    dual.optimize_evidence()
-    assert dual.log_marginal_likelihood() >= full.log_marginal_likelihood() - 1e-3
-
-
 def test_predictive_of_new_inputs_is_the_gaussian_process():
     x, y = data(3, outputs=2, kind="regression", samples=6)
     model = network()
@@ -98,7 +84,7 @@ def test_predictive_of_new_inputs_is_the_gaussian_process():
     assert bool(((sampled - expected).abs() < 4.5 * error + 1e-9).all())
 
 
-def test_images_keep_their_shape_and_files_give_the_same(tmp_path):
+def test_images_keep_their_shape():
     own = case(7)
     dual = fitted(own, evaluate_at="map")
     result = dual.optimize_evidence()
@@ -106,23 +92,6 @@ def test_images_keep_their_shape_and_files_give_the_same(tmp_path):
     found = dual.predictive()
     assert found.mean.shape == (1, 1, *SHAPE) and found.variance.shape == found.mean.shape
     assert dual.function_samples(None, 3).shape == (3, 1, 1, *SHAPE)
-    dual.save(tmp_path / "la.safetensors")
-    again = tus.laplace.DualLaplace.load(tmp_path / "la.safetensors", own.model)
-    assert again.hyperparameters == dual.hyperparameters
-    assert torch.equal(again.predictive().covariance, found.covariance)
-    assert torch.equal(again.predictive(own.x).covariance, dual.predictive(own.x).covariance)
-    assert again.log_marginal_likelihood() == pytest.approx(dual.log_marginal_likelihood(), rel=1e-12)
-    assert torch.equal(again.function_samples(None, 2, seed=3), dual.function_samples(None, 2, seed=3))
-    other = randomize(type(own.model)(), seed=9)
-    with pytest.raises(tus.laplace.LaplaceFileError, match="other weights"):
-        tus.laplace.DualLaplace.load(tmp_path / "la.safetensors", other)
-    with pytest.raises(tus.laplace.LaplaceFileError, match="another network"):
-        tus.laplace.DualLaplace.load(tmp_path / "la.safetensors", network())
-    (tmp_path / "cut").write_bytes((tmp_path / "la.safetensors").read_bytes()[:-9])
-    with pytest.raises(tus.laplace.LaplaceFileError):
-        tus.laplace.DualLaplace.load(tmp_path / "cut", own.model)
-    with pytest.raises(FileNotFoundError):
-        tus.laplace.DualLaplace.load(tmp_path / "none", own.model)
 
 
 def test_log_density_is_that_of_the_gaussian():
@@ -146,15 +115,6 @@ def test_blocks_beside_the_structured_ones():
     assert dual.hyperparameters.keys() == {
         "a.variance", "a.lengthscale", "a (rest).variance", "b.variance", "c.variance", "noise_variance"
     }  # fmt: skip
-
-
-def test_per_group_uses_the_normalization_groups():
-    model = randomize(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 1)))
-    x, y = data(3, outputs=1, kind="regression", samples=5)
-    dual = tus.laplace.DualLaplace(model, prior="per_group").fit([(x, y)])
-    assert "rest" in {prior.name for prior in dual.priors} and len(dual.priors) > 1
-    with pytest.raises(ValueError, match="do not go together: a normalization group"):
-        tus.laplace.DualLaplace(case(7).model, prior="per_group", structured=[KernelPrior(["a.weight"])])
 
 
 def test_saturated_outputs_stay_without_variance():
@@ -200,31 +160,3 @@ def test_bad_input():
         own.model.a.weight.add_(1)
     with pytest.raises(RuntimeError, match="changed"):
         dual.predictive()
-
-
-def test_a_kernel_that_is_a_function_is_fitted_but_not_saved(tmp_path):
-    own = case(None)
-    prior = KernelPrior(["a.weight", "b.weight"], kernel=lambda d: 1 / (1 + d.square()), lengthscale=1.0)
-    dual = tus.laplace.DualLaplace(own.model, structured=[prior], prior=None).fit([(own.x, own.y.view(1, 1, *SHAPE))])
-    dual.optimize_evidence()
-    with pytest.raises(ValueError, match="function"):
-        dual.save(tmp_path / "la")
-    assert not list(tmp_path.iterdir())
-
-
-def test_observation_by_functions_is_saved_as_its_matrix(tmp_path):
-    own = case(7)
-    a = own.matrix
-    own.observation = LinearObservation(forward=lambda x: x @ a.mT, adjoint=lambda u: u @ a, outputs=20, values=7)
-    dual = fitted(own)
-    dual.save(tmp_path / "la")
-    again = tus.laplace.DualLaplace.load(tmp_path / "la", own.model)
-    assert again.log_marginal_likelihood() == pytest.approx(dual.log_marginal_likelihood(), rel=1e-12)
-
-
-def test_isotropic_block_alone():
-    own = case(7)
-    dual = tus.laplace.DualLaplace(
-        own.model, structured=[IsotropicPrior(["c"], name="last")], prior=None, observation=own.observation
-    ).fit([(own.x, own.y.unsqueeze(0))])
-    assert dual.tangent.names == ("c.weight", "c.bias") and dual.names == ("last.log_variance", "log_noise_variance")

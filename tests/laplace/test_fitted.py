@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ import torch
 from laplace_oracles import agree, data, randomize
 from torch import Tensor, nn
 
-from tu_symmetry.laplace import storage
 from tu_symmetry.laplace.curvature import fit_curvature
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.jacobians import StoredJacobian
-from tu_symmetry.laplace.joint import at_joint_mode, at_map, at_mode
-from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.tangent import TangentModel
+from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 
 def fit(kind: Any = "classification", **options: Any) -> LinearizedLaplace:
@@ -93,27 +89,6 @@ def test_another_curvature_has_other_determinants_and_the_same_precisions() -> N
     expected = sum(float((2 * b.eigenvalues() / 0.3).log1p().sum()) for b in fitted.curvature.blocks)
     assert found == pytest.approx(expected, rel=1e-9)
     assert fitted.curvature.determinants.log_det_ratio(fitted.log_precision, 0.0) < found - 1
-
-
-def test_stored_products_stand_in_for_the_networks_own() -> None:
-    la = fit()
-    stored = StoredJacobian(la.tangent, la.train_loader or [])
-    other = LinearizedLaplace.from_fitted(la.fitted.with_tangent(stored), la.train_loader)
-    assert la.solve_mode(tolerance=1e-9).loss == pytest.approx(other.solve_mode(tolerance=1e-9).loss, abs=1e-9)
-    torch.testing.assert_close(la.theta, other.theta, rtol=1e-7, atol=1e-9)
-    other_parameters = TangentModel(la.model, ["0.weight"])
-    with pytest.raises(ValueError, match="other parameters"):
-        la.fitted.with_tangent(other_parameters)
-
-
-def test_files_hold_the_frozen_state(tmp_path: Path) -> None:
-    la = fit("regression", noise_variance=0.5)
-    la.optimize_evidence()
-    storage.save(la.fitted, tmp_path / "a.safetensors")
-    again = storage.load(tmp_path / "a.safetensors", la.model)
-    assert again.log_evidence() == pytest.approx(la.fitted.log_evidence(), rel=1e-12)
-    assert again.noise_fixed and again.noise_variance == 0.5
-    assert LinearizedLaplace.from_fitted(again).report() == la.report()
 
 
 def test_before_the_fit_there_is_nothing_to_read() -> None:

@@ -12,7 +12,7 @@ from laplace_oracles import dense_curvature, randomize
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 SAMPLES, TOKENS, WORDS, CLASSES = 6, 4, 7, 3
 
@@ -86,7 +86,7 @@ def halves(whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         ("last_layer", "object", True),
         *(
             pytest.param(c, o, p, marks=pytest.mark.slow)
-            for c in ("kfac", "ekfac", "full", "diag", "last_layer")
+            for c in ("kfac", "full", "diag", "last_layer")
             for o in ("object", "mapping")
             for p in (False, True)
         ),

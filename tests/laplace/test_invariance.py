@@ -9,7 +9,7 @@ import torch
 from laplace_oracles import data, jacobian, randomize
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.symmetry.action import apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -79,7 +79,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
 @pytest.mark.parametrize("curvature", ["kfac", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str, curvature: str) -> None:
@@ -102,25 +102,7 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
             assert row.gamma == pytest.approx(before.gamma, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"curvature": "ekfac"}, marks=pytest.mark.slow),
-        pytest.param({"curvature": "diag"}, marks=pytest.mark.slow),
-        pytest.param({"prior": "per_filter"}, marks=pytest.mark.slow),
-        {"curvature": "last_layer", "evaluate_at": "map"},
-    ],
-)
-def test_other_curvatures_and_one_precision_for_each_filter(options: dict[str, Any]) -> None:
-    model, graph, x, y = problem("batchnorm")
-    _, expected = predictions(model, graph, x, y, **options)
-    _, found = predictions(rescaled(model, graph, 10.0, batchnorm), graph, x, y, **options)
-    for key, value in found.items():
-        assert relative(value, expected[key]) < 1e-6, key
-
-
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
@@ -132,7 +114,7 @@ def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
         assert relative(value, expected[key]) < 1e-6, key
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.PrunedGroupWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
 @pytest.mark.parametrize(
     ("name", "evaluate_at", "k"),
     [

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import agree, dense_covariance, dense_curvature, jacobian, randomize, split
+from laplace_oracles import dense_covariance, dense_curvature, jacobian, randomize, split
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.functional.classification import binary_accuracy, multiclass_calibration_error
@@ -21,7 +20,7 @@ from tu_symmetry.laplace.likelihood import (
     Likelihood,
     make_likelihood,
 )
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.outputs import as_outputs, in_own_shape
 
 BATCH, POSITIONS = 7, 3
@@ -205,25 +204,33 @@ def test_curvature_mode_and_evidence_by_their_definition(name: str, positions: b
     assert found == pytest.approx(float(expected), rel=1e-7)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("all", "binary_soft", "heteroscedastic") else pytest.mark.slow) for n in CASES],
-)
-def test_the_joint_optimum_is_the_same_by_both_solvers(name: str) -> None:
-    """A convex objective has one; the log variances of a heteroscedastic network are followed to the same one here."""
+@pytest.mark.parametrize("name", ["all", "binary_soft", "heteroscedastic"])
+def test_the_joint_optimum_is_certified_where_the_loss_is_convex(name: str) -> None:
     model, x, y = data(name, False)
-    found = []
-    for solver in ("subspace", "alternation"):
-        la = LinearizedLaplace(model, CASES[name][0], prior="per_layer").fit([(x, y)])
-        result = la.optimize_evidence(solver=solver)
-        assert result.converged
-        assert math.isnan(result.gap) == (name == "heteroscedastic")
-        found.append((result.log_marginal_likelihood, la.log_precision))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-3)
+    la = LinearizedLaplace(model, CASES[name][0], prior="per_layer").fit([(x, y)])
+    result = la.optimize_evidence()
+    assert result.converged and math.isnan(result.gap) == (name == "heteroscedastic")
+    if name != "heteroscedastic":
+        assert result.gap < 1e-6
+    norms, hyperprior = la.prior_groups.total(la.theta.square()), la.hyperprior
+    slopes = la.log_precision.exp() * norms - la.fitted.gamma()
+    slopes += 2 * hyperprior.weight * (la.log_precision - la.center.log())
+    assert float(slopes.abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("curvature", ["full", "diag"])
+def test_ignored_tokens_are_no_observations(curvature: Any) -> None:
+    """A network that treats positions by themselves, with the last ones ignored, is that of shorter sequences."""
+    model, x, y = data("labels", True)
+    masked = y.clone()
+    masked[:, 2:] = -100
+    whole = LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x, masked)])
+    short = LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x[:, :2], y[:, :2])])
+    assert whole.summary.loss == pytest.approx(short.summary.loss)
+    torch.testing.assert_close(dense_curvature(whole), dense_curvature(short))
+
+
+@pytest.mark.parametrize("curvature", ["full", "diag"])  # the input factor of kfac counts samples, not weights
 def test_a_class_weight_of_two_counts_samples_twice(curvature: Any) -> None:
     model, x, y = data("labels", False)
     twice = y == 2
@@ -234,24 +241,8 @@ def test_a_class_weight_of_two_counts_samples_twice(curvature: Any) -> None:
     assert weighted.summary.loss == pytest.approx(doubled.summary.loss)
     for la in (weighted, doubled):
         la.set_precision(1.3)
-    if curvature in ("full", "diag"):  # the input factor of Kronecker factors counts samples, not weights
-        torch.testing.assert_close(dense_curvature(weighted), dense_curvature(doubled))
-        assert weighted.log_marginal_likelihood() == pytest.approx(doubled.log_marginal_likelihood(), rel=1e-8)
-
-
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
-def test_ignored_tokens_are_no_observations(curvature: Any) -> None:
-    """A network that treats positions by themselves, with the last ones ignored, is that of shorter sequences."""
-    model, x, y = data("labels", True)
-    masked = y.clone()
-    masked[:, 2:] = -100
-    whole = LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x, masked)])
-    short = LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x[:, :2], y[:, :2])])
-    assert whole.summary.loss == pytest.approx(short.summary.loss)
-    if curvature in ("full", "diag"):
-        torch.testing.assert_close(dense_curvature(whole), dense_curvature(short))
-    everything = LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x, torch.full_like(y, -100))])
-    assert float(dense_curvature(everything).abs().max()) == 0
+    torch.testing.assert_close(dense_curvature(weighted), dense_curvature(doubled))
+    assert weighted.log_marginal_likelihood() == pytest.approx(doubled.log_marginal_likelihood(), rel=1e-8)
 
 
 @pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
@@ -334,7 +325,7 @@ def test_heteroscedastic_predictives_by_their_definition() -> None:
     torch.testing.assert_close(found.variance, mean.var(0) + s.exp().mean(0), rtol=0.12, atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.model.LaplaceHurtsWarning")
+@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.LaplaceHurtsWarning")
 @pytest.mark.parametrize("name", [n for n in CASES if n != "regression"])
 def test_calibration_measures_what_was_observed(name: str) -> None:
     """Smoothing and weights are of the training loss; ignored labels count nowhere."""
@@ -385,18 +376,6 @@ def test_what_is_counted_is_counted_sample_by_sample(name: str, shape: tuple[int
         sums += 0 if hits is None else likelihood.hits(row, seen[one])
     if hits is not None:
         torch.testing.assert_close(sums, hits)
-
-
-@pytest.mark.parametrize("name", list(CASES))
-def test_what_is_saved_knows_its_likelihood(name: str, tmp_path: Path) -> None:
-    model, x, y = data(name, False)
-    la = LinearizedLaplace(model, CASES[name][0], prior="single", evaluate_at="map").fit([(x, y)])
-    la.save(tmp_path / "la.safetensors")
-    again = LinearizedLaplace.load(tmp_path / "la.safetensors", model)
-    assert (type(again.likelihood), again.likelihood.config()) == (type(la.likelihood), la.likelihood.config())
-    for own, other in zip(la.predictive(x), again.predictive(x), strict=True):
-        assert torch.equal(own, other)
-    agree(again.optimize_evidence(), la.optimize_evidence())
 
 
 # ---------------------------------------------------------------------- images

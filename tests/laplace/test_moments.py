@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from itertools import combinations_with_replacement
-
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tu_symmetry.laplace.blocks import decompose, decompose_rows
 from tu_symmetry.laplace.layers import MatrixLayer
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.patches import ShiftedGrams, gram, patches_of, positions_of
 
@@ -94,29 +90,6 @@ def test_products_of_shifts_are_the_sum_over_patches(
     total = shifted.total()
     assert total is not None
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("conv", "size"), [*GEOMETRIES, *map(drawn, range(30))], ids=str)
-def test_no_product_of_two_entries_is_made_twice(conv: Convolution, size: tuple[int, ...]) -> None:
-    """As many are made as there are pairs of entries of the input that lie in one patch, either order, or less."""
-    if conv.padding_mode != "zeros":
-        size = tuple(F.pad(torch.zeros(1, 1, *size), conv._reversed_padding_repeated_twice).shape[2:])
-        conv = type(conv)(1, 1, conv.kernel_size, conv.stride, 0, conv.dilation)  # type: ignore[arg-type]
-    one = type(conv)(1, 1, conv.kernel_size, conv.stride, conv.padding, conv.dilation)  # type: ignore[arg-type]
-    entries = patches(torch.arange(1.0, 1 + math.prod(size)).view(1, 1, *size), one)[0].T.long()
-    met = {tuple(sorted(pair)) for patch in entries.tolist() for pair in combinations_with_replacement(patch, 2)}
-    made = sum(math.prod(run.length for run in box) for box in ShiftedGrams(one)._of(size))
-    assert made == len([pair for pair in met if pair[0] > 0])  # 0 is padding
-
-
-def test_numbers_that_the_documentation_gives() -> None:
-    def made(conv: Convolution, *size: int) -> list[int]:
-        return [math.prod(run.length for run in box) for box in ShiftedGrams(conv)._of(size)]
-
-    assert sum(made(nn.Conv1d(1, 1, 3, padding=1), 5)) == 12
-    boxes = made(nn.Conv2d(1, 1, 3, padding=1), 32, 32)
-    assert len(boxes) == 29 and 12 < sum(boxes) / 32**2 < 13
-    assert 33 < sum(made(nn.Conv2d(1, 1, 3, stride=2, padding=1), 128, 128)) / 64**2 < 34
 
 
 @pytest.mark.parametrize(

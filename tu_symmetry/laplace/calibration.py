@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace import prediction
+from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.data import all_reduce, batches, count_of, together
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox
@@ -39,23 +39,22 @@ Progress = Callable[[dict[str, Any]], None]
 
 def calibrate(
     fitted: FittedLaplace,
-    drawer: prediction.Drawer,
+    drawer: predictive.Drawer,
     loader: Iterable[Any],
     *,
     metric: Metric | None,
     maximize: bool,
     temperatures: Sequence[float],
     link_approx: LinkApprox | Literal["auto"],
-    num_samples: int,
-    covariance: prediction.Covariance,
-    seed: int,
     held_out: bool,
     standard_errors: float,
     progress: Progress | None,
+    **options: Any,
 ) -> tuple[FittedLaplace, Calibration]:
-    """The approximation with the temperature that is best on held-out data, and a report; see
-    :meth:`tu_symmetry.LinearizedLaplace.calibrate`.
-    """  # noqa: D205
+    """The approximation with the best temperature on held-out data: :meth:`tu_symmetry.LinearizedLaplace.calibrate`.
+
+    ``options`` are those of the predictions.
+    """
     candidates = sorted({0.0, 1.0, *(float(t) for t in temperatures)})
     if not all(t >= 0 and math.isfinite(t) for t in candidates):
         raise ValueError(f"temperatures={list(temperatures)} have to be finite and not negative")
@@ -72,16 +71,7 @@ def calibrate(
     tried = [(link, t) for link in links for t in candidates]
     judge = _Judge(fitted, loader, metric, maximize, progress, "calibration")
     judged = judge.of(
-        lambda inputs: prediction.tempered_predictives(
-            fitted,
-            drawer,
-            inputs,
-            candidates,
-            num_samples=num_samples,
-            link_approx=links,
-            covariance=covariance,
-            seed=seed,
-        )
+        lambda inputs: predictive.tempered_predictives(fitted, drawer, inputs, candidates, link_approx=links, **options)
     )
     if not math.isfinite(judged.scores[0]):
         raise ValueError("the metric of the network itself is not finite on these data")
@@ -109,14 +99,10 @@ def search_precision(
     metric: Metric | None,
     maximize: bool,
     link_approx: LinkApprox | None,
-    num_samples: int,
-    covariance: prediction.Covariance,
-    seed: int,
     progress: Progress | None,
+    **options: Any,
 ) -> tuple[FittedLaplace, PrecisionSearch]:
-    """The approximation with the precisions that are best on held-out data, and a report; see
-    :meth:`tu_symmetry.LinearizedLaplace.search_precision`.
-    """  # noqa: D205
+    """The same with the best precisions: :meth:`tu_symmetry.LinearizedLaplace.search_precision`."""
     candidates = sorted({float(p) for p in precisions})
     if not candidates or not all(p > 0 and math.isfinite(p) for p in candidates):
         raise ValueError(f"precisions={list(precisions)} have to be positive and finite, and at least one")
@@ -129,9 +115,7 @@ def search_precision(
     for number, precision in enumerate(candidates, start=1):
         other = fitted.uncalibrated().with_hyperparameters(base + math.log(precision))
         judge = _Judge(other, loader, metric, maximize, progress, f"precision {number} of {len(candidates)}")
-        judged = judge.of(
-            partial(_at_precision, other, num_samples=num_samples, link_approx=link, covariance=covariance, seed=seed)
-        )
+        judged = judge.of(partial(_at_precision, other, link_approx=link, **options))
         network, samples = judged.qualities[0], judged.samples
         found.append((other, judged.qualities[1], judged.scores[1]))
     best = _lowest([score for *_, score in found])
@@ -150,11 +134,11 @@ def search_precision(
 
 def _at_precision(fitted: FittedLaplace, inputs: Any, **options: Any) -> list[Any]:
     """The network's own predictions, and those of the posterior."""
-    return prediction.tempered_predictives(fitted, prediction.Drawer(), inputs, [0.0, 1.0], **options)
+    return predictive.tempered_predictives(fitted, predictive.Drawer(), inputs, [0.0, 1.0], **options)
 
 
 def _lowest(scores: Sequence[float]) -> int:
-    """The place of the lowest score, the first of equal ones; what is no number is no candidate."""
+    """The place of the lowest score, the first of equal ones; NaN is never chosen."""
     return min(range(len(scores)), key=lambda i: (math.isnan(scores[i]), scores[i]))
 
 

@@ -96,17 +96,13 @@ def require_weights(model: nn.Module, names: Sequence[str]) -> None:
     require_independent_samples(model)
 
 
-def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bool) -> tuple[str, ...]:
+def examine(
+    tangent: TangentModel, inputs: Any, *, layered: bool, functional: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Try a network on the first few samples of a batch.
 
-    Args:
-        tangent: the network, and which parameters are to be uncertain.
-        inputs: a batch.
-        layered: whether gradients of weights are to be recovered layer by layer.
-        functional: whether gradients of samples are to come from ``torch.func``.
-
     Returns:
-        Parameters that have to be treated by themselves, since layers do not give their gradients.
+        Parameters that layers do not give the gradients of, and those among them that a layer has, or that are tied.
 
     Raises:
         ValueError: outputs that change from call to call, that depend on the other samples of the batch, or that
@@ -125,18 +121,7 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
             cotangent = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu").to(
                 outputs.device
             )
-            along: Tensor | None = None
-            try:
-                expected = _gradient(exact, values, cotangent)
-            except (
-                ValueError
-            ):  # in-place operations that only the hooks can pass, as no weight requires a gradient there
-                if not layered:
-                    raise
-                along = torch.randn(exact.size, generator=generator, dtype=outputs.dtype, device="cpu").to(
-                    outputs.device
-                )
-                expected = _slopes(exact, values, cotangent, along)
+            expected = _gradient(exact, values, cotangent)
             _require_gradients(exact, values, outputs, expected)
             if functional:
                 with _differentiating():
@@ -144,10 +129,14 @@ def examine(tangent: TangentModel, inputs: Any, *, layered: bool, functional: bo
             if isinstance(tangent, LastLayerModel):
                 _require_closed_form(tangent, exact, values, cotangent, expected)
             if not layered:
-                return ()
+                return (), ()
             layers = find_layers(exact.model, names)
             recovered = _recovered(exact, layers, values, outputs, cotangent)
-    return _differing(exact, expected, recovered, along)
+    whole = _differing(exact, expected, recovered)
+    claimed = {part.parameter for layer in layers for part in (layer.weight, layer.bias) if part is not None}
+    every = [p for _, p in model.named_parameters(remove_duplicate=False)]
+    tied = {name for name, p in model.named_parameters() if sum(own is p for own in every) > 1}
+    return whole, tuple(name for name in whole if name in claimed | tied)
 
 
 def _precision(model: nn.Module) -> float:
@@ -231,19 +220,6 @@ def _gradient(tangent: TangentModel, inputs: Any, cotangent: Tensor) -> Tensor:
             found = torch.autograd.grad(outputs, list(own.values()), cotangent, allow_unused=True)
     pieces = zip(found, own.values(), strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in pieces])
-
-
-def _slopes(tangent: TangentModel, inputs: Any, cotangent: Tensor, along: Tensor) -> Tensor:
-    """The gradient's projection on each parameter's piece of a direction, by forward-mode differentiation."""
-    found = torch.zeros_like(along)
-    for slot in tangent.slots.values():
-        own = slice(slot.start, slot.stop)
-        direction = torch.zeros_like(along)
-        direction[own] = along[own]
-        with _differentiating():
-            slope = (tangent.jvp(inputs, direction)[1] * cotangent).sum()
-        found[own] = along[own] * slope / along[own].square().sum()
-    return found
 
 
 def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, gradient: Tensor) -> None:
@@ -331,20 +307,8 @@ def _recovered(
     return found
 
 
-def _differing(
-    tangent: TangentModel, expected: Tensor, recovered: Mapping[Part, Tensor], along: Tensor | None
-) -> tuple[str, ...]:
-    """Parameters of which a part is not recovered, or differs; of projections ``along`` a direction, if given."""
-    if along is not None:
-        whole = torch.zeros_like(along)
-        for part, own in recovered.items():
-            start = tangent.slots[part.parameter].start + part.offset
-            whole[start : start + part.size] = own
-        for slot in tangent.slots.values():
-            piece = slice(slot.start, slot.stop)
-            whole[piece] = along[piece] * (whole[piece] @ along[piece]) / along[piece].square().sum()
-        starts = {part: tangent.slots[part.parameter].start + part.offset for part in recovered}
-        recovered = {part: whole[starts[part] : starts[part] + part.size] for part in recovered}
+def _differing(tangent: TangentModel, expected: Tensor, recovered: Mapping[Part, Tensor]) -> tuple[str, ...]:
+    """Parameters of which a part is not recovered, or differs."""
     double = expected.dtype == torch.float64
     relative, floor = (1e-6, 1e-10) if double else (3e-2, 1e-4)
     floor = floor * float(expected.norm())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace.blocks import Block, Posterior
 from tu_symmetry.laplace.curvature import Options, Summary
-from tu_symmetry.laplace.evidence import FLAT, Determinants, Hyperprior, Noise, determinants
+from tu_symmetry.laplace.determinants import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
@@ -148,21 +148,6 @@ class FittedLaplace:
     ) -> FittedLaplace:
         """An approximation of a network with its present weights.
 
-        Args:
-            tangent: the network.
-            likelihood: the observation model.
-            options: how the curvature was approximated.
-            curvature: at the network's weights.
-            prior: the kind of prior that gave the groups.
-            evaluate_at: where the evidence is evaluated.
-            log_precision: of the groups; None for their centers.
-            noise_variance: of a regression's noise.
-            noise_fixed: whether it stays.
-            hyperprior: on the precisions.
-            solution: the weights that the evidence is evaluated at; None for the linearization point.
-            temperature: of the predictions.
-            link_approx: of the predictions.
-
         Raises:
             ValueError: weights that are all zero, or not finite.
             UnsupportedLayerError: Kronecker factors of layers that have none.
@@ -229,7 +214,7 @@ class FittedLaplace:
     @cached_property
     def layers(self) -> tuple[Layer, ...] | None:
         """The layers of Kronecker factors; None for another curvature."""
-        if self.options.curvature not in ("kfac", "ekfac"):
+        if self.options.curvature != "kfac":
             return None
         return tuple(find_layers(self.model, [n for n in self.tangent.names if n not in self.curvature.whole]))
 

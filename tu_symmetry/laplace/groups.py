@@ -18,18 +18,17 @@ from torch import Tensor
 
 from tu_symmetry.laplace.tangent import Slot
 from tu_symmetry.symmetry.groups import NormalizationGroup
-from tu_symmetry.transfer import moved
 
-Prior = Literal["per_group", "per_layer", "per_tensor", "single", "per_filter", "diagonal"]
+Prior = Literal["per_group", "per_layer", "per_tensor", "single", "diagonal"]
 REST = "rest"
 
 
 class PriorGroups:
-    """A partition of the parameters, or of the rows (filters) of some of them.
+    """A partition of the parameters, each of which lies in one group as a whole.
 
     Attributes:
         names: of the groups.
-        of: parameter to group number, 0-dim, or one number for each row of the parameter.
+        of: parameter to group number, 0-dim (of single weights: one number for each entry).
         sizes: number of parameters in each group, float64.
         weights: whether every group is a single weight, in the order of the flat vector (:class:`SingleWeights`).
     """
@@ -37,16 +36,12 @@ class PriorGroups:
     names: tuple[str, ...]
     weights = False
 
-    def __init__(self, slots: Mapping[str, Slot], labels: Mapping[str, str | Sequence[str]]) -> None:
+    def __init__(self, slots: Mapping[str, Slot], labels: Mapping[str, str]) -> None:
         self.slots = dict(slots)
         order: dict[str, int] = {}
-        self.of: dict[str, Tensor] = {}
-        for name in slots:
-            label = labels[name]
-            if isinstance(label, str):
-                self.of[name] = torch.tensor(order.setdefault(label, len(order)), device="cpu")
-            else:
-                self.of[name] = torch.tensor([order.setdefault(row, len(order)) for row in label], device="cpu")
+        numbers = [order.setdefault(labels[name], len(order)) for name in slots]
+        self.of = {name: torch.tensor(number, device="cpu") for name, number in zip(slots, numbers, strict=True)}
+        self._number = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.names = tuple(order)
         ones = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64, device="cpu")
         self.sizes = self.total(ones)
@@ -54,43 +49,22 @@ class PriorGroups:
     def __len__(self) -> int:
         return len(self.names)
 
-    @property
-    def whole(self) -> bool:
-        """Whether every parameter lies in one group as a whole."""
-        return all(number.ndim == 0 for number in self.of.values())
-
     def spread(self, values: Tensor) -> Tensor:
         """One value for each group to one for each parameter entry, ``[size]``, on the values' device."""
-        rowwise = [name for name in self.slots if self.of[name].ndim]
-        numbers = self.of | dict(zip(rowwise, moved([self.of[n] for n in rowwise], values.device), strict=True))
-        parts = []
-        for name, slot in self.slots.items():
-            number = numbers[name]
-            own = values[number]
-            rows = max(1, number.numel())
-            parts.append(own.reshape(-1, 1).expand(rows, (slot.stop - slot.start) // rows).reshape(-1))
-        return torch.cat(parts)
+        numbers = zip(self._number.tolist(), self.slots.values(), strict=True)
+        return torch.cat([values[number].expand(slot.stop - slot.start) for number, slot in numbers])
 
     def total(self, vector: Tensor) -> Tensor:
         """Sum of the entries of a flat vector over each group, float64 ``[groups]`` on the CPU."""
-        numbers, parts = [torch.zeros(0, dtype=torch.int64, device="cpu")], [vector.new_zeros(0, dtype=torch.float64)]
-        for name, slot in self.slots.items():
-            numbers.append(self.of[name].reshape(-1))
-            parts.append(vector[slot.start : slot.stop].reshape(len(numbers[-1]), -1).sum(1, dtype=torch.float64))
-        return torch.zeros(len(self), dtype=torch.float64, device="cpu").index_add_(
-            0, torch.cat(numbers), torch.cat(parts).cpu()
-        )
+        parts = [vector[slot.start : slot.stop].sum(dtype=torch.float64) for slot in self.slots.values()]
+        sums = torch.stack(parts).cpu() if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
+        return torch.zeros(len(self), dtype=torch.float64, device="cpu").index_add_(0, self._number, sums)
 
     def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
         """Inner products of vectors ``[rows, size]`` with another, group by group: float64 ``[groups, rows]``, CPU."""
         found = torch.zeros(len(self), len(rows), dtype=torch.float64, device=rows.device)
-        for name, slot in self.slots.items():
-            own, number = rows[:, slot.start : slot.stop], self.of[name]
-            if number.ndim == 0:
-                found[int(number)] += (own @ vector[slot.start : slot.stop]).double()
-            else:
-                sums = (own * vector[slot.start : slot.stop]).view(len(rows), len(number), -1).sum(2)
-                found.index_add_(0, number.to(rows.device), sums.T.double())
+        for number, slot in zip(self._number.tolist(), self.slots.values(), strict=True):
+            found[number] += (rows[:, slot.start : slot.stop] @ vector[slot.start : slot.stop]).double()
         return found.cpu()
 
     def given(self, precision: float | Tensor | Mapping[str, float | Tensor], present: Tensor) -> Tensor:
@@ -204,9 +178,8 @@ def prior_groups(
 
     Args:
         slots: the parameters of the posterior.
-        prior: ``single``: one group; ``per_layer``: one for each module; ``per_tensor``: one for each of its
-            parameters; ``per_group``: one for each normalization group, all its channels together, and one for the
-            rest; ``per_filter``: as ``per_group``, but one for each factor (filter) of a normalization group;
+        prior: ``single``: one group; ``per_layer``: one for each module; ``per_tensor``: one for each parameter;
+            ``per_group``: one for each normalization group, all its channels together, and one for the rest;
             ``diagonal``: one for each weight.
         normalizations: the symmetry graph's normalization groups.
         groups: name to parameters, instead of ``normalizations``.
@@ -223,18 +196,12 @@ def prior_groups(
         return PriorGroups(slots, {name: name.rpartition(".")[0] or name for name in slots})
     if prior == "per_tensor":
         return PriorGroups(slots, {name: name for name in slots})
-    if prior not in ("per_group", "per_filter"):
+    if prior != "per_group":
         raise ValueError(
-            f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'per_tensor', 'single', 'per_filter' or "
-            "'diagonal'"
+            f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'per_tensor', 'single' or 'diagonal'"
         )
-    if groups is not None:
-        if prior == "per_filter":
-            return PriorGroups(slots, _labels_by_row(slots, _from_mapping(slots, groups)))
-        return PriorGroups(slots, {name: REST for name in slots} | _from_mapping(slots, groups))
-    if prior == "per_group":
-        return PriorGroups(slots, {name: REST for name in slots} | _joined(slots, normalizations))
-    return PriorGroups(slots, _filters(slots, normalizations))
+    own = _joined(slots, normalizations) if groups is None else _from_mapping(slots, groups)
+    return PriorGroups(slots, dict.fromkeys(slots, REST) | own)
 
 
 def require_own_groups(prior: Prior, groups: Mapping[str, Sequence[str]] | None) -> None:
@@ -243,8 +210,8 @@ def require_own_groups(prior: Prior, groups: Mapping[str, Sequence[str]] | None)
     Raises:
         ValueError: ``groups`` beside a prior that has its own.
     """
-    if groups is not None and prior not in ("per_group", "per_filter"):
-        raise ValueError(f"prior={prior!r} has groups of its own; groups=... goes with 'per_group' and 'per_filter'")
+    if groups is not None and prior != "per_group":
+        raise ValueError(f"prior={prior!r} has groups of its own; groups=... goes with 'per_group'")
 
 
 def _from_mapping(slots: Mapping[str, Slot], groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -261,15 +228,6 @@ def _from_mapping(slots: Mapping[str, Slot], groups: Mapping[str, Sequence[str]]
     return labels
 
 
-def _labels_by_row(slots: Mapping[str, Slot], labels: Mapping[str, str]) -> dict[str, str | list[str]]:
-    return {
-        name: [f"{labels[name]}[{row}]" for row in range(slot.shape[0])]
-        if name in labels and slot.shape
-        else labels.get(name, REST)
-        for name, slot in slots.items()
-    }
-
-
 def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGroup]) -> dict[str, str]:
     """One label for all parameters of a normalization group that scale alike; groups that share one are merged."""
     labels: dict[str, str] = {}
@@ -280,32 +238,6 @@ def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGro
             label = group.name if exponent == 1 else f"{group.name}^{exponent:g}"
             merged = {labels[n] for n in names if n in labels}
             labels.update({n: label for n in names} | {n: label for n, old in labels.items() if old in merged})
-    return labels
-
-
-def _filters(slots: Mapping[str, Slot], normalizations: Sequence[NormalizationGroup]) -> dict[str, str | list[str]]:
-    """One label for each factor of a normalization group, along the rows of the parameters that it scales."""
-    labels: dict[str, str | list[str]] = dict.fromkeys(slots, REST)
-    joined = _joined(slots, normalizations)
-    taken: dict[str, int] = {}
-    for group in normalizations:
-        for member in group.members:
-            taken[member.parameter] = taken.get(member.parameter, 0) + 1
-    for group in normalizations:
-        for member in group.members:
-            name = member.parameter
-            if member.buffer or name not in slots:
-                continue
-            plain = member.axis == 0 and member.within_axis is None and member.index is not None
-            if not plain or taken[name] > 1 or member.exponent != 1:
-                labels[name] = joined[name]
-                continue
-            assert member.index is not None
-            rows = [f"{joined[name]} other"] * slots[name].shape[0]
-            for factor, positions in enumerate(member.index.reshape(member.index.shape[0], -1).tolist()):
-                for position in positions:
-                    rows[position] = f"{group.name}[{factor}]"
-            labels[name] = rows
     return labels
 
 

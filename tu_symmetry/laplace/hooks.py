@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 
 from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
 from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of, runs_forward_of
-from tu_symmetry.laplace.modules import ModuleLayer
+from tu_symmetry.laplace.likelihood import Directions
 
 
 class Watch:
@@ -28,7 +28,6 @@ class Watch:
         self.on_input, self.once = on_input, once
         self.on_gradient: Callable[[Layer, Tensor], None] | None = None
         self.running = False  # only the forward pass itself is watched, and no module that is run again later
-        self._deferred: list[tuple[Layer, Tensor]] = []
         self.leaves: list[Tensor] = []
         self.seen: set[str] = set()
         self.repeated: set[str] = set()
@@ -66,21 +65,16 @@ class Watch:
         return output
 
     def _note(self, layer: Layer, gradient: Tensor) -> None:
-        if layer.deferred:
-            self._deferred.append((layer, gradient.detach()))
-        elif self.on_gradient is not None:
+        if self.on_gradient is not None:
             self.on_gradient(layer, gradient.detach())
 
     def backward(
-        self, outputs: Tensor, root: Sequence[Tensor], on_gradient: Callable[[int, Layer, Tensor], None]
+        self, outputs: Tensor, root: Directions | Sequence[Tensor], on_gradient: Callable[[int, Layer, Tensor], None]
     ) -> None:
         """One backward pass for each column of ``root``, all in the shape of the outputs, without weight gradients."""
-        for column, direction in enumerate(root):
+        for column, direction in enumerate(root if self.leaves else ()):
             self.on_gradient = partial(on_gradient, column)
             torch.autograd.grad(outputs, self.leaves, direction, retain_graph=column + 1 < len(root), allow_unused=True)
-            waiting, self._deferred = self._deferred, []
-            for layer, gradient in waiting:
-                self.on_gradient(layer, gradient)
         self.on_gradient = None
 
 
@@ -177,9 +171,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
     def hook(layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if not watch.running:
             return output
-        if isinstance(layer, ModuleLayer):
-            layer.check_call(args, kwargs, output)
-        elif not args:
+        if not args:
             raise UnsupportedLayerError(
                 f"the module {layer.path!r} is called with its input as a keyword ({', '.join(kwargs)}=...), where "
                 "hooks do not look; pass it by position, leave the module out with parameters=[...], or use "
@@ -208,7 +200,9 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
-    """The layers that own the given parameters, apart from tied ones, which no layer has to itself.
+    """The layers with Kronecker factors, or exact vectors, for the given parameters.
+
+    No layer has a parameter that is tied, that makes a parametrized weight, or that another kind of module owns.
 
     Raises:
         UnsupportedLayerError: modules without gradients of single samples, by name.
@@ -223,34 +217,24 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
     inside: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, ParametrizationList):
-            continue  # its parameters count as those of the module that it makes a weight for
-        own = {leaf: p for leaf, p in module.named_parameters(recurse=False)}
-        made: dict[str, nn.Parameter] = {}
-        if is_parametrized(module):
-            lists = module.get_submodule("parametrizations")
-            made = {f"parametrizations.{leaf}": p for leaf, p in lists.named_parameters()}
+            continue
         prefix = f"{path}." if path else ""
         if isinstance(module, nn.MultiheadAttention):
-            names_here = [n for n in chosen if n.startswith(prefix)]
+            names_here = {n for n in chosen if n.startswith(prefix)}
             if names_here and not runs_forward_of(module, nn.MultiheadAttention):
                 refused.append(f"{path or 'the model itself'} ({type(module).__name__} with a forward of its own)")
             elif names_here:
                 layers.extend(attention_projections(path, module, chosen))
-            inside.update(n for n in names_here)
+            inside |= names_here
             continue
-        for leaf, p in sorted(made.items()):
-            if prefix + leaf in chosen and prefix + leaf not in inside:
-                layers.append(ModuleLayer(path, module, leaf, Part(prefix + leaf, tuple(p.shape))))
-        if not any(prefix + leaf in chosen and prefix + leaf not in inside for leaf in own):
+        own = {leaf: p for leaf, p in module.named_parameters(recurse=False) if prefix + leaf in chosen - inside}
+        if not own:
             continue
-        parts = {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items() if prefix + leaf in chosen}
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
             refused.append(f"{path or 'the model itself'} (Embedding with max_norm or scale_grad_by_freq)")
             continue
-        known = layer_of(path, module, parts)
-        layers.extend(
-            [known] if known else [ModuleLayer(path, module, leaf, part) for leaf, part in sorted(parts.items())]
-        )
+        known = layer_of(path, module, {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items()})
+        layers.extend([known] if known else [])
     if refused:
         raise UnsupportedLayerError(
             f"no exact gradients for the parameters of {'; '.join(refused[:6])}"

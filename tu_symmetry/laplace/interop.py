@@ -50,8 +50,6 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     if fitted.summary.positions > 1:
         raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")
     blocks = fitted.curvature.blocks
-    if not fitted.groups.whole:
-        raise ValueError("KronLaplace has one precision for each parameter at most; prior='per_filter' has more")
     varying = [name for name, p in fitted.model.named_parameters() if p.requires_grad]
     if varying != list(fitted.tangent.names):
         raise ValueError(
@@ -95,10 +93,6 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
 
 def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> FittedLaplace:
     """A fitted ``KronLaplace`` as an approximation of the same network, precisions and noise.
-
-    Args:
-        other: the fitted approximation, over all parameters that require a gradient.
-        evaluate_at: as in :class:`tu_symmetry.LinearizedLaplace`.
 
     Raises:
         ValueError: something else than a fitted KronLaplace, or options without counterpart here.

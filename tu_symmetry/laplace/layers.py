@@ -50,10 +50,7 @@ class Layer(ABC):
         path: name of the module.
         weight: what of the weight it covers, None where the weight is not in the posterior.
         bias: the same for the bias.
-        deferred: whether its gradients wait for the end of the backward pass, since they take one of their own.
     """
-
-    deferred = False
 
     def __init__(self, name: str, weight: Part | None, bias: Part | None) -> None:
         self.name = self.path = name

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ _NORMALIZED = 1e-3  # error of the sum of a soft label
 _ROUNDING = 16.0  # of outputs, in units in the last place
 
 
-class Directions(Sequence[Tensor]):
-    """The columns of a root of the output matrix, one after the other: ``[batch, outputs]``, as the outputs are shaped.
+class Directions:
+    """The columns of a root of the output matrix, one after the other, in the outputs' shape.
 
     Where samples have several positions, each column belongs to one of them and is zero at the others, unless it is
     ``joint``. With two positions, three classes and an exact root there are ``2 * (3 - 1) = 4``: the two of the first
@@ -51,23 +51,15 @@ class Directions(Sequence[Tensor]):
     def __len__(self) -> int:
         return len(self.root) * self._positions
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
+    def __iter__(self) -> Iterator[Tensor]:
         if self.joint:
-            return self.root[index]
-        position, column = divmod(index % len(self), len(self.root))
-        found = torch.zeros_like(self.root[column])
-        found[:, position] = self.root[column, :, position]
-        return found
+            yield from self.root
+            return
+        for position in range(self._positions):
+            for own in self.root:
+                found = torch.zeros_like(own)
+                found[:, position] = own[:, position]
+                yield found
 
     def of(self, rows: slice) -> Directions:
         """The columns of some samples."""
@@ -178,12 +170,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def nll(self, prediction: Any, observed: Tensor) -> Tensor:
-        """Negative log-likelihood (nats, float64) of every observation in the shape of :meth:`present`, 0 if left out.
-
-        Args:
-            prediction: as :meth:`predict` gives it.
-            observed: as :meth:`observed` gives it.
-        """
+        """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
 
     def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
         """Of labels, float64: how many are right, and of every bin of the confidence (:data:`BINS`) the right ones less
@@ -201,13 +188,6 @@ class Likelihood(ABC):
         generator: torch.Generator | None = None,
     ) -> Directions:
         """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample.
-
-        Args:
-            outputs: of the network.
-            targets: as :meth:`targets` gives them.
-            fisher_type: which Fisher.
-            mc_samples: targets that the Monte-Carlo Fisher draws.
-            generator: of these.
 
         Raises:
             ValueError: the Monte-Carlo Fisher without a generator.
@@ -229,6 +209,35 @@ class Likelihood(ABC):
         if -axes < axis < axes and targets.shape[axis] == outputs.shape[-1]:
             return targets.movedim(axis, -1).flatten(1, -2)
         return targets
+
+
+class _Separate(Likelihood):
+    """A likelihood whose Hessian with respect to the outputs is diagonal."""
+
+    @abstractmethod
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The diagonal, in the outputs' shape."""
+
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """The diagonal times the vectors."""
+        return self.curvature(outputs, targets) * vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One column for each output."""
+        return torch.diag_embed(self.curvature(outputs, targets).sqrt()).movedim(-1, 0)
+
+
+class _Real(_Separate):
+    """A likelihood of real values."""
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """The outputs themselves."""
+        return outputs
+
+    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """Of every observed value."""
+        mean, variance = prediction.mean.double(), prediction.variance.double()
+        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
 
 
 class Categorical(Likelihood):
@@ -425,7 +434,7 @@ class Categorical(Likelihood):
         return _hits(confidence, predicted == numbers[present])
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(_Separate):
     """Yes or no, for one output or several independent ones: binary cross entropy with logits, summed.
 
     Targets are 0, 1 or probabilities between them, in the shape of the outputs; the last axis may be left out for a
@@ -509,16 +518,9 @@ class Bernoulli(Likelihood):
         """``(yes + no) s - yes``."""
         return targets.sum(-1) * outputs.sigmoid() - targets[..., 0]
 
-    def _curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``(yes + no) s (1 - s)``."""
         return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid()
-
-    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """``(yes + no) s (1 - s)`` times the vectors."""
-        return self._curvature(outputs, targets) * vectors
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One column for each output."""
-        return _diagonal(self._curvature(outputs, targets).sqrt())
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at answers drawn from the model, over the square root of their number."""
@@ -553,7 +555,7 @@ class Bernoulli(Likelihood):
         return _hits(torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
 
 
-class Gaussian(Likelihood):
+class Gaussian(_Real):
     """Regression with homoscedastic noise; written for unit noise variance."""
 
     name: LikelihoodName = "regression"
@@ -575,23 +577,14 @@ class Gaussian(Likelihood):
         """``outputs - targets``."""
         return outputs - targets
 
-    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """The vectors themselves."""
-        return vectors
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The identity."""
-        eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-        return eye.view(len(eye), *[1] * (outputs.ndim - 1), -1).expand(-1, *outputs.shape[:-1], -1)
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One for every output."""
+        return torch.ones_like(outputs)
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Standard normal noise, over the square root of the number of samples."""
         noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu")
         return noise.to(outputs.device) / mc_samples**0.5
-
-    def of_function(self, outputs: Tensor) -> Tensor:
-        """The outputs, without noise."""
-        return outputs
 
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
@@ -600,12 +593,8 @@ class Gaussian(Likelihood):
         epistemic = temperature * variance
         return GaussianPredictive(mean, epistemic + noise, epistemic)
 
-    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        """Of every observed value."""
-        return _gaussian_nll(prediction, observed)
 
-
-class HeteroscedasticGaussian(Likelihood):
+class HeteroscedasticGaussian(_Real):
     """Regression in which the network also gives the variance of the noise, for every sample.
 
     Of ``2 D`` outputs the first ``D`` are means ``m``, the others *log variances* ``s`` (not natural parameters: those
@@ -652,17 +641,10 @@ class HeteroscedasticGaussian(Likelihood):
         difference, precision = mean - targets, (-s).exp()
         return torch.cat([precision * difference, 0.5 - 0.5 * precision * difference.square()], dim=-1)
 
-    def _fisher(self, outputs: Tensor) -> Tensor:
+    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The Fisher information."""
         _, s = self._split(outputs)
         return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
-
-    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """The Fisher information times the vectors."""
-        return self._fisher(outputs) * vectors
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Root of the Fisher information, one column for each output."""
-        return _diagonal(self._fisher(outputs).sqrt())
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
         """Residuals at targets drawn from the model, over the square root of their number."""
@@ -673,10 +655,6 @@ class HeteroscedasticGaussian(Likelihood):
         root = torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1)
         return root / mc_samples**0.5
 
-    def of_function(self, outputs: Tensor) -> Tensor:
-        """The outputs: means and log variances."""
-        return outputs
-
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
     ) -> GaussianPredictive:
@@ -684,10 +662,6 @@ class HeteroscedasticGaussian(Likelihood):
         own, s = self._split(mean)
         epistemic, spread = self._split(temperature * variance)
         return GaussianPredictive(own, epistemic + (s + spread / 2).exp(), epistemic)
-
-    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        """Of every observed value."""
-        return _gaussian_nll(prediction, observed)
 
 
 def _weights(values: Sequence[float] | Tensor, option: str) -> tuple[float, ...]:
@@ -723,22 +697,12 @@ def _real_targets(targets: Tensor, outputs: Tensor) -> Tensor:
     return targets
 
 
-def _diagonal(roots: Tensor) -> Tensor:
-    """Columns of diagonal matrices ``[columns, *shape]``, of their entries."""
-    return torch.diag_embed(roots).movedim(-1, 0)
-
-
 def _hits(confidence: Tensor, right: Tensor) -> Tensor:
     """The number of right ones, and of every bin of the confidence the right ones less the confidences."""
     hits = right.double()
     bins = torch.zeros(BINS, dtype=torch.float64, device=hits.device)
     bins.index_add_(0, (confidence * BINS).long().clamp(max=BINS - 1), hits - confidence)
     return torch.cat([hits.sum(0, keepdim=True), bins])
-
-
-def _gaussian_nll(p: GaussianPredictive, targets: Tensor) -> Tensor:
-    mean, variance = p.mean.double(), p.variance.double()
-    return 0.5 * ((targets.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
 
 
 KINDS: dict[str, type[Likelihood]] = {

@@ -27,9 +27,8 @@ class GaussianPredictive(NamedTuple):
 def check_link_approx(link_approx: str) -> None:
     """Refuse link approximations that are not known.
 
-    The Laplace bridge (arXiv 2003.01227) is none of them. It divides the concentration of each class by the variance of
-    that class's logit, so that the class with the least variance wins where variances are large, whatever the means
-    say; and it conditions the logits on a sum of zero, which a softmax does not know of.
+    The Laplace bridge (arXiv 2003.01227) is none of them: where variances are large, the class with the least variance
+    wins there, whatever the means say.
 
     Raises:
         ValueError: another one.
@@ -45,12 +44,7 @@ def check_link_approx(link_approx: str) -> None:
 
 
 def shrunk_logits(mean: Tensor, variance: Tensor) -> Tensor:
-    """MacKay's ``f / sqrt(1 + pi/8 var)``: the sigmoid of it is nearly the mean of the sigmoid.
-
-    Args:
-        mean: of the logits.
-        variance: of every logit, in the same shape.
-    """
+    """MacKay's ``f / sqrt(1 + pi/8 var)``: the sigmoid of it is nearly the mean of the sigmoid."""
     return mean / (1 + math.pi / 8 * variance).sqrt()
 
 

@@ -20,10 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox
-from tu_symmetry.laplace.model import EvidenceResult, LinearizedLaplace
 from tu_symmetry.laplace.outputs import class_axis_of
-from tu_symmetry.laplace.prediction import Covariance
+from tu_symmetry.laplace.predictive import Covariance
+from tu_symmetry.laplace.report import EvidenceResult
 
 Average = Literal["probabilities", "log_probabilities"]
 

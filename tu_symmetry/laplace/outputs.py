@@ -40,11 +40,6 @@ def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
     or a mapping with ``loc`` and ``scale`` (a normal distribution of TorchUncertainty's layers), which is read as means
     and log variances ``2 log(scale)``, next to each other on the class axis.
 
-    Args:
-        found: what it returned.
-        batch: number of samples that it was given.
-        class_axis: see :func:`class_axis_of`.
-
     Raises:
         TypeError: something else than a tensor of real numbers, in half precision for example.
         ValueError: another first axis than the batch.

@@ -157,13 +157,12 @@ class EvidenceResult:
     """What :meth:`LinearizedLaplace.optimize_evidence` did.
 
     Attributes:
-        log_marginal_likelihood: at the best point that was seen (nats), without the hyperprior.
-        iterations: number of iterations: directions of the ``subspace`` solver, or alternations.
-        change: largest change of a log precision in the last iteration, or in the alternation from that point.
+        log_marginal_likelihood: at the point that was reached (nats), without the hyperprior.
+        iterations: number of directions of the weights that were tried.
+        change: largest change of a log precision in the last iteration.
         gradient_norm: distance of the weights from their mode in posterior standard deviations, as far as the
             curvature knows; 0 at ``map``.
-        converged: whether both tolerances were met there, and no earlier point had a better objective.
-        best_iteration: number of the iteration whose point this is; ``iterations`` where it converged.
+        converged: whether both tolerances were met.
         gap: certificate: ``log_marginal_likelihood`` at these precisions is at most so much higher (nats), whatever the
             curvature is approximated by; 0 at ``map``. See :func:`tu_symmetry.laplace.mode.duality_gap`.
     """
@@ -173,7 +172,6 @@ class EvidenceResult:
     change: float
     gradient_norm: float
     converged: bool
-    best_iteration: int
     gap: float = 0.0
 
 
@@ -195,10 +193,9 @@ def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stackleve
     if not result.converged:
         warnings.warn(
             f"the evidence stopped after {result.iterations} iterations with log precisions still changing by "
-            f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g} at the best point, that of "
-            f"iteration {result.best_iteration} (at these precisions the evidence is at most {result.gap:.2g} nats "
-            "higher); call optimize_evidence again "
-            "to resume from here, or raise max_iterations or the tolerances",
+            f"{result.change:.2g} and a gradient norm of {result.gradient_norm:.2g} (at these precisions the evidence "
+            f"is at most {result.gap:.2g} nats higher); call optimize_evidence again to resume from here, or raise "
+            "max_iterations or the tolerances",
             NotConvergedWarning,
             stacklevel=stacklevel + 1,
         )

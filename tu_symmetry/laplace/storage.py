@@ -17,23 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock, LowRankBlock
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock
 from tu_symmetry.laplace.curvature import Options, Summary
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups, SingleWeights
 from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import Mode
-from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, last_linear
+from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel
 
 _FORMAT = "tu_symmetry.laplace"
-_VERSION = 5  # 5: a precision for each weight
+_VERSION = 6
 _KINDS: dict[str, type[Block]] = {
     "kronecker": KroneckerBlock,
     "dense": DenseBlock,
     "diagonal": DiagonalBlock,
     "coupled": CoupledBlock,
-    "lowrank": LowRankBlock,
 }
 
 
@@ -42,12 +41,7 @@ class LaplaceFileError(FileError):
 
 
 def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
-    """Write a fitted approximation, whole or not at all.
-
-    Args:
-        fitted: the approximation.
-        path: of the file, conventionally ``*.safetensors``; replaced where it exists.
-    """
+    """Write a fitted approximation, whole or not at all."""
     path = Path(path)
     blocks = fitted.curvature.blocks
     solution = fitted.solution
@@ -91,10 +85,6 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     """Read a fitted approximation of a network; predictions are bit-equal to those before :func:`save`.
 
-    Args:
-        path: what :func:`save` wrote.
-        model: the network, with the weights it had then.
-
     Raises:
         LaplaceFileError: a file that is truncated, foreign or was changed, NaN in it, or another network.
         FileNotFoundError: no such file.
@@ -106,11 +96,9 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     if foreign:
         raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
     options = Options(**content["options"])
-    likelihood = make_likelihood(content["likelihood"], content.get("likelihood_options"))  # options since version 4
+    likelihood = make_likelihood(content["likelihood"], content["likelihood_options"])
     if options.curvature == "last_layer":
-        tangent: TangentModel = LastLayerModel(
-            model, content.get("layer") or last_linear(model), class_axis=likelihood.class_axis
-        )
+        tangent: TangentModel = LastLayerModel(model, content["layer"], class_axis=likelihood.class_axis)
     else:
         tangent = TangentModel(model, content["parameters"], class_axis=likelihood.class_axis)
     if tangent.fingerprint() != content["fingerprint"]:
@@ -125,7 +113,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         tangent,
         likelihood,
         options,
-        FittedCurvature(blocks, Summary(**content["summary"]), groups, tuple(content.get("whole", ()))),
+        FittedCurvature(blocks, Summary(**content["summary"]), groups, tuple(content["whole"])),
         prior=content["prior"],
         evaluate_at=content["evaluate_at"],
         log_precision=tensors["log_precision"],
@@ -133,8 +121,8 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         noise_fixed=content["noise_fixed"],
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=_solution(content["solution"], tensors["theta"].to(device)),
-        temperature=content.get("temperature", 1.0),  # of version 3
-        link_approx=content.get("link_approx", "mc"),
+        temperature=content["temperature"],
+        link_approx=content["link_approx"],
     )
 
 
@@ -147,11 +135,7 @@ def _groups(names: Sequence[str] | None, tangent: TangentModel, tensors: Mapping
     """The prior groups; without names every weight is one."""
     if names is None:
         return SingleWeights(tangent.slots)
-    labels: dict[str, Any] = {}
-    for name in tangent.names:
-        number = tensors[f"group_of.{name}"].tolist()
-        labels[name] = names[number] if isinstance(number, int) else [names[n] for n in number]
-    return PriorGroups(tangent.slots, labels)
+    return PriorGroups(tangent.slots, {name: names[int(tensors[f"group_of.{name}"])] for name in tangent.names})
 
 
 def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Block:
@@ -179,31 +163,15 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise
     except (FileError, json.JSONDecodeError) as error:
         raise LaplaceFileError(f"{path} cannot be read: {error}") from error
-    if content.get("format") != _FORMAT or content.get("version") not in range(1, _VERSION + 1):
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
         raise LaplaceFileError(
             f"{path} has format {content.get('format')} {content.get('version')}; this version of the library reads "
-            f"{_FORMAT} 1 to {_VERSION}"
+            f"{_FORMAT} {_VERSION}: fit and save again"
         )
-    if content["version"] == 1:
-        content = _from_version_1(content)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.isnan().any():
             raise LaplaceFileError(f"{path} holds NaN in {name!r}; fit and save again")
     return content, tensors
-
-
-def _from_version_1(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of later versions for those of version 1, whose tensors are the same."""
-    names = {"mode": "evaluate_at", "fisher": "fisher_type", "weight_sharing": "kfac_approx", "draws": "mc_samples"}
-    names["newton_steps"] = "iterations"
-    values = {("evaluate_at", "linear"): "tangent_mode", ("fisher_type", "type2"): "type-2"}
-
-    def translated(entry: Mapping[str, Any]) -> dict[str, Any]:
-        named = {names.get(key, key): value for key, value in entry.items()}
-        return {key: values.get((key, v), v) if isinstance(v, str) else v for key, v in named.items()}
-
-    inner = {key: translated(content[key]) for key in ("options", "solution")}
-    return translated(content) | inner
 
 
 def _finite(value: float) -> float | None:

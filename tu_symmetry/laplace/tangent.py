@@ -392,6 +392,14 @@ def _own(found: Tensor, inputs: Any) -> Tensor:
     return found if follows(inputs) else found.detach()
 
 
+def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
+    """Jacobians of a network in evaluation mode, all samples of a batch at once: ``[batch, outputs, size]``."""
+    width, point = shape.numel(), tangent.point()
+    eye = torch.eye(width, dtype=point.dtype, device=point.device).view(width, *shape)
+    count = batch_size(inputs)
+    return torch.stack([tangent.sample_gradients(inputs, unit.expand(count, *shape)) for unit in eye], dim=1)
+
+
 class LastLayerModel(TangentModel):
     """The same for the last linear layer alone, where the Jacobian is the layer's input: exact and without autograd."""
 
@@ -510,10 +518,6 @@ def last_called(model: nn.Module, inputs: Any) -> str:
     """Name of the module with parameters that finishes last in a forward pass, apart from those that contain another.
 
     Only the innermost counts: a transformer that owns its class token finishes after its head, and contains it.
-
-    Args:
-        model: the network.
-        inputs: a few samples.
     """
     order = [name for name, _ in _called(model, inputs)]
     owners = {name.rpartition(".")[0].partition(".parametrizations.")[0] for name, _ in model.named_parameters()}
@@ -526,10 +530,6 @@ def last_called(model: nn.Module, inputs: Any) -> str:
 
 def closed_form_layer(model: nn.Module, inputs: Any) -> str:
     """Name of the linear layer whose output is the network's output; where there is none, of the last that is defined.
-
-    Args:
-        model: the network.
-        inputs: a few samples.
 
     Raises:
         ValueError: no linear layer at all.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tu_symmetry.evaluation import evaluating
-from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.predictive import WeightSamples
+from tu_symmetry.laplace.function_posterior import WeightSamples
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed, seeded
 from tu_symmetry.states import State, stack_states
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
 from tu_symmetry._extras import scripting_unsaid
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.links import LinkApprox, check_link_approx
-from tu_symmetry.laplace.model import LinearizedLaplace
 
 with scripting_unsaid():
     from torch_uncertainty.metrics import DistributionNLL, QuantileCalibrationError

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.files import write_safetensors
-from tu_symmetry.laplace.dual import DualOptimizer
-from tu_symmetry.laplace.dual_model import DualLaplace, gaussian_log_density
-from tu_symmetry.laplace.hyperpriors import TotalVariation
-from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.structured import IsotropicPrior, KernelPrior, StructuredPrior
+from tu_symmetry.laplace.dual.evidence import DualOptimizer
+from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
+from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
 from tu_symmetry.tables.outcome import Outcome
 

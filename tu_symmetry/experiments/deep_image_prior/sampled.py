@@ -24,11 +24,11 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
 )
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.files import write_safetensors
-from tu_symmetry.laplace.dual_model import gaussian_log_density
-from tu_symmetry.laplace.flat import FlatTangentModel, ObservedTangent
-from tu_symmetry.laplace.hyperpriors import TotalVariation
-from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.sampled import SampledEvidence
+from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
+from tu_symmetry.laplace.dual.laplace import gaussian_log_density
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.sampled import SampledEvidence
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
 from tu_symmetry.tables.outcome import Outcome
 

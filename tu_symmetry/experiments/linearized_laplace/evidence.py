@@ -20,6 +20,7 @@ from torch import nn
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
+from tu_symmetry.experiments.linearized_laplace.jacobians import Tangent, features
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
@@ -27,16 +28,10 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
     scores,
 )
 from tu_symmetry.files import digest_folder
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
-from tu_symmetry.laplace.jacobians import Tangent, features
-from tu_symmetry.laplace.model import (
-    EvidenceResult,
-    LinearizedLaplace,
-    NotConvergedWarning,
-    PrunedGroupWarning,
-    UnevenEvidenceWarning,
-)
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -77,8 +72,7 @@ class Settings:
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
-        max_iterations: largest number of directions that the solver tries (of alternations, where the data do not fit
-            memory); None for the solver's own limit.
+        max_iterations: largest number of directions that the search tries; None for its own limit.
         num_samples: of the Monte-Carlo predictive.
     """
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, Where, parse_all
+from tu_symmetry.experiments.linearized_laplace.jacobians import StoredJacobian
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
@@ -28,17 +29,12 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
 )
 from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
-from tu_symmetry.laplace.evidence import Hyperprior
+from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import Prior
-from tu_symmetry.laplace.jacobians import StoredJacobian
 from tu_symmetry.laplace.likelihood import Categorical
-from tu_symmetry.laplace.model import (
-    LinearizedLaplace,
-    NotConvergedWarning,
-    PrunedGroupWarning,
-    UnevenEvidenceWarning,
-)
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -67,8 +63,7 @@ class KroneckerSettings:
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: distance of theta* in posterior standard deviations, over all directions together.
-        max_iterations: largest number of directions that the solver tries (of alternations, where the data do not fit
-            memory); None for the solver's own limit.
+        max_iterations: largest number of directions that the search tries; None for its own limit.
         refreshes: how often a ``full`` choice takes the curvature anew at most, until the precisions stay; 1 or more.
         num_samples: of the outputs of every image for the predictive.
         stored_jacobian: keep the training data's Jacobian in memory (images x classes x weights numbers), which makes

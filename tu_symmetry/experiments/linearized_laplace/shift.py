@@ -23,8 +23,8 @@ from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, 
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate
 from tu_symmetry.experiments.linearized_laplace.sources import Images, scores
 from tu_symmetry.files import digest_folder
-from tu_symmetry.laplace.model import LaplaceHurtsWarning
-from tu_symmetry.laplace.prediction import Drawer, tempered_predictives
+from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
+from tu_symmetry.laplace.report import LaplaceHurtsWarning
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.outcome import Outcome

@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
 from tu_symmetry.experiments.linearized_laplace.choices import Choice
-from tu_symmetry.laplace.evidence import Hyperprior
-from tu_symmetry.laplace.model import LinearizedLaplace, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.determinants import Hyperprior
+from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.posterior.network import derived_seed
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries

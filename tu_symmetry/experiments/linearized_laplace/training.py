@@ -23,8 +23,8 @@ from tu_symmetry.experiments.linearized_laplace.choices import Choice, Groups, W
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate
 from tu_symmetry.experiments.linearized_laplace.sources import Images, network_scores, scores
 from tu_symmetry.files import digest_folder
-from tu_symmetry.laplace.model import LinearizedLaplace
-from tu_symmetry.laplace.predictive import gaussian_samples
+from tu_symmetry.laplace.function_posterior import gaussian_samples
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.metrics.functional import gaussian_wasserstein, predictive_total_variation
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display

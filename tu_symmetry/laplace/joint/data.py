@@ -1,15 +1,16 @@
-"""The training data in memory, with the network linearized once for each chunk of them.
+"""The training data of the search for the joint optimum, and products with the network's Jacobian at all of them.
 
 The Jacobian does not change while weights and precisions are chosen. What a product with it needs of the network is
 therefore computed once (``torch.func.linearize`` and one ``vjp``), and kept where it fits a memory budget: a product
 then costs less than half of one that runs the network again. Batches of the loader are joined to larger chunks for it,
-since each linearization is traced, which takes about as long for a small batch as for a large one.
+since each linearization is traced, which takes about as long for a small batch as for a large one. Data that do not
+fit the memory themselves are read from the loader again for every product.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,20 +28,15 @@ _TENSOR = 20 << 20  # bytes of the largest tensor in it; allocators get larger o
 _COPIES = 2  # what is kept for J and for J^T is about as much each
 
 
-class TooLargeError(Exception):
-    """The data do not fit the budget."""
-
-
-class KeptData:
+class TrainingData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
     Attributes:
-        chunks: inputs of every chunk.
         targets: of every chunk, as the likelihood takes them.
         outputs: of the network at the linearization point, chunk by chunk.
         entries: numbers in the outputs of this process.
         samples: of all processes.
-        size: bytes of inputs and targets; of several processes the mean.
+        size: bytes of inputs and targets in memory; of several processes the mean.
         kept: how many chunks of all processes are linearized once for all.
     """
 
@@ -53,66 +49,83 @@ class KeptData:
         budget: int = BUDGET,
         most: int = BUDGET,
     ) -> None:
-        """Read the loader once, and linearize as many chunks as fit.
-
-        Args:
-            tangent: the network, in evaluation mode.
-            likelihood: the observation model.
-            loader: the training data.
-            budget: bytes for data and linearizations; 0 keeps no linearization.
-            most: bytes that the data alone may take, 2 GiB at least.
+        """Read the loader, and linearize as many chunks as fit.
 
         Raises:
-            TooLargeError: the data alone do not fit.
             ValueError: no samples, or targets that the likelihood refuses.
         """
         self.tangent, self.likelihood = tangent, likelihood
         device = tangent.point().device
-        read, size, largest_size = [], 0, max(budget, most, BUDGET)
-        with together(device):
-            for inputs, targets in batches(loader, device):
-                size += sum(t.numel() * t.element_size() for t in (*tensors_in(inputs), targets))
-                if size > largest_size:
-                    break
-                read.append((inputs, targets))
-        large = torch.tensor(float(size > largest_size), device=device)
-        all_reduce(large)  # all processes go the same way
-        if float(large) > 0:
-            raise TooLargeError
-        first = rows_of(read[0][0], slice(0, 8))
-        each, largest = (count / batch_size(first) for count in _saved(tangent, first))
-        rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
-        affordable = int((budget - size) / max(1.0, _COPIES * each))
-        self.chunks: list[Any] = []
         self._linear: list[Linearization | None] = []
         self.targets: list[Tensor] = []
         self.outputs: list[Tensor] = []
-        self.kept = 0
-        for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
-            own = None
-            if affordable >= batch_size(inputs):
-                affordable -= batch_size(inputs)
-                own = tangent.linearize(inputs)
-                self.kept += 1
-            outputs = tangent.outputs(inputs) if own is None else own.outputs
-            self.chunks.append(inputs)
-            self._linear.append(own)
-            self.outputs.append(outputs)
-            self.targets.append(likelihood.targets(outputs, targets))
+        read = _read(loader, device, most)
+        self._loader = loader if read is None else None
+        self._chunks: list[Any] = []
+        size = 0
+        if read is None:
+            with together(device):
+                for inputs, targets in batches(loader, device):
+                    self._take(inputs, targets, None)
+        else:
+            size = sum(t.numel() * t.element_size() for own, targets in read for t in (*tensors_in(own), targets))
+            first = rows_of(read[0][0], slice(0, 8))
+            each, largest = (count / batch_size(first) for count in _saved(tangent, first))
+            rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
+            affordable = int((budget - size) / max(1.0, _COPIES * each))
+            for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
+                own = None
+                if affordable >= batch_size(inputs):
+                    affordable -= batch_size(inputs)
+                    own = tangent.linearize(inputs)
+                self._chunks.append(inputs)
+                self._take(inputs, targets, own)
         self.entries = sum(o.numel() for o in self.outputs)
         own_samples = float(sum(len(o) for o in self.outputs))
-        counts = torch.tensor([own_samples, self.kept, size / processes()], dtype=torch.float64, device=device)
+        kept = sum(own is not None for own in self._linear)
+        counts = torch.tensor([own_samples, kept, size / processes()], dtype=torch.float64, device=device)
         all_reduce(counts)
         self.samples, self.kept, self.size = (round(float(count)) for count in counts)
 
+    def _take(self, inputs: Any, targets: Tensor, own: Linearization | None) -> None:
+        outputs = self.tangent.outputs(inputs) if own is None else own.outputs
+        self._linear.append(own)
+        self.outputs.append(outputs)
+        self.targets.append(self.likelihood.targets(outputs, targets))
+
+    def chunks(self) -> Iterator[Any]:
+        """The inputs of every chunk.
+
+        Raises:
+            ValueError: a loader that is read again, and does not give the batches that it gave before.
+        """
+        if self._loader is None:
+            yield from self._chunks
+            return
+        number = 0
+        for inputs, targets in batches(self._loader, self.outputs[0].device):
+            expected = self.outputs[number] if number < len(self.outputs) else None
+            if expected is None or len(expected) != batch_size(inputs):
+                raise self._other()
+            if not torch.equal(self.likelihood.targets(expected, targets), self.targets[number]):
+                raise self._other()
+            number += 1
+            yield inputs
+        if number != len(self.outputs):
+            raise self._other()
+
+    def _other(self) -> ValueError:
+        return ValueError(
+            "the training data do not fit the memory, so that the loader is read in every pass, and now it gives other "
+            "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
+        )
+
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
-        return [
-            self.tangent.jvp(inputs, vector)[1] if own is None else own.push(vector)
-            for inputs, own in zip(self.chunks, self._linear, strict=True)
-        ]
+        pairs = zip(self.chunks(), self._linear, strict=True)
+        return [self.tangent.jvp(inputs, vector)[1] if own is None else own.push(vector) for inputs, own in pairs]
 
-    def without_linearizations(self) -> KeptData:
+    def without_linearizations(self) -> TrainingData:
         """The same data, where every product runs the network again."""
         found = copy.copy(self)
         found._linear, found.kept = [None] * len(self._linear), 0
@@ -121,12 +134,26 @@ class KeptData:
     def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
         """The transposed Jacobian times cotangents in the outputs' shapes, summed over all data: a flat vector."""
         found: Tensor | None = None
-        for inputs, own, cotangent in zip(self.chunks, self._linear, cotangents, strict=True):
+        for inputs, own, cotangent in zip(self.chunks(), self._linear, cotangents, strict=True):
             part = self.tangent.vjp(inputs, cotangent) if own is None else own.pull(cotangent)
             found = part if found is None else found + part
         assert found is not None
         all_reduce(found)
         return found
+
+
+def _read(loader: Iterable[Any], device: torch.device, most: int) -> list[tuple[Any, Tensor]] | None:
+    """All batches; None where those of any process take more than ``most`` bytes."""
+    read, size = [], 0
+    with together(device):
+        for inputs, targets in batches(loader, device):
+            size += sum(t.numel() * t.element_size() for t in (*tensors_in(inputs), targets))
+            if size > most:
+                break
+            read.append((inputs, targets))
+    large = torch.tensor(float(size > most), device=device)
+    all_reduce(large)  # all processes go the same way
+    return None if float(large) > 0 else read
 
 
 def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
@@ -151,9 +178,9 @@ def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
 def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any, Tensor]]:
     """Batches joined to chunks of up to ``rows`` samples, where they have one shape; larger ones stay as they are."""
     bounds, count = [0], 0
-    for number, (inputs, _) in enumerate(read):
-        alike = number == 0 or structure(inputs) == structure(read[number - 1][0])
-        alike = alike and (number == 0 or read[number][1].shape[1:] == read[number - 1][1].shape[1:])
+    for number, (inputs, targets) in enumerate(read):
+        before = read[number - 1]
+        alike = structure(inputs) == structure(before[0]) and targets.shape[1:] == before[1].shape[1:]
         if number and (count + batch_size(inputs) > rows or not alike):
             bounds.append(number)
             count = 0

@@ -11,21 +11,20 @@ with its ``J d``, and each iteration
 
 1. takes the gradient at the present weights (one product with ``J^T``), and a direction ``d`` from it: the way to the
    optimum of a model that the most informative observations make, where their gradients fit the memory
-   (:mod:`tu_symmetry.laplace.informative`), else ``Sigma g``, with the covariance of the Laplace approximation as
+   (:mod:`tu_symmetry.laplace.joint.informative`), else ``Sigma g``, with the covariance of the Laplace approximation as
    preconditioner;
 2. takes ``J d`` (one product with ``J``);
 3. minimizes ``P`` over the weights plus *any combination* of the kept directions: Newton's method in as many unknowns
    as there are directions, the precisions moving along at every point.
 
-With the preconditioner, all directions kept, and a quadratic loss that is the method of conjugate gradients. The
-alternation between weights and precisions solves its first problem anew for every change of the second; here both end
-together, in about as many products as one solution of the first takes. For example, with two directions and the loss
-quadratic, step 3 solves
+With the preconditioner, all directions kept, and a quadratic loss that is the method of conjugate gradients. For
+example, with two directions and the loss quadratic, step 3 solves
 
     [d1 A d1, d1 A d2; d2 A d1, d2 A d2] c = -[d1 g, d2 g],   A = J^T H J / v + Lambda - X F^-1 X^T
 
 where the last term is what the precisions' moving along saves: ``X`` holds the mixed derivatives
-``e^rho_g theta_g . d`` and ``F`` the second derivatives in ``rho``.
+``e^rho_g theta_g . d`` and ``F`` the second derivatives in ``rho``. With the precisions held (``weights_alone``) it is
+zero, and the search ends at the mode of the tangent model under them.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import CoupledBlock, LowRankBlock, Posterior
+from tu_symmetry.laplace.blocks import CoupledBlock, Posterior
 from tu_symmetry.laplace.data import all_reduce
 from tu_symmetry.laplace.definite import cholesky
-from tu_symmetry.laplace.evidence import Noise
+from tu_symmetry.laplace.determinants import Noise
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
-from tu_symmetry.laplace.informative import Informative, choose, most_rows
-from tu_symmetry.laplace.kept import KeptData
+from tu_symmetry.laplace.joint.data import TrainingData
+from tu_symmetry.laplace.joint.informative import Informative, choose, most_rows
 from tu_symmetry.laplace.mode import Mode, certificate
 from tu_symmetry.laplace.tangent import normal
 
@@ -87,7 +86,7 @@ class Joint:
 class _Span:
     """Directions ``d``, their products ``J d``, and the inner products that the prior needs of them."""
 
-    def __init__(self, data: KeptData, groups: PriorGroups, theta: Tensor) -> None:
+    def __init__(self, data: TrainingData, groups: PriorGroups, theta: Tensor) -> None:
         self.data, self.groups = data, groups
         entry = theta.element_size() * (theta.numel() + data.entries)
         self.limit = max(4, min(_DIRECTIONS, _BYTES // max(1, entry)))
@@ -169,12 +168,15 @@ class _Point:
 
 
 class _Search:
-    def __init__(self, fitted: FittedLaplace, data: KeptData, memory: int) -> None:
+    def __init__(self, fitted: FittedLaplace, data: TrainingData, memory: int, weights_alone: bool) -> None:
         self.fitted, self.data, self.likelihood = fitted, data, fitted.likelihood
         self.determinants = fitted.curvature.determinants
         self.center, self.hyperprior = fitted.center.log(), fitted.hyperprior
+        self.weights_alone = weights_alone
         bound = math.log(self.hyperprior.cap)
         self.low, self.high = self.center - bound, self.center + bound
+        if weights_alone:
+            self.low = self.high = fitted.log_precision
         self.held = torch.zeros(len(self.center), dtype=torch.bool, device="cpu")
         self.span = _Span(data, fitted.groups, fitted.theta)
         self.rounding = 1e-12 if fitted.theta.dtype == torch.float64 else 1e-7
@@ -210,15 +212,16 @@ class _Search:
 
     def noise(self, loss: float) -> Noise | None:
         """A regression's noise, where it is to be found."""
-        if not self.fitted.noisy or self.fitted.noise_fixed:
+        if not self.fitted.noisy or self.fitted.noise_fixed or self.weights_alone:
             return None
         return Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss)
 
     def profile(self, norms: Tensor, loss: float, rho: Tensor, tau: float) -> tuple[Tensor, float, float]:
         """The best precisions and noise variance for weights of these norms and this loss, and the objective there."""
         norms = norms.clamp(min=0)
-        rho, tau = self.determinants.step(norms, rho, tau, self.center, self.hyperprior, self.noise(loss))
-        rho = torch.where(self.held, self.high, rho)
+        if not self.weights_alone:
+            rho, tau = self.determinants.step(norms, rho, tau, self.center, self.hyperprior, self.noise(loss))
+            rho = torch.where(self.held, self.high, rho)
         data = loss
         if self.fitted.noisy:
             data = Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss).energy(tau)
@@ -228,7 +231,7 @@ class _Search:
     # ------------------------------------------------------------------ steps
 
     def gradient(self, point: _Point) -> Tensor:
-        """Of the profile, which is that of the objective at the precisions that belong to the weights."""
+        """The profile's gradient, which equals the objective's where the precisions are those of the weights."""
         pairs = zip(point.linear, self.data.targets, strict=True)
         gradient = self.data.pull([normal(self.likelihood.residual(own, targets)) for own, targets in pairs])
         return gradient * math.exp(-point.tau) + self.precision(point) * point.theta
@@ -290,7 +293,7 @@ class _Search:
 
     def energy(self, rho: Tensor, tau: float) -> tuple[float, Tensor]:
         """What the objective has of precisions alone: determinants and hyperprior (nats), and the gradient."""
-        weight = 0.0 if math.isinf(self.hyperprior.std) else 1 / self.hyperprior.std**2
+        weight = self.hyperprior.weight
         value = 0.5 * self.determinants.log_det_ratio(rho, tau) + self.hyperprior.energy(rho, self.center)
         return value, weight * (rho - self.center) - 0.5 * self.determinants.gamma(rho, tau)
 
@@ -298,8 +301,8 @@ class _Search:
         """The weights of each group as directions, so that the span can shrink or stretch every group by itself.
 
         The precision of a group and the norm of its weights move together and over decades; gradients alone follow
-        that slowly. (On a LeNet 35 iterations take the place of 60.) A group's weights of a later iteration are another
-        direction than those of an earlier one, and lead on where its precision still has far to go.
+        that slowly. A group's weights of a later iteration are another direction than those of an earlier one, and lead
+        on where its precision still has far to go.
 
         Of many groups only those get directions of their own whose stretching gains most, by the slope ``g . theta_g``
         and the curvature that the approximation has along ``theta_g``; all others are stretched together, each by
@@ -330,7 +333,7 @@ class _Search:
     def curved(self, point: _Point, vector: Tensor) -> Tensor:
         """The posterior precision times a vector; that of the prior where the blocks do not have the other."""
         blocks = self.fitted.curvature.blocks
-        if any(isinstance(block, CoupledBlock | LowRankBlock) for block in blocks):
+        if any(isinstance(block, CoupledBlock) for block in blocks):
             return self.precision(point) * vector
         return Posterior(blocks, point.rho, math.exp(point.tau)).precision_product(vector)
 
@@ -392,7 +395,6 @@ class _Search:
     def _saved(self, norms: Tensor, rho: Tensor, tau: float, loss: float, cross: Tensor, slope: Tensor) -> Tensor:
         """``X F^-1 X^T``: how much less the profile is curved than the objective with the precisions held."""
         noise = self.noise(loss)
-        weight = 0.0 if math.isinf(self.hyperprior.std) else 1 / self.hyperprior.std**2
         edge = 1e-9 * (self.high - self.low)
         free = torch.cat(
             [
@@ -403,7 +405,7 @@ class _Search:
         x = torch.cat([cross, -slope.unsqueeze(0)])
         if not bool(free.any()):
             return torch.zeros(len(slope), len(slope), dtype=torch.float64, device="cpu")
-        return self.determinants.response(x, norms.clamp(min=0), rho, tau, noise, weight, free)
+        return self.determinants.response(x, norms.clamp(min=0), rho, tau, noise, self.hyperprior.weight, free)
 
     def _newton(self, gradient: Tensor, hessian: Tensor, saved: Tensor) -> Tensor:
         """Newton's step on the profile; where that is not convex, on the objective with the precisions held."""
@@ -431,7 +433,7 @@ class _Search:
         The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
         by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
         """
-        if not math.isinf(self.hyperprior.std):
+        if not math.isinf(self.hyperprior.std) or self.weights_alone:
             return point
         gamma = self.determinants.gamma(point.rho, point.tau)
         lost = (((gamma < 1e-2) & (point.rho > before)) | (gamma < 1e-8)) & ~self.held
@@ -453,24 +455,16 @@ def _norm(gradient: Tensor, direction: Tensor) -> float:
 
 def joint_optimum(
     fitted: FittedLaplace,
-    data: KeptData,
+    data: TrainingData,
     *,
     tolerance: float,
     mode_tolerance: float,
     max_iterations: int,
     memory: int = 0,
+    weights_alone: bool = False,
     progress: Progress | None = None,
 ) -> Joint:
     """Minimize the profile objective from where an approximation is.
-
-    Args:
-        fitted: the approximation, with its hyperprior; the network in evaluation mode.
-        data: the training data.
-        tolerance: largest change of a log precision in the last iteration.
-        mode_tolerance: gradient norm in posterior standard deviations.
-        max_iterations: largest number of directions.
-        memory: bytes for the gradients of informative observations.
-        progress: called after each.
 
     Raises:
         ValueError: other data than those of the fit, or values that are not finite.
@@ -482,7 +476,7 @@ def joint_optimum(
             f"the curvature has seen {fitted.summary.samples} samples, and the loader now gives {data.samples}; the "
             "evidence needs the same data (in any order): no dropped last batch, no sampling with replacement"
         )
-    search, flat = _Search(fitted, data, memory), math.isinf(fitted.hyperprior.std)
+    search, flat = _Search(fitted, data, memory, weights_alone), math.isinf(fitted.hyperprior.std)
     point = search.start()
     change, best_norm, iteration, stuck, converged, again = math.inf, math.inf, 0, 0, False, 2 * _SHRINK[-1]
     while True:
@@ -534,9 +528,10 @@ def joint_optimum(
             mode_tolerance=mode_tolerance,
             max_iterations=max_iterations,
             memory=memory,
+            weights_alone=weights_alone,
             progress=progress,
         )
-    mode = Mode(point.theta, point.loss, norm, iteration, iteration, norm <= mode_tolerance, gap)
+    mode = Mode(point.theta, point.loss, norm, iteration, norm <= mode_tolerance, gap)
     noise = None if fitted.noise_fixed else math.exp(point.tau)
     found = fitted.with_hyperparameters(point.rho, noise).with_solution(mode)
     return Joint(found, 0.0 if math.isinf(change) else change, iteration, converged)

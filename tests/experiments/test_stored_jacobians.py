@@ -8,9 +8,9 @@ from torch.func import functional_call, jacrev
 
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace import CNN, Transformer
+from tu_symmetry.experiments.linearized_laplace.jacobians import StoredJacobian, Tangent, features
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.laplace.jacobians import StoredJacobian, Tangent, features
-from tu_symmetry.laplace.model import LinearizedLaplace
+from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.tangent import TangentModel
 
 

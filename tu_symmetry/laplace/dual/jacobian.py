@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 
+from tu_symmetry.laplace.dual.observation import LinearObservation
 from tu_symmetry.laplace.inputs import arguments, batch_size, rows_of
-from tu_symmetry.laplace.observation import LinearObservation
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 
@@ -33,13 +33,7 @@ class FlatTangentModel(TangentModel):
 
 
 def jacobian(tangent: TangentModel, inputs: Any, *, chunk: int = 56) -> dict[str, Tensor]:
-    """The whole Jacobian of a batch, parameter to ``[batch * outputs, *shape]``.
-
-    Args:
-        tangent: the network.
-        inputs: a batch.
-        chunk: number of gradients that are taken at once.
-    """
+    """The whole Jacobian of a batch, parameter to ``[batch * outputs, *shape]``."""
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
         count, width = outputs.shape

@@ -1,6 +1,6 @@
 """Exact linearized Laplace for few outputs and many weights, with structured priors and linear observations.
 
-A class beside :class:`tu_symmetry.laplace.model.LinearizedLaplace`, and not one more ``curvature`` of it: nothing of a
+A class beside :class:`tu_symmetry.LinearizedLaplace`, and not one more ``curvature`` of it: nothing of a
 curvature in weight space (blocks, eigenvalues, a precision for each group, samples of weights) exists here, and what it
 keeps instead (kernels of the outputs, an observation, priors with hyperparameters of their own) exists only here.
 """
@@ -8,22 +8,18 @@ keeps instead (kernels of the outputs, an observation, priors with hyperparamete
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.laplace.checks import require_module, require_weights
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.definite import cholesky
-from tu_symmetry.laplace.dual import (
+from tu_symmetry.laplace.dual.evidence import (
     NOISE,
     DualEvidence,
     DualHyperprior,
@@ -33,21 +29,18 @@ from tu_symmetry.laplace.dual import (
     optimize,
     statistics,
 )
-from tu_symmetry.laplace.flat import FlatTangentModel, jacobian
-from tu_symmetry.laplace.groups import PriorGroups, prior_groups
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian
+from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.priors import IsotropicPrior, StructuredPrior
+from tu_symmetry.laplace.groups import prior_groups
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
 from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.mode import EvaluateAt
-from tu_symmetry.laplace.observation import LinearObservation
-from tu_symmetry.laplace.storage import LaplaceFileError
-from tu_symmetry.laplace.structured import IsotropicPrior, StructuredPrior, prior_from_config
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.memory import require_memory
-from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
-DualPrior = Literal["per_layer", "single", "per_group"]
-_FORMAT = "tu_symmetry.dual_laplace"
+DualPrior = Literal["per_layer", "single"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,13 +107,11 @@ class DualLaplace:
         model: the trained network; it is never edited and has to keep its weights while this object is used. It runs
             in evaluation mode; outputs may have any shape.
         structured: priors of blocks of weights (:class:`KernelPrior`, :class:`IsotropicPrior`, or your own).
-        prior: that of the other parameters, isotropic: ``per_layer``, ``single``, or ``per_group`` (each set of weights
-            that a normalization makes scale-invariant). None where ``structured`` covers what there is to be
-            linearized; then all other parameters are fixed.
+        prior: that of the other parameters, isotropic: ``per_layer`` or ``single``. None where ``structured`` covers
+            what there is to be linearized; then all other parameters are fixed.
         observation: that of all training outputs together, flattened; None to measure the outputs themselves.
         parameters: names, or prefixes of names, of the parameters to be uncertain; None for all that require a
             gradient, or those of ``structured`` with ``prior=None``.
-        graph: the symmetry graph, for ``per_group``; discovered from the first batch without it.
         evaluate_at: where the evidence is evaluated, ``map`` (the trained weights) or ``tangent_mode``.
         noise_variance: variance of the measurements; None to find it by the evidence (and 1 until then).
 
@@ -151,29 +142,21 @@ class DualLaplace:
         prior: DualPrior | None = "per_layer",
         observation: LinearObservation | None = None,
         parameters: Sequence[str] | None = None,
-        graph: SymmetryGraph | None = None,
         evaluate_at: EvaluateAt = "tangent_mode",
         noise_variance: float | None = None,
     ) -> None:
         require_module(model)
-        if prior not in (None, "per_layer", "single", "per_group"):
-            raise ValueError(f"prior={prior!r} is not known; choose 'per_layer', 'single', 'per_group', or None")
+        if prior not in (None, "per_layer", "single"):
+            raise ValueError(f"prior={prior!r} is not known; choose 'per_layer', 'single', or None")
         if evaluate_at not in ("tangent_mode", "map"):
             raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose one of ('tangent_mode', 'map')")
-        if prior == "per_group" and structured:
-            raise ValueError(
-                "prior='per_group' and structured priors do not go together: a normalization group has one precision "
-                "because its evidence is the same under theta' -> k theta' for one isotropic prior of the whole group; "
-                "a pattern covariance of some of its weights, with bounds and length scales of its own, breaks that. "
-                "Choose prior='per_layer' or 'single' beside structured=[...], or leave structured out"
-            )
         if prior is None and not structured:
             raise ValueError("prior=None needs structured=[...]: nothing would be uncertain")
         if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
             raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
         self.model, self.structured, self.prior = model, tuple(structured), prior
         self.observation = LinearObservation() if observation is None else observation
-        self.graph, self.evaluate_at = graph, evaluate_at
+        self.evaluate_at = evaluate_at
         self.noise_fixed, self._noise = noise_variance is not None, 1.0 if noise_variance is None else noise_variance
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self.structured = tuple(own.resolve(shapes) for own in self.structured)
@@ -244,7 +227,7 @@ class DualLaplace:
                 progress({"stage": "jacobian", "batch": number + 1, "outputs": sum(f.numel() for f in found)})
         joined = {name: torch.cat([own[name] for own in rows]) for name in self.tangent.names}
         rows.clear()
-        self.priors = self._blocks(seen[0])
+        self.priors = self._blocks()
         values = statistics(joined, self.tangent.parameters(), torch.cat(found), self.priors)
         self._take(values, torch.cat(targets), seen, self.tangent.fingerprint())
         return self
@@ -256,25 +239,17 @@ class DualLaplace:
             max(kernels, rows),
             self.tangent.point().device,
             f"the exact kernel of {outputs} training outputs and {self.tangent.size} weights",
-            "take fewer training outputs. For problems of this size use tu_symmetry.laplace.sampled.SampledEvidence, "
-            "which multiplies with the Jacobian and never stores it, or LinearizedLaplace",
+            "take fewer training outputs. For problems of this size use tu_symmetry.laplace.SampledEvidence, which "
+            "multiplies with the Jacobian and never stores it, or LinearizedLaplace",
         )
 
-    def _blocks(self, inputs: Any) -> tuple[StructuredPrior, ...]:
+    def _blocks(self) -> tuple[StructuredPrior, ...]:
         """The structured priors, and isotropic ones for everything else."""
         taken = {name for own in self.structured for name in own.parameters}
         slots = {name: slot for name, slot in self.tangent.slots.items() if name not in taken}
         if not slots or self.prior is None:
             return self.structured
-        normalizations: Sequence[Any] = ()
-        if self.prior == "per_group":
-            if self.graph is None:
-                from tu_symmetry.symmetry.discovery import discover_symmetries
-
-                args, kwargs = arguments(inputs)
-                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
-            normalizations = self.graph.normalizations
-        groups: PriorGroups = prior_groups(slots, self.prior, normalizations=normalizations)
+        groups = prior_groups(slots, self.prior)
         members: dict[str, list[str]] = {}
         for name, number in groups.of.items():
             members.setdefault(groups.names[int(number)], []).append(name)
@@ -375,7 +350,7 @@ class DualLaplace:
 
         Args:
             hyperprior: ``hyperprior(coefficients, context)``, a negative log density (nats); see
-                :class:`tu_symmetry.laplace.hyperpriors.TotalVariation`.
+                :class:`tu_symmetry.laplace.dual.hyperpriors.TotalVariation`.
             optimizer: ``l-bfgs-b`` or ``adam``.
             num_steps: steps of Adam; the most iterations of L-BFGS-B.
             lr: learning rate of Adam.
@@ -506,97 +481,6 @@ class DualLaplace:
                 "the network's weights have changed since the Laplace approximation was fitted (further training, "
                 "or weights loaded into it); fit again, or put the fitted weights back"
             )
-
-    # ------------------------------------------------------------------ storage
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write statistics, hyperparameters, training inputs and measurements; the network's weights are not in it.
-
-        Raises:
-            RuntimeError: before :meth:`fit`.
-            ValueError: a kernel or an observation that is a function, or inputs that are no single tensor.
-        """
-        evidence = self.evidence
-        assert self._data is not None
-        tensors = {f"statistics.{name}": t for name, t in self.statistics.tensors().items()}
-        tensors |= {"phi": self.phi, "measurements": evidence.measurements}
-        for i, own in enumerate(self._data[0]):
-            if not isinstance(own, Tensor):
-                raise ValueError("only training inputs that are one tensor a batch can be saved")
-            tensors[f"inputs.{i}"] = own
-        if not self.observation.is_identity:
-            tensors["observation"] = self.observation.matrix(self.statistics.outputs.numel())
-        content = {
-            "format": _FORMAT,
-            "version": 1,
-            "fingerprint": self.fingerprint,
-            "priors": [_plain(prior) for prior in self.priors],
-            "prior": self.prior,
-            "parameters": list(self.tangent.names),
-            "sizes": self.statistics.sizes,
-            "evaluate_at": self.evaluate_at,
-            "noise_fixed": self.noise_fixed,
-            "batches": len(self._data[0]),
-        }
-        write_safetensors(
-            Path(path),
-            {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
-            {"dual_laplace": json.dumps(content, allow_nan=False)},
-        )
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> DualLaplace:
-        """Read what :meth:`save` wrote, for the same network with the same weights.
-
-        Raises:
-            LaplaceFileError: a truncated or foreign file, or another network.
-            FileNotFoundError: no such file.
-        """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is no file; DualLaplace.save writes one")
-        try:
-            tensors, header = read_safetensors(path)
-            content = json.loads(header.metadata.get("dual_laplace", "{}"))
-        except (FileError, json.JSONDecodeError) as error:
-            raise LaplaceFileError(f"{path} cannot be read: {error}") from error
-        if content.get("format") != _FORMAT or content.get("version") != 1:
-            raise LaplaceFileError(f"{path} holds no DualLaplace of this version; found {content.get('format')!r}")
-        known = {name for name, _ in model.named_parameters()}
-        foreign = [name for name in content["parameters"] if name not in known]
-        if foreign:
-            raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
-        priors = tuple(prior_from_config(entry) for entry in content["priors"])
-        la = cls(
-            model,
-            structured=priors,
-            prior=None,
-            observation=LinearObservation(tensors["observation"]) if "observation" in tensors else None,
-            evaluate_at=content["evaluate_at"],
-        )
-        la.priors, la.prior, la.noise_fixed = la.structured, content["prior"], content["noise_fixed"]
-        if la.tangent.fingerprint() != content["fingerprint"]:
-            raise LaplaceFileError(
-                f"{path} was fitted at other weights than this network's; load the checkpoint that it belongs to "
-                "(weights and running statistics), or fit again"
-            )
-        device = next(model.parameters()).device
-        own = {n.removeprefix("statistics."): t.to(device) for n, t in tensors.items() if n.startswith("statistics.")}
-        values = DualStatistics(
-            own["outputs"],
-            own["linear"],
-            {prior.name: own[f"kernels.{prior.name}"] for prior in priors},
-            {prior.name: own[f"seconds.{prior.name}"] for prior in priors},
-            content["sizes"],
-        )
-        inputs = [tensors[f"inputs.{i}"].to(device) for i in range(content["batches"])]
-        la._take(values, tensors["measurements"].to(device), inputs, content["fingerprint"])
-        la.phi = tensors["phi"]
-        return la
-
-
-def _plain(prior: StructuredPrior) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in prior.config().items()}
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from tu_symmetry._extras import load_forward_mode
-from tu_symmetry.laplace.dual import HyperpriorContext
+from tu_symmetry.laplace.dual.evidence import HyperpriorContext
 
 _ROUNDING = 1e-13
 

@@ -1,7 +1,7 @@
 """Linearized Laplace in the space of outputs and observations: exact where outputs are few, however many weights.
 
 The tangent model ``h = f + J (theta - theta~)`` with prior ``theta ~ N(0, S)`` and observations ``y ~ N(A h, v I)`` is
-a Gaussian process with ``d x d`` kernel ``F = J S J^T``. With priors of :mod:`tu_symmetry.laplace.structured`
+a Gaussian process with ``d x d`` kernel ``F = J S J^T``. With priors of :mod:`tu_symmetry.laplace.dual.priors`
 
     F = sum_b sum_r c_br(phi) M_br,        M_br = J_b (I (x) E_r) J_b^T
 
@@ -32,9 +32,9 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from tu_symmetry.laplace.definite import cholesky
+from tu_symmetry.laplace.dual.observation import LinearObservation, require_measurements
+from tu_symmetry.laplace.dual.priors import StructuredPrior
 from tu_symmetry.laplace.mode import EvaluateAt
-from tu_symmetry.laplace.observation import LinearObservation, require_measurements
-from tu_symmetry.laplace.structured import StructuredPrior
 from tu_symmetry.transfer import moved
 
 DualOptimizer = Literal["l-bfgs-b", "adam"]
@@ -139,12 +139,6 @@ def statistics(
     priors: Sequence[StructuredPrior],
 ) -> DualStatistics:
     """The sufficient statistics of a Jacobian.
-
-    Args:
-        jacobian: parameter to its part ``[d, *shape]``.
-        weights: the trained parameters by name.
-        outputs: ``[d]``.
-        priors: resolved, of disjoint parameters; a parameter without a prior is refused.
 
     Raises:
         ValueError: parameters that lie in no block or in two, NaN in the Jacobian.
@@ -401,13 +395,7 @@ class DualEvidence:
         return (found + found.mT) / 2
 
     def explained(self, phi: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        """``L A^T K^-1 A R^T``: what the measurements take away from a covariance of two sets of outputs.
-
-        Args:
-            phi: hyperparameters.
-            left: prior covariances with the observed outputs, ``[a, d]``.
-            right: the same, ``[b, d]``.
-        """
+        """``L A^T K^-1 A R^T``: what the measurements take away from a covariance of two sets of outputs."""
         root = self._root(phi)
         white = [torch.linalg.solve_triangular(root, self._seen(x).mT, upper=False) for x in (left, right)]
         return white[0].mT @ white[1]
@@ -423,14 +411,7 @@ class DualEvidence:
         return self.statistics.outputs - self.statistics.linear + change
 
     def deviations(self, phi: Tensor, count: int, generator: torch.Generator, *, prior: bool = False) -> Tensor:
-        """Samples ``[count, d]`` of the outputs' deviation from their mean, pathwise: a prior sample, then corrected.
-
-        Args:
-            phi: hyperparameters.
-            count: number of samples.
-            generator: generator of the CPU.
-            prior: samples of the prior ``N(0, F)`` instead of the posterior.
-        """
+        """Samples ``[count, d]`` of the deviations of outputs from their mean: prior samples, then corrected."""
         covariance = self.prior_covariance(phi)
         drawn = self.draw(covariance, count, generator)
         if prior:
@@ -456,7 +437,7 @@ class DualEvidence:
         return outputs if self._rows is None else outputs @ self._rows.mT
 
 
-_NEWTON_GAIN = 1e-6  # nats, below which an optimum counts as found
+_GAIN = 1e-6  # nats, below which an optimum counts as found
 _ABNORMAL = 2  # SciPy's status of L-BFGS-B whose line search has failed
 
 
@@ -469,7 +450,7 @@ class DualResult:
         objective: negative log evidence there, less the hyperprior's log density (nats).
         history: the objective at every evaluation.
         converged: whether the optimizer stopped by itself (Adam: the last 10 % of its steps gained under 1e-3 nats;
-            L-BFGS-B, where rounding ends its line search: a Newton step would gain under 1e-6 nats).
+            L-BFGS-B, where rounding ends its line search: a start from there gains under 1e-6 nats).
         at_bounds: names of the hyperparameters that stand at a bound.
     """
 
@@ -478,48 +459,6 @@ class DualResult:
     history: list[float] = field(repr=False)
     converged: bool
     at_bounds: tuple[str, ...]
-
-
-def newton_gain(evidence: DualEvidence, phi: Tensor, free: Tensor) -> float:
-    """What a Newton step would gain, ``g^T H^-1 g / 2`` (nats): how far a point is from an optimum.
-
-    ``H`` is the Hessian by central differences of the gradient, over the hyperparameters that are free and not held by
-    a bound. For a quadratic objective the result is the distance to the minimum. Along a direction without curvature
-    the gain is that of walking down the gradient through the whole box.
-
-    Args:
-        evidence: evidence of a network.
-        phi: hyperparameters ``(P,)``.
-        free: which of them may move ``(P,)``.
-
-    Returns:
-        The gain; infinite at a saddle, and within 1e-3 of hyperparameters whose covariance is singular.
-    """
-    limits = torch.tensor(evidence.bounds(), dtype=torch.float64, device="cpu")
-    gradient = evidence.value_and_gradient(phi)[1]
-    near = 1e-6 * (limits[:, 1] - limits[:, 0])
-    held = ((phi - limits[:, 0] < near) & (gradient > 0)) | ((limits[:, 1] - phi < near) & (gradient < 0))
-    moving = (free & ~held).nonzero()[:, 0].tolist()
-    if not moving:
-        return 0.0
-    rows = []
-    for i in moving:
-        ends = []
-        for sign in (1.0, -1.0):
-            point = phi.clone()
-            point[i] = (point[i] + sign * 1e-3).clamp(limits[i, 0], limits[i, 1])
-            try:
-                ends.append((point[i], evidence.value_and_gradient(point)[1][moving]))
-            except SingularCovarianceError:
-                return math.inf
-        rows.append((ends[0][1] - ends[1][1]) / (ends[0][0] - ends[1][0]))
-    hessian = torch.stack(rows)
-    values, vectors = torch.linalg.eigh((hessian + hessian.mT) / 2)
-    if bool((values < -1e-6 * values.abs().max()).any()):
-        return math.inf
-    slopes = (vectors.mT @ gradient[moving]).abs()
-    width = (limits[moving, 1] - limits[moving, 0]).norm()
-    return float(torch.minimum(slopes.square() / (2 * values.clamp_min(1e-300)), slopes * width).sum())
 
 
 def optimize(
@@ -612,12 +551,11 @@ def optimize(
             )
             left -= outcome.nit
             # Close to the optimum a line search can fail by rounding alone. The optimizer then starts again from
-            # there without what it remembers of the curvature; where that gains nothing, the curvature itself decides.
-            if outcome.status != _ABNORMAL or left < 1 or not best[0] < before - _NEWTON_GAIN:
+            # there without what it remembers of the curvature, until that gains nothing.
+            gained = before - best[0]
+            if outcome.status != _ABNORMAL or left < 1 or not gained > _GAIN:
                 break
-        converged = bool(outcome.success)
-        if outcome.status == _ABNORMAL:
-            converged = newton_gain(evidence, best[1], free) < _NEWTON_GAIN
+        converged = bool(outcome.success) or (outcome.status == _ABNORMAL and not gained > _GAIN)
     gradient = evidence.value_and_gradient(best[1])[1]
     near = 1e-6 * (limits[:, 1] - limits[:, 0])
     pushed = ((best[1] - limits[:, 0] < near) & (gradient > 1e-3)) | (

@@ -1,4 +1,4 @@
-"""Linear observations of a network's output, ``y ~ N(A f, v I)``, and their likelihood.
+"""Linear observations of a network's output, ``y ~ N(A f, v I)``.
 
 A tomograph does not see an image but its line integrals, a camera sees a blurred one: fewer values, or other ones, than
 the network puts out. ``LinearObservation()`` (the identity) is ordinary regression.
@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from tu_symmetry.laplace.likelihood import Gaussian
 
 _DOT_ERROR = {torch.float64: 1e-8, torch.float32: 1e-3}
 
@@ -190,54 +188,6 @@ class LinearObservation:
         """
         values = torch.linalg.svdvals(self.matrix(outputs))[:rank]
         return float((values[values > values[0] * 1e-12] ** -2).sum() / outputs)
-
-
-class LinearGaussian(Gaussian):
-    """Regression whose targets are linear observations ``[batch, values]`` of the outputs; written for unit noise.
-
-    Outputs are ``[batch, outputs]``; every sample is observed by the same map.
-    """
-
-    def __init__(self, observation: LinearObservation) -> None:
-        super().__init__()
-        self.observation = observation
-
-    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Measurements ``[batch, values]``, checked against the outputs.
-
-        Raises:
-            ValueError: shapes that do not fit the observation, NaN in the measurements.
-        """
-        if outputs.ndim != 2 or targets.ndim != 2 or len(outputs) != len(targets):
-            raise ValueError(
-                f"outputs {tuple(outputs.shape)} and measurements {tuple(targets.shape)} have to be [batch, outputs] "
-                "and [batch, values]"
-            )
-        self.observation.check_sizes(outputs.shape[1], targets.shape[1])
-        return require_measurements(targets).to(outputs.dtype)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``|A f - y|^2 / 2``."""
-        return 0.5 * (self.observation.forward(outputs) - targets).square().sum(1)
-
-    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``A^T (A f - y)``."""
-        return self.observation.adjoint(self.observation.forward(outputs) - targets)
-
-    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """``A^T A v``."""
-        return self.observation.adjoint(self.observation.forward(vectors))
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The rows of ``A``, ``[values, batch, outputs]``."""
-        matrix = self.observation.matrix(outputs.shape[1]).to(outputs)
-        return matrix.unsqueeze(1).expand(-1, len(outputs), -1)
-
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """``A^T`` of standard normal noise, over the square root of the number of samples."""
-        values = outputs.shape[1] if self.observation.values is None else self.observation.values
-        noise = torch.randn(mc_samples, len(outputs), values, generator=generator, dtype=outputs.dtype, device="cpu")
-        return self.observation.adjoint(noise.to(outputs.device)) / mc_samples**0.5
 
 
 def require_measurements(values: Any) -> Tensor:

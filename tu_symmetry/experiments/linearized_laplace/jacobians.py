@@ -15,22 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.inputs import batch_size
-from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating
-
-
-def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
-    """Jacobians of a network in evaluation mode, all samples of a batch at once: ``[batch, outputs, size]``.
-
-    Args:
-        tangent: the network and its chosen parameters.
-        inputs: a small batch: one gradient for each sample and output is held.
-        shape: of the outputs of one sample; positions and outputs are flattened to one axis.
-    """
-    width, point = shape.numel(), tangent.point()
-    eye = torch.eye(width, dtype=point.dtype, device=point.device).view(width, *shape)
-    count = batch_size(inputs)
-    return torch.stack([tangent.sample_gradients(inputs, unit.expand(count, *shape)) for unit in eye], dim=1)
+from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating, jacobians
 
 
 def outputs_and_jacobians(

@@ -18,12 +18,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace import interop, prediction, storage
+from tu_symmetry.laplace import interop, predictive, storage
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import PRECISIONS, TEMPERATURES, Metric, calibrate, search_precision
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
-    Backend,
     BiasCurvature,
     Curvature,
     KfacApprox,
@@ -33,25 +32,20 @@ from tu_symmetry.laplace.curvature import (
     require_separable,
 )
 from tu_symmetry.laplace.data import all_reduce, batches, opened, together
-from tu_symmetry.laplace.evidence import FLAT, Hyperprior
+from tu_symmetry.laplace.determinants import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
 from tu_symmetry.laplace.inputs import arguments, ordinary, require_call, rows_of
-from tu_symmetry.laplace.joint import Solver, at_joint_mode, at_map, at_mode
+from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.links import GaussianPredictive, LinkApprox, check_link_approx
+from tu_symmetry.laplace.links import LinkApprox, check_link_approx
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
     GroupReport,
-    LaplaceHurtsWarning,
-    NotConvergedWarning,
-    NothingHeldOutWarning,
     PrecisionSearch,
-    PrunedGroupWarning,
     ReadElsewhereWarning,
-    UnevenEvidenceWarning,
     warn_about,
     warn_if_it_hurts,
 )
@@ -67,22 +61,6 @@ from tu_symmetry.laplace.tangent import (
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
-
-__all__ = [
-    "Calibration",
-    "EvidenceResult",
-    "GaussianPredictive",
-    "GroupReport",
-    "Hyperprior",
-    "LaplaceHurtsWarning",
-    "LinearizedLaplace",
-    "NotConvergedWarning",
-    "NothingHeldOutWarning",
-    "PrecisionSearch",
-    "PrunedGroupWarning",
-    "ReadElsewhereWarning",
-    "UnevenEvidenceWarning",
-]
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -116,50 +94,35 @@ def _following(
 class LinearizedLaplace:
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
+    The fit is one frozen object, :attr:`fitted`; precisions, weights and all other properties are read from it.
+
     Args:
-        model: the trained network; it is never edited and has to keep its weights while this object is used. It runs
-            in evaluation mode.
-        likelihood: ``classification`` (softmax over the outputs), ``binary`` (one or several independent logits),
-            ``regression`` (homoscedastic Gaussian noise) or ``heteroscedastic`` (the outputs are means and log
-            variances); with options an object: :class:`tu_symmetry.laplace.likelihood.Categorical` (label smoothing,
-            class weights, ignored labels), ``Bernoulli``, ``Gaussian``, ``HeteroscedasticGaussian``; or the loss of the
-            training with its options: ``nn.CrossEntropyLoss``, ``nn.NLLLoss``, ``nn.BCEWithLogitsLoss``,
-            ``nn.MSELoss``.
-        graph: the symmetry graph, whose normalization groups ``per_group`` and ``per_filter`` use; without it (and
-            without ``groups``) the graph is discovered at :meth:`fit` from the first batch.
+        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights.
+        likelihood: a name, the training loss (``nn.CrossEntropyLoss`` and others with their options), or an object of
+            :mod:`tu_symmetry.likelihoods`.
+        graph: the symmetry graph whose normalization groups ``per_group`` uses; discovered from the first batch
+            without it.
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
-            ``per_filter`` (each filter of a normalized group; curvature between filters is dropped), ``per_layer``
-            (each module), ``per_tensor`` (each parameter of a module: a weight apart from its bias), ``single``, or
-            ``diagonal`` (each weight; not with Kronecker factors, which have no eigenbasis in common with it).
-        evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at the weights ``theta*``, the
-            mode of the tangent model) or ``map`` (at the linearization point, the trained weights).
-        curvature: ``kfac``, ``ekfac`` (exact second moments in the Kronecker basis), ``full``, ``diag``,
-            ``lowrank`` (the main directions of the full one, over all weights together), or ``last_layer`` (exact, for
-            the last linear layer alone).
-        fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``:
-            curvlinops' words.
+            ``per_layer`` (each module), ``per_tensor`` (each parameter), ``single``, or ``diagonal`` (each weight, with
+            ``curvature="diag"``).
+        evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the
+            tangent model) or ``map`` (at the trained weights).
+        curvature: ``kfac``, ``full``, ``diag``, or ``last_layer`` (exact, for the last linear layer alone).
+        fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
-        parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; None for
-            all that require a gradient. All others are fixed. ``"last_layer"``: those of the module that is called last
-            in a forward pass, of any kind. With ``curvature="last_layer"`` the name of one linear layer, None to find
-            it.
-        groups: group name to parameter names, instead of the graph's normalization groups (with ``per_group`` and
-            ``per_filter``).
+        parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; all
+            others are fixed. None: all that require a gradient. ``"last_layer"``: those of the module that is called
+            last. With ``curvature="last_layer"`` the name of one linear layer, None to find it.
+        groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
-        backend: of curvature ``diag`` and ``full``: ``hooks`` (``torch.func``: any layer), or ``backpack``, which gives
-            the same numbers and refuses by name a layer for which BackPACK has no extension. BackPACK is the faster one
-            for the diagonal of fully connected networks (32 times on 784-512-10), and slower for convolutions.
-        dense_limit: longest parameter apart from weight matrices (biases, affine parameters, whatever else a module
-            owns) that gets its exact dense block; a longer one gets the exact diagonal.
-        rank: number of directions of ``curvature="lowrank"``.
+        dense_limit: longest parameter without Kronecker factors that gets its exact dense block; a longer one gets the
+            exact diagonal.
         noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
-        prior_precision: initial precision, one for all groups, a tensor with one for each, or by group name (with
-            ``prior="diagonal"`` also by parameter name, a tensor of its shape); None starts each group at its center
-            (see :class:`tu_symmetry.laplace.evidence.Hyperprior`), which respects scale invariance.
+        prior_precision: initial precision: one for all groups, a tensor with one for each, or by group name (with
+            ``diagonal`` also by parameter name). None starts each group at its center (:class:`Hyperprior`), which
+            respects scale invariance.
         generator: of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
-
-    The fit is one frozen object, :attr:`fitted`; precisions, weights and all other properties are read from it.
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
@@ -185,8 +148,6 @@ class LinearizedLaplace:
         bias: BiasCurvature = "exact",
         mc_samples: int = 1,
         dense_limit: int = 4096,
-        backend: Backend = "hooks",
-        rank: int = 100,
         noise_variance: float | None = None,
         prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
         generator: torch.Generator | None = None,
@@ -198,24 +159,18 @@ class LinearizedLaplace:
                 "weights but a kernel of the outputs, and takes structured priors and linear observations"
             )
         for option, value, allowed in (
-            ("prior", prior, ("per_group", "per_filter", "per_layer", "per_tensor", "single", "diagonal")),
+            ("prior", prior, ("per_group", "per_layer", "per_tensor", "single", "diagonal")),
             ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
-            ("curvature", curvature, ("kfac", "ekfac", "full", "diag", "last_layer", "lowrank")),
+            ("curvature", curvature, ("kfac", "full", "diag", "last_layer")),
             ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
             ("kfac_approx", kfac_approx, ("expand", "reduce")),
             ("bias", bias, ("exact", "shared")),
-            ("backend", backend, ("hooks", "backpack")),
         ):
             if value not in allowed:
                 raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
         require_separable(curvature, weights=prior == "diagonal")
         require_own_groups(prior, groups)
         self.likelihood = make_likelihood(likelihood)
-        if backend == "backpack" and curvature not in ("diag", "full"):
-            raise ValueError(
-                f"backend='backpack' makes curvatures of single samples' gradients, 'diag' and 'full'; "
-                f"curvature={curvature!r} has hooks of its own, which know weight sharing, groups and attention"
-            )
         if fisher_type == "empirical" and self.likelihood.noisy:
             raise ValueError(
                 "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
@@ -229,13 +184,11 @@ class LinearizedLaplace:
             values = torch.as_tensor(1.0 if precision is None else precision, device="cpu")
             if not bool(((values > 0) & values.isfinite()).all()):
                 raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
-        if rank < 1:
-            raise ValueError(f"rank={rank} has to be at least 1")
         if mc_samples < 1:
             raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
         self.model, self.graph = model, graph
         self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
-        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit, backend, rank)
+        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit)
         self.generator = generator
         self.noise_fixed = noise_variance is not None
         self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
@@ -259,7 +212,7 @@ class LinearizedLaplace:
             wanted = [last_module(model)] if parameters == "last_layer" else parameters
             self.tangent = TangentModel(model, select_parameters(model, wanted), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
-        self._drawer = prediction.Drawer()
+        self._drawer = predictive.Drawer()
 
     # ------------------------------------------------------------------ fitting
 
@@ -283,7 +236,7 @@ class LinearizedLaplace:
             TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
             ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; a network
                 whose outputs are random, depend on the other samples of a batch, or do not lead with the batch.
-            UnsupportedLayerError: layers without Kronecker factors, by name.
+            UnsupportedLayerError: layers whose gradients cannot be taken apart, by name.
 
         Warns:
             ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module, tied
@@ -300,18 +253,16 @@ class LinearizedLaplace:
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
             require_call(self.model, inputs)
             kind = self.options.curvature
-            found = examine(
-                self.tangent,
-                inputs,
-                layered=kind in ("kfac", "ekfac"),
-                functional=kind in ("full", "diag", "lowrank"),
+            found, read_elsewhere = examine(
+                self.tangent, inputs, layered=kind == "kfac", functional=kind in ("full", "diag")
             )
-        marked = torch.tensor([float(name in found) for name in self.tangent.names], device=device)
+        marked = torch.tensor([[n in found, n in read_elsewhere] for n in self.tangent.names], device=device).double()
         all_reduce(marked)  # other processes have other samples
-        whole = [name for name, mark in zip(self.tangent.names, marked.tolist(), strict=True) if mark > 0]
-        if whole:
+        marks = list(zip(self.tangent.names, (marked > 0).tolist(), strict=True))
+        whole, named = ([name for name, own in marks if own[place]] for place in range(2))
+        if named:
             warnings.warn(
-                f"{whole[:6]} {'and others ' if len(whole) > 6 else ''}are read elsewhere than in one call of their "
+                f"{named[:6]} {'and others ' if len(named) > 6 else ''}are read elsewhere than in one call of their "
                 "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
                 f"exact block (its diagonal beyond {self.options.dense_limit} entries)",
                 ReadElsewhereWarning,
@@ -441,7 +392,7 @@ class LinearizedLaplace:
         if self._traced:
             self._find_last_layer(loader)
         normalizations = self.graph.normalizations if self.graph is not None else ()
-        if self.graph is None and self.groups is None and self.prior in ("per_group", "per_filter"):
+        if self.graph is None and self.groups is None and self.prior == "per_group":
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
             inputs, _ = next(batches(loader, next(self.model.parameters()).device))
@@ -475,7 +426,6 @@ class LinearizedLaplace:
         train_loader: Iterable[Any] | None = None,
         *,
         hyperprior: Hyperprior | Literal["default"] | None = "default",
-        solver: Solver = "auto",
         max_iterations: int | None = None,
         tolerance: float | None = None,
         mode_tolerance: float | None = None,
@@ -484,36 +434,19 @@ class LinearizedLaplace:
     ) -> EvidenceResult:
         """Choose precisions (and a regression's noise variance) by the evidence.
 
-        At ``map`` this needs no data: the problem is convex and solved exactly from binned eigenvalues. At
-        ``tangent_mode`` it finds a joint stationary point of the tangent model's weights and the precisions, of which
-        there can be several where there are several groups. Both
-        lower one objective, the negative log evidence less the log hyperprior, and the best point that was seen is
-        kept. ``subspace`` keeps the data in memory, linearizes the network once for each chunk of them, and minimizes
-        over weights and precisions together (:mod:`tu_symmetry.laplace.subspace`), led by the observations that have
-        most of the curvature (:mod:`tu_symmetry.laplace.informative`); ``alternation`` reads the loader in
-        every pass, and alternates between the mode of the tangent model, given the precisions, and the precisions,
-        given the mode.
+        At ``map`` no data are read, and the optimum is exact. At ``tangent_mode`` weights and precisions minimize the
+        negative log evidence less the log hyperprior together (:mod:`tu_symmetry.laplace.joint.search`); of several
+        groups there can be several stationary points.
 
         Args:
-            train_loader: the training data; None for the loader of :meth:`fit`.
-            hyperprior: on the log precisions; the default is one decade wide around each group's center, None is flat.
-                Without one the evidence often sends the precisions of normalized groups to infinity (a fitted
-                network's ``J theta`` of these is 0, so that ``theta* = 0`` costs nothing), which takes the uncertainty
-                out of the prediction.
-            solver: ``auto`` takes ``subspace`` where the data fit ``memory`` and the curvature is no single matrix
-                over several prior groups (nor low-rank with a precision for each weight), else ``alternation``.
-            max_iterations: largest number of directions (None for 1,000), of which each costs a product with the
-                Jacobian and one with its transpose; or of alternations (None for 100).
-            tolerance: largest change of a log precision in the last iteration; 1e-6 in double precision, else 0.03.
-            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6 in double, else 0.2.
-                Half its square would be what is missing of the objective (nats) if the curvature were exact. Missing
-                were 0.002, 0.0001, 0.01 and 0.03 nats (LeNets with 1,000 and 10,000 images, ResNet-18 of width 8 and in
-                full), and three to five times that half where the search is led by Kronecker factors alone. The
-                result's ``gap`` bounds it.
-            memory: bytes for the data, what is kept of the network's passes over them, and gradients of the most
-                informative observations, which take up to half, or all above 2 GiB. None for 2 GiB, and for networks of
-                more than a million weights up to half of what is free: the search is several times as fast where 256
-                gradients fit, and makes none where less than 64 do.
+            train_loader: None for the loader of :meth:`fit`.
+            hyperprior: on the log precisions; by default one decade wide around each group's center, None for a flat
+                one, with which precisions of normalized groups often go to infinity.
+            max_iterations: largest number of directions, of two products with the Jacobian each; None for 1,000.
+            tolerance: largest change of a log precision; None for 1e-6 in double precision, else 0.03.
+            mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6, or 0.2.
+            memory: bytes for data, linearizations and gradients; None for 2 GiB, and more for networks of over a
+                million weights. Data that do not fit are read again in every pass.
             progress: called after every pass over the data.
 
         Returns:
@@ -531,7 +464,6 @@ class LinearizedLaplace:
                 self.fitted,
                 self._training_data(train_loader),
                 chosen,
-                solver=solver,
                 max_iterations=max_iterations,
                 tolerance=tolerance,
                 mode_tolerance=mode_tolerance,
@@ -548,7 +480,7 @@ class LinearizedLaplace:
         train_loader: Iterable[Any] | None = None,
         *,
         tolerance: float | None = None,
-        max_iterations: int = 50,
+        max_iterations: int | None = None,
         progress: Progress | None = None,
     ) -> Mode:
         """Find ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
@@ -556,7 +488,7 @@ class LinearizedLaplace:
         Args:
             train_loader: the training data; None for the loader of :meth:`fit`.
             tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 0.2.
-            max_iterations: largest number of Newton steps.
+            max_iterations: largest number of directions; None for 1,000.
             progress: called after every pass over the data.
         """
         self._fitted = at_mode(
@@ -607,23 +539,20 @@ class LinearizedLaplace:
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
-            metric: ``metric(predictions, targets)`` to a number, such as torchmetrics' functional ones; predictions
-                are as :meth:`predictive` gives them. None for the NLL. With several processes its mean, weighted by
-                samples, counts.
+            metric: ``metric(predictions, targets)`` to a number; predictions are as :meth:`predictive` gives them. None
+                for the NLL. With several processes its mean, weighted by samples, counts.
             maximize: whether a larger value of the metric is better.
             temperatures: candidates; by default 1e-6 to 100 in quarters of a decade.
-            link_approx: with which predictions will be made, ``mc`` or ``probit``, or ``auto``: the better of both. It
-                is the one that :meth:`predictive` takes from then on, where it is given none.
+            link_approx: with which predictions will be made, ``mc`` or ``probit``, or ``auto``: the better of both.
+                :meth:`predictive` takes it from then on, where it is given none.
             num_samples: likewise.
             covariance: likewise.
             seed: likewise.
-            held_out: False where the network was trained on these data: on them it looks more certain of the truth than
-                it is elsewhere, so that the temperature comes out too low rather than too high, and predictions stay
-                nearer to the network's than they need to. It only says so in the report, and warns of nothing.
-            standard_errors: 0 for the temperature that is best on these data, which need not be better than the
-                network elsewhere; else that of the highest gain over the network (in NLL) less so many standard errors
-                of it. With 2, as :class:`~tu_symmetry.callbacks.FitLaplace` takes, hardly any network gets worse on
-                other data, at the price of a part of the gain where there are few held-out data. Not with a metric.
+            held_out: False where the network was trained on these data, on which it looks better than it is, so that
+                the temperature comes out low. The report says so, and nothing is warned of.
+            standard_errors: 0 for the temperature that is best on these data; else that of the highest gain over the
+                network (in NLL) less so many standard errors of it, which hardly ever makes a network worse on other
+                data. Not with a metric.
             progress: called after each batch.
 
         Returns:
@@ -677,13 +606,10 @@ class LinearizedLaplace:
     ) -> PrecisionSearch:
         """Choose the prior precision on held-out data instead of by the evidence; it is set from then on.
 
-        What laplace-torch calls ``optimize_prior_precision(method="gridsearch")``. On the same posterior, grid and data
-        both give the same NLL and choose the same precision with ``link_approx="probit"``, its default (here it is
-        ``mc``), and a function as its ``loss``: its default metric (0.3) is never reset, so that it judges every
-        candidate by the mean over all up to it and chooses one that is too large. Another precision changes which
-        directions are uncertain, where the temperature of :meth:`calibrate` scales all of them alike; it costs a pass
-        over the data for every candidate. No finite precision is the network itself, so that the best of them may be
-        worse than it: the result says so, and :meth:`calibrate` afterwards mends it.
+        It is what laplace-torch calls ``optimize_prior_precision(method="gridsearch")``. Another precision changes
+        which directions are uncertain, where the temperature of :meth:`calibrate` scales all of them alike; it costs a
+        pass over the data for every candidate. No finite precision is the network itself, so that the best of them may
+        be worse than it: the result says so, and :meth:`calibrate` afterwards mends it.
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on.
@@ -753,16 +679,16 @@ class LinearizedLaplace:
         Jacobians of all of them are held. Gradients are as in :meth:`predictive`.
         """
         self.fitted.require_weights()
-        return prediction.function_covariance(self.fitted, prediction.on_device(self.fitted, inputs), joint=joint)
+        return predictive.function_covariance(self.fitted, predictive.on_device(self.fitted, inputs), joint=joint)
 
     @_following
     @_apart
     def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
         self.fitted.require_weights()
-        inputs = prediction.on_device(self.fitted, inputs)
-        outputs, changes = prediction.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
-        return prediction.in_own_shape(self.fitted, inputs, outputs + changes)
+        inputs = predictive.on_device(self.fitted, inputs)
+        outputs, changes = predictive.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
+        return predictive.in_own_shape(self.fitted, inputs, outputs + changes)
 
     @_following
     @_apart
@@ -798,7 +724,7 @@ class LinearizedLaplace:
             or outputs without noise for a regression (means and log variances for a heteroscedastic one).
         """
         self.fitted.require_weights()
-        return prediction.predictive(
+        return predictive.predictive(
             self.fitted,
             self._drawer,
             inputs,

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, LowRankBlock, decompose
+from tu_symmetry.laplace.blocks import Block, CoupledBlock, decompose
 from tu_symmetry.laplace.definite import cholesky_of_one_plus
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.transfer import moved
@@ -31,7 +31,6 @@ _SMALLEST = 1e-18  # eigenvalues below this share of the largest count as zero
 _ROOT_STEPS = 200  # bisections alone would take 60
 _ROOT_ROUNDING = 4e-14  # relative, of a log precision
 _NEWTON_STEPS = 100
-_CONJUGATE = 200  # products for a Newton step
 _ROUNDING = 1e-12  # relative error of a log determinant
 _SHORT = 1e-6  # of log precisions: the next step of Newton's method would have about its square
 _NOISE_RANGE = 50.0  # largest log ratio of the noise variance to the residuals'
@@ -59,11 +58,14 @@ class Hyperprior:
         if not self.std > 0 or not self.cap > 1:
             raise ValueError(f"a hyperprior needs std > 0 and cap > 1, got std={self.std} and cap={self.cap}")
 
+    @property
+    def weight(self) -> float:
+        """The inverse variance of the log precision; 0 of a flat prior."""
+        return 0.0 if math.isinf(self.std) else 1 / self.std**2
+
     def energy(self, log_precision: Tensor, log_center: Tensor) -> float:
         """Negative log density, up to a constant (nats)."""
-        if math.isinf(self.std):
-            return 0.0
-        return float(((log_precision - log_center).square() / (2 * self.std**2)).sum())
+        return 0.5 * self.weight * float((log_precision - log_center).square().sum())
 
 
 FLAT = Hyperprior(std=math.inf, cap=1e12)
@@ -166,11 +168,7 @@ class Spectrum(Determinants):
         sums = torch.zeros_like(counts)
         width = -math.log(_SMALLEST) / bins
         for block in blocks:
-            values = block.eigenvalues()
-            own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
-            flat = values.reshape(-1).double().cpu()
-            positive = flat > _SMALLEST * largest[own]
-            own, logs = own[positive], flat[positive].log()
+            own, logs = _positive(block, largest)
             place = ((largest[own].log() - logs) / width).long().clamp(0, bins - 1) + bins * own
             counts.view(-1).index_add_(0, place, torch.ones_like(logs))
             sums.view(-1).index_add_(0, place, logs)
@@ -178,14 +176,7 @@ class Spectrum(Determinants):
 
     @classmethod
     def _exact(cls, blocks: Sequence[Block], groups: PriorGroups, largest: Tensor) -> Spectrum:
-        found, numbers = [], []
-        for block in blocks:
-            values = block.eigenvalues().double().cpu()
-            own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
-            flat = values.reshape(-1)
-            positive = flat > _SMALLEST * largest[own]
-            found.append(flat[positive].log())
-            numbers.append(own[positive])
+        numbers, found = zip(*(_positive(block, largest) for block in blocks), strict=True)
         number, order = torch.cat(numbers).sort(stable=True)
         sizes = torch.bincount(number, minlength=len(groups))
         place = torch.arange(len(number), device="cpu") - (sizes.cumsum(0) - sizes)[number]
@@ -201,7 +192,7 @@ class Spectrum(Determinants):
 
     def gamma(self, rho: Tensor, tau: float) -> Tensor:
         """``sum s / (s + v lambda)``."""
-        return (self.counts * torch.sigmoid(self.logs - tau - rho.unsqueeze(-1))).sum(-1)
+        return self._slopes(rho, tau)[0]
 
     def _slopes(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
         """``gamma``, and its derivative in ``-rho``: both are sums over the eigenvalues of every group by itself."""
@@ -246,7 +237,6 @@ class Spectrum(Determinants):
         """
         if noise is None:
             return self._precisions(norms, tau, log_center, hyperprior, rho), tau
-        weight = 0.0 if math.isinf(hyperprior.std) else 2 / hyperprior.std**2
         bound = math.log(hyperprior.cap)
         low = noise.lowest()
         high = low + _NOISE_RANGE
@@ -260,7 +250,7 @@ class Spectrum(Determinants):
             value = noise.values - residual - float(gamma.sum())
             low, high = (tau, high) if value < 0 else (low, tau)
             moving = (rho - log_center).abs() < bound * (1 - 1e-12)
-            along = torch.where(moving, slopes / (rho.exp() * norms + slopes + weight), 0)
+            along = torch.where(moving, slopes / (rho.exp() * norms + slopes + 2 * hyperprior.weight), 0)
             step = -value / (residual + float((slopes * (1 - along)).sum()))
             if abs(step) <= _ROOT_ROUNDING * (1 + abs(tau)) or value == 0 or low == high:
                 return rho, tau
@@ -283,7 +273,7 @@ class Spectrum(Determinants):
         right, where that of the derivative is ``1e8``.
         """
         low, high = log_center - math.log(hyperprior.cap), log_center + math.log(hyperprior.cap)
-        weight = 0.0 if math.isinf(hyperprior.std) else 2 / hyperprior.std**2
+        weight = 2 * hyperprior.weight
 
         def parts(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             gamma, slopes = self._slopes(point, tau)
@@ -315,6 +305,15 @@ class Spectrum(Determinants):
         return point
 
 
+def _positive(block: Block, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Group numbers and logs of a block's eigenvalues that are no rounding error of their group's largest."""
+    values = block.eigenvalues()
+    own = torch.broadcast_to(block.groups, values.shape).reshape(-1)
+    flat = values.reshape(-1).double().cpu()
+    positive = flat > _SMALLEST * largest[own]
+    return own[positive], flat[positive].log()
+
+
 def _semidefinite(matrix: Tensor) -> Tensor:
     """In float64, without the eigenvalues below zero that rounding to another dtype makes (at unit diagonal)."""
     if matrix.dtype == torch.float64:
@@ -334,20 +333,21 @@ class CoupledDeterminants(Determinants):
         self.count, self.entries = count, len(self.matrix)
         self.sizes = self._sum(torch.ones_like(self.matrix.diagonal())).cpu()
 
-    def _scaled(self, rho: Tensor, tau: float) -> Tensor:
+    def _factor(self, rho: Tensor, tau: float) -> Tensor:
+        """The Cholesky factor of ``1 + L^-1/2 H L^-1/2 / v``."""
         root = (-0.5 * (rho + tau)).exp().to(self.matrix)[self.groups]
-        return self.matrix * root * root.unsqueeze(-1)
+        return cholesky_of_one_plus(self.matrix * root * root.unsqueeze(-1))
 
     def _shrinkage(self, rho: Tensor, tau: float) -> Tensor:
-        """``(1 + L^-1/2 H L^-1/2)^-1``, which is ``L^1/2 Sigma L^1/2``."""
-        return torch.cholesky_inverse(cholesky_of_one_plus(self._scaled(rho, tau)))
+        """``(1 + L^-1/2 H L^-1/2 / v)^-1``, which is ``L^1/2 Sigma L^1/2``."""
+        return torch.cholesky_inverse(self._factor(rho, tau))
 
     def _sum(self, entries: Tensor) -> Tensor:
-        return entries.new_zeros(self.count).index_add_(0, self.groups, entries)
+        return entries.new_zeros(self.count, *entries.shape[1:]).index_add_(0, self.groups, entries)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``log det(1 + L^-1/2 H L^-1/2 / v)``."""
-        return 2 * float(cholesky_of_one_plus(self._scaled(rho, tau)).diagonal().log().sum())
+        return 2 * float(self._factor(rho, tau).diagonal().log().sum())
 
     def gamma(self, rho: Tensor, tau: float) -> Tensor:
         """``sum_{i in g} (1 - lambda_g Sigma_ii)``."""
@@ -368,12 +368,11 @@ class CoupledDeterminants(Determinants):
         and ends the search unless a direction is so flat that it is still long.
         """
         bound = math.log(hyperprior.cap)
+        ends = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + _NOISE_RANGE)
         low, high = (
-            torch.cat([log_center - bound, torch.zeros(1, device="cpu")]),
-            torch.cat([log_center + bound, torch.zeros(1, device="cpu")]),
+            torch.cat([log_center + sign * bound, torch.tensor([end], dtype=torch.float64, device="cpu")])
+            for sign, end in zip((-1, 1), ends, strict=True)
         )
-        low[-1], high[-1] = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + _NOISE_RANGE)
-        weight = 0.0 if math.isinf(hyperprior.std) else 1 / hyperprior.std**2
 
         def energy(point: Tensor) -> float:
             own, log_noise = point[:-1], float(point[-1])
@@ -385,11 +384,16 @@ class CoupledDeterminants(Determinants):
         unsure = 0.1 * _ROUNDING * (self.entries + (0 if noise is None else noise.values))  # of a gradient
         for _ in range(_NEWTON_STEPS):
             gradient, hessian = self.derivatives(norms, point[:-1], float(point[-1]), noise)
-            gradient[:-1] += weight * (point[:-1] - log_center)
+            gradient[:-1] += hyperprior.weight * (point[:-1] - log_center)
+            hessian.diagonal()[:-1].add_(hyperprior.weight)
             held = ((point <= low) & (gradient >= 0)) | ((point >= high) & (gradient <= 0))
             held |= gradient.abs() <= unsure
             gradient[held] = 0
-            step = -hessian.solve(gradient, held, weight)
+            hessian[held] = 0
+            hessian[:, held] = 0
+            hessian.diagonal()[held] = 1
+            hessian.diagonal().add_(1e-12 * float(hessian.diagonal().max()))
+            step = -torch.linalg.solve(hessian, gradient)
             rounding = _ROUNDING * (1 + abs(value))
             longest = float(step.abs().max())
             if float(-gradient @ step) <= rounding:
@@ -409,242 +413,41 @@ class CoupledDeterminants(Determinants):
             point, value = trial, found
         return point[:-1], float(point[-1])
 
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Hessian]:
-        """Gradient and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
+    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Tensor]:
+        """Gradient ``[groups + 1]`` and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
 
         The determinant depends on ``rho + tau`` alone.
-
-        Args:
-            norms: squared norm of the weights in each group.
-            rho: log precisions.
-            tau: log noise variance.
-            noise: None for a noise variance that stays: its row and column are zero.
         """
         inner = self._shrinkage(rho, tau)
         free = self._sum(inner.diagonal())  # the group's size less gamma
-        coupling = inner.square_()
-        if self.count < self.entries:
-            rows = torch.zeros(self.count, len(inner), dtype=torch.float64, device=inner.device)
-            rows.index_add_(0, self.groups, coupling)
-            coupling = torch.zeros(self.count, self.count, dtype=torch.float64, device=inner.device)
-            coupling.index_add_(1, self.groups, rows)
+        coupling = self._sum(self._sum(inner.square_()).mT)
         free, curvature = moved([free, coupling.neg_()], torch.device("cpu"))
         curvature.diagonal().add_(free)
-        return _assembled(norms, rho, tau, noise, self.sizes - free, curvature)
+        gamma, ridge = self.sizes - free, rho.exp() * norms
+        gradient = torch.zeros(self.count + 1, dtype=torch.float64, device="cpu")
+        hessian = torch.zeros(self.count + 1, self.count + 1, dtype=torch.float64, device="cpu")
+        gradient[:-1] = 0.5 * (ridge - gamma)
+        hessian[:-1, :-1] = 0.5 * curvature
+        hessian.diagonal()[:-1].add_(0.5 * ridge)
+        if noise is not None:
+            residual = noise.squares * math.exp(-tau)
+            gradient[-1] = 0.5 * (noise.values - residual - float(gamma.sum()))
+            hessian[-1, -1] = 0.5 * (residual + float(curvature.sum()))
+            hessian[:-1, -1] = hessian[-1, :-1] = 0.5 * curvature.sum(1)
+        return gradient, hessian
 
     def response(
         self, x: Tensor, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, weight: float, free: Tensor
     ) -> Tensor:
         """By the pseudo-inverse of the whole Hessian."""
-        second = self.derivatives(norms, rho, tau, noise)[1].matrix()
+        second = self.derivatives(norms, rho, tau, noise)[1]
         second.diagonal()[:-1].add_(weight)
         own = x[free]
         return own.T @ torch.linalg.pinv(second[free][:, free], hermitian=True) @ own
 
 
-class LowRankDeterminants(CoupledDeterminants):
-    """Few rows over one prior group or several, from the Gram matrices of each group's part of them.
-
-    With ``A_g = R_g R_g^T / (v lambda_g)`` the log-determinant ratio is ``log det(1 + sum_g A_g)``, and ``gamma_g`` the
-    trace of ``(1 + sum A)^-1 A_g``.
-    """
-
-    def __init__(self, block: LowRankBlock, count: int) -> None:
-        rows = block.rows.double()
-        number = block.groups.to(rows.device).expand(rows.shape[1])
-        parts = (rows[:, number == g] for g in range(count))
-        self.grams = torch.stack([part @ part.mT for part in parts]).cpu()
-        self.count, self.entries = count, rows.shape[1]
-
-    def _parts(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-        """``A_g``, and the Cholesky factor of one plus their sum."""
-        parts = self.grams * (-rho - tau).exp().view(-1, 1, 1)
-        return parts, cholesky_of_one_plus(parts.sum(0))
-
-    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
-        """``log det(1 + sum A)``."""
-        return 2 * float(self._parts(rho, tau)[1].diagonal().log().sum())
-
-    def gamma(self, rho: Tensor, tau: float) -> Tensor:
-        """``tr (1 + sum A)^-1 A_g``."""
-        parts, factor = self._parts(rho, tau)
-        return (parts * torch.cholesky_inverse(factor)).sum((1, 2))
-
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Hessian]:
-        """Second derivatives are ``gamma_g`` on the diagonal less ``tr K A_g K A_h``, ``K = (1 + sum A)^-1``."""
-        parts, factor = self._parts(rho, tau)
-        inner = torch.cholesky_inverse(factor) @ parts
-        gamma = inner.diagonal(dim1=1, dim2=2).sum(1)
-        coupling = torch.einsum("gij,hji->gh", inner, inner)
-        return _assembled(norms, rho, tau, noise, gamma, torch.diag(gamma) - coupling)
-
-
-class LowRankWeights(CoupledDeterminants):
-    """Few rows with a precision for each weight: nothing is larger than the rows, ``[rank, weights]``.
-
-    With ``a_i`` the column of a weight over ``sqrt(v lambda_i)`` and ``K = (1 + sum a_i a_i^T)^-1``, ``gamma_i`` is
-    ``a_i^T K a_i``, and second derivatives are ``gamma_i`` on the diagonal less ``(a_i^T K a_j)^2``. Of these only
-    products with vectors are taken: ``sum_j (a_i^T K a_j)^2 u_j = a_i^T (K (sum_j u_j a_j a_j^T) K) a_i``.
-    """
-
-    def __init__(self, block: LowRankBlock) -> None:
-        self.rows = block.rows.double().cpu()
-        self.count = self.entries = self.rows.shape[1]
-
-    def _scaled_rows(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-        """``a``, and the Cholesky factor of ``1 + sum a_i a_i^T``."""
-        rows = self.rows * (-0.5 * (rho + tau)).exp()
-        return rows, cholesky_of_one_plus(rows @ rows.mT)
-
-    def log_det_ratio(self, rho: Tensor, tau: float) -> float:
-        """``log det(1 + sum a_i a_i^T)``."""
-        return 2 * float(self._scaled_rows(rho, tau)[1].diagonal().log().sum())
-
-    def gamma(self, rho: Tensor, tau: float) -> Tensor:
-        """``a_i^T K a_i``."""
-        rows, factor = self._scaled_rows(rho, tau)
-        return torch.linalg.solve_triangular(factor, rows, upper=False).square_().sum(0)
-
-    def derivatives(self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None) -> tuple[Tensor, Hessian]:
-        """The Hessian as products with vectors."""
-        rows, factor = self._scaled_rows(rho, tau)
-        white = torch.linalg.solve_triangular(factor, rows, upper=False)  # K^1/2 a
-        gamma = white.square().sum(0)
-
-        def coupled(vector: Tensor) -> Tensor:
-            return (((white * vector) @ white.mT) @ white).mul_(white).sum(0)
-
-        sums = gamma - coupled(torch.ones_like(gamma))
-        ridge = rho.exp() * norms
-        gradient = torch.cat([0.5 * (ridge - gamma), torch.zeros(1, dtype=torch.float64, device="cpu")])
-        corner = 0.0
-        if noise is not None:
-            residual = noise.squares * math.exp(-tau)
-            gradient[-1] = 0.5 * (noise.values - residual - float(gamma.sum()))
-            corner = 0.5 * (residual + float(sums.sum()))
-        border = 0.5 * sums if noise is not None else torch.zeros_like(sums)
-
-        def product(vector: Tensor) -> Tensor:
-            own, last = vector[:-1], vector[-1]
-            inner = 0.5 * ((gamma + ridge) * own - coupled(own)) + border * last
-            return torch.cat([inner, (border @ own + corner * last).unsqueeze(0)])
-
-        diagonal = 0.5 * (gamma + ridge - gamma.square())
-        return gradient, _Products(
-            product, torch.cat([diagonal, torch.tensor([corner], dtype=torch.float64, device="cpu")])
-        )
-
-
-class Hessian(ABC):
-    """Second derivatives of ``-log Z`` in ``(rho, tau)``."""
-
-    @abstractmethod
-    def matrix(self) -> Tensor:
-        """The whole of it, ``[groups + 1, groups + 1]``.
-
-        Raises:
-            ValueError: one that is only known by its products.
-        """
-
-    @abstractmethod
-    def solve(self, gradient: Tensor, held: Tensor, weight: float) -> Tensor:
-        """``(F + weight)^-1 gradient`` among the entries that are not held, where the gradient is zero; else zero.
-
-        Args:
-            gradient: right side, zero where it is held.
-            held: entries that do not move.
-            weight: inverse variance of the hyperprior on the log precisions.
-        """
-
-
-@dataclass(frozen=True)
-class _Matrix(Hessian):
-    """For one use: solving writes into the matrix, since a copy may not fit the memory beside it."""
-
-    entries: Tensor
-
-    def matrix(self) -> Tensor:
-        return self.entries
-
-    def solve(self, gradient: Tensor, held: Tensor, weight: float) -> Tensor:
-        hessian = self.entries
-        hessian.diagonal()[:-1].add_(weight)
-        hessian[held] = 0
-        hessian[:, held] = 0
-        hessian.diagonal()[held] = 1
-        hessian.diagonal().add_(1e-12 * float(hessian.diagonal().max()))
-        return torch.linalg.solve(hessian, gradient)
-
-
-@dataclass(frozen=True)
-class _Products(Hessian):
-    product: Callable[[Tensor], Tensor]
-    diagonal: Tensor
-
-    def matrix(self) -> Tensor:
-        raise ValueError("the Hessian of low-rank rows with a precision for each weight is known by its products alone")
-
-    def solve(self, gradient: Tensor, held: Tensor, weight: float) -> Tensor:
-        """Conjugate gradients, preconditioned by the diagonal; the less is left to gain, the more exactly."""
-        added = torch.full_like(gradient, weight)
-        added[-1] = 0
-        diagonal = torch.where(held, 1, self.diagonal + added)
-        diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max()))
-        added += 1e-12 * diagonal.max()
-        solution, residual = torch.zeros_like(gradient), gradient
-        conditioned = residual / diagonal
-        direction, square = conditioned, float(residual @ conditioned)
-        wanted = square * min(0.01, max(square, 1e-16))
-        for _ in range(_CONJUGATE):
-            if square <= wanted or square == 0:
-                break
-            image = torch.where(held, 0, self.product(direction) + added * direction)
-            curvature = float(direction @ image)
-            if not curvature > 0:
-                break
-            length = square / curvature
-            solution, residual = solution + length * direction, residual - length * image
-            conditioned = residual / diagonal
-            before, square = square, float(residual @ conditioned)
-            direction = conditioned + (square / before) * direction
-        return solution if bool(solution.any()) else gradient / diagonal
-
-
-def _assembled(
-    norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, gamma: Tensor, curvature: Tensor
-) -> tuple[Tensor, Hessian]:
-    """Derivatives of ``-log Z`` from those of the log determinants.
-
-    Args:
-        norms: squared norm of the weights in each group.
-        rho: log precisions.
-        tau: log noise variance.
-        noise: of a regression, where it is to be found.
-        gamma: determined directions of each group.
-        curvature: second derivatives of the log-determinant ratio in ``rho``, ``[groups, groups]``.
-    """
-    count = len(rho)
-    ridge = rho.exp() * norms
-    gradient = torch.zeros(count + 1, dtype=torch.float64, device="cpu")
-    hessian = torch.zeros(count + 1, count + 1, dtype=torch.float64, device="cpu")
-    gradient[:-1] = 0.5 * (ridge - gamma)
-    hessian[:-1, :-1] = curvature
-    hessian.diagonal()[:-1].add_(ridge)
-    hessian.mul_(0.5)
-    if noise is not None:
-        residual = noise.squares * math.exp(-tau)
-        gradient[-1] = 0.5 * (noise.values - residual - float(gamma.sum()))
-        hessian[-1, -1] = 0.5 * (residual + float(curvature.sum()))
-        hessian[:-1, -1] = hessian[-1, :-1] = 0.5 * curvature.sum(1)
-    return gradient, _Matrix(hessian)
-
-
 def determinants(blocks: Sequence[Block], groups: PriorGroups) -> Determinants:
     """The determinants of a posterior's blocks."""
-    if isinstance(blocks[0], LowRankBlock):
-        if groups.weights:
-            return LowRankWeights(blocks[0])
-        return LowRankDeterminants(blocks[0], len(groups))
     if isinstance(blocks[0], CoupledBlock):
         return CoupledDeterminants(blocks[0], len(groups))
     return Spectrum.of(blocks, groups)

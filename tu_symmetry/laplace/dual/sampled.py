@@ -5,10 +5,8 @@ prior samples, corrected (arXiv 2210.04994)::
 
     theta_0 ~ N(0, S), e ~ N(0, v I):      zeta = theta_0 - S J^T A^T K^-1 (A J theta_0 + e)  ~  N(0, H^-1),
 
-with ``H = S^-1 + J^T A^T A J / v``. The effective dimension of block b is
-``gamma_b = E[zeta . (J^T A^T A J zeta / v)]_b``, and MacKay's fixed point of its variance is
-``s_b^2 <- s_b^2 * (theta*_b . S_b^-1 theta*_b) / gamma_b``. Length scales have no such step; they take stochastic
-gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with random signs z.
+with ``H = S^-1 + J^T A^T A J / v``. Hyperparameters take stochastic gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with
+random signs z.
 
 A hyperprior of the outputs, total variation say, reads prior variances of differences of outputs. Those of a block are
 ``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over its patterns n, where ``g_n [k]`` is the derivative of the difference in
@@ -27,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.dual import DualHyperprior, HyperpriorContext, require_disjoint
-from tu_symmetry.laplace.flat import ObservedTangent
-from tu_symmetry.laplace.observation import require_measurements
-from tu_symmetry.laplace.structured import StructuredPrior
+from tu_symmetry.laplace.dual.evidence import DualHyperprior, HyperpriorContext, require_disjoint
+from tu_symmetry.laplace.dual.jacobian import ObservedTangent
+from tu_symmetry.laplace.dual.observation import require_measurements
+from tu_symmetry.laplace.dual.priors import StructuredPrior
 
 Product = Callable[[Tensor], Tensor]
 
@@ -165,14 +163,12 @@ class SampledResult:
     Attributes:
         phi: block to hyperparameters (logarithms).
         noise_variance: variance of the measurements.
-        effective: block to effective dimension ``gamma``, of the last step.
         theta: the tangent mode ``theta*`` of the last step, a flat vector.
-        history: one entry for each step: variances, noise, effective dimensions, iterations and residual of CG.
+        history: one entry for each step: hyperparameters and noise variance.
     """
 
     phi: dict[str, Tensor]
     noise_variance: float
-    effective: dict[str, float]
     theta: Tensor
     history: list[dict[str, Any]] = field(repr=False)
 
@@ -363,12 +359,6 @@ class SampledEvidence:
     ) -> tuple[dict[str, Tensor], float]:
         """Unbiased estimate of the gradient of ``-log Z`` (at the tangent mode), by random signs.
 
-        Args:
-            phi: block to hyperparameters.
-            noise: variance.
-            seed: seed of the signs; None for that of the object.
-            preconditioner: that of conjugate gradients.
-
         Returns:
             Block to gradient in its ``phi``, and the derivative in the log noise variance.
         """
@@ -392,58 +382,6 @@ class SampledEvidence:
                 (found[name],) = torch.autograd.grad((prior.coefficients(leaf) * slopes).sum(), leaf)
         trace = float((solved[: self.count] * probes).sum() / self.count)
         return found, 0.5 * noise * (trace - float(solved[self.count].square().sum()))
-
-    def fixed_point(
-        self,
-        phi: Mapping[str, Tensor] | None = None,
-        *,
-        noise_variance: float = 1.0,
-        fit_noise: bool = True,
-        num_steps: int = 5,
-        progress: Callable[[dict[str, Any]], None] | None = None,
-    ) -> SampledResult:
-        """MacKay's steps for the variances of all blocks and of the noise; length scales stay as they are.
-
-        Args:
-            phi: to start from; None for the priors' own.
-            noise_variance: to start from.
-            fit_noise: whether the noise variance moves: ``v <- |y - A h*|^2 / (m - sum gamma)``.
-            num_steps: how many.
-            progress: called with the history's entry after each step.
-        """
-        phi = {name: own.clone() for name, own in (phi or self.initial()).items()}
-        noise, history = noise_variance, []
-        gamma: dict[str, float] = {}
-        theta, blocks = torch.zeros_like(self.like), list(self.priors.items())
-        for step in range(num_steps):
-            preconditioner = self.preconditioner(phi, noise)
-            zeta, theta, solved = self.samples(phi, noise, preconditioner=preconditioner)
-            seen = self.operator.forward(zeta)
-            back = self.operator.adjoint(seen) / noise
-            inverse = self._by_block(phi, theta.unsqueeze(0), "inverse_product")[0]
-            for name, prior in self.priors.items():
-                own = self.index[name]
-                gamma[name] = float((zeta[:, own] * back[:, own]).sum() / len(zeta))
-                energy = float(theta[own] @ inverse[own])
-                place = prior.hyperparameters.index("variance")
-                low, high = prior.bounds()[place]
-                ratio = math.log(max(energy, 1e-300) / max(gamma[name], 1e-300))
-                phi[name][place] = min(max(float(phi[name][place]) + ratio, low), high)
-            if fit_noise:
-                error = float((self.target - self.operator.forward(theta.unsqueeze(0))[0]).square().sum())
-                noise = error / max(self.operator.values - sum(gamma.values()), 1e-3 * self.operator.values)
-            entry = {
-                "step": step + 1,
-                "variances": {n: float(phi[n][p.hyperparameters.index("variance")].exp()) for n, p in blocks},
-                "noise_variance": noise,
-                "effective": dict(gamma),
-                "cg_iterations": solved.iterations,
-                "cg_residual": solved.residual,
-            }
-            history.append(entry)
-            if progress is not None:
-                progress(entry)
-        return SampledResult(phi, noise, gamma, theta, history)
 
     def adam(
         self,
@@ -511,7 +449,7 @@ class SampledEvidence:
             if progress is not None:
                 progress(entry)
         _, theta, _ = self.samples(leaves, float(noise.exp()), count=1, preconditioner=preconditioner)
-        return SampledResult(dict(leaves), float(noise.exp()), {}, theta, history)
+        return SampledResult(dict(leaves), float(noise.exp()), theta, history)
 
     def _hyperprior_slopes(
         self,

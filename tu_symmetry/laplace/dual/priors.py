@@ -7,7 +7,8 @@ The weights of a block are ``n`` patterns of ``k`` entries, all with the same ``
 with fixed symmetric matrices ``E_r`` and coefficients ``c_r`` that are functions of the hyperparameters. For the nine
 offsets of a 3 x 3 kernel and a covariance of their distance there are six distances, 0, 1, sqrt 2, 2, sqrt 5 and
 sqrt 8, and ``E_r`` has a 1 wherever two offsets have the r-th. Everything that the evidence needs of the Jacobian is
-then one matrix ``J_b (I (x) E_r) J_b^T`` for each r, whatever the hyperparameters (:mod:`tu_symmetry.laplace.dual`).
+then one matrix ``J_b (I (x) E_r) J_b^T`` for each r, whatever the hyperparameters
+(:mod:`tu_symmetry.laplace.dual.evidence`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,10 +79,6 @@ class StructuredPrior(ABC):
     def bounds(self) -> list[tuple[float, float]]:
         """Lowest and highest value of each entry of ``phi``."""
 
-    @abstractmethod
-    def config(self) -> dict[str, Any]:
-        """What :func:`prior_from_config` makes it from again; plain values."""
-
     @property
     def pattern(self) -> int:
         """Number of entries ``k`` of a pattern."""
@@ -113,18 +109,9 @@ class StructuredPrior(ABC):
         """``S_b v`` for ``v`` of shape ``[..., n * k]``."""
         return self._by_pattern(vector, lambda v: v @ self.covariance(phi).to(v))
 
-    def inverse_product(self, phi: Tensor, vector: Tensor) -> Tensor:
-        """``S_b^-1 v``."""
-        inverse = torch.cholesky_inverse(self.root(phi))
-        return self._by_pattern(vector, lambda v: v @ inverse.to(v))
-
     def root_product(self, phi: Tensor, vector: Tensor) -> Tensor:
         """``S_b^(1/2) v`` with the root ``I (x) chol(K)``: of standard normal noise it is a sample of the prior."""
         return self._by_pattern(vector, lambda v: v @ self.root(phi).to(v).mT)
-
-    def log_determinant(self, phi: Tensor, size: int) -> Tensor:
-        """``log |S_b|`` of a block of that many weights (nats)."""
-        return 2 * self.root(phi).diagonal().log().sum() * (size // self.pattern)
 
     def _by_pattern(self, vector: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         return function(vector.unflatten(-1, (-1, self.pattern))).flatten(-2)
@@ -179,10 +166,6 @@ class IsotropicPrior(StructuredPrior):
         """Limits of the log variance."""
         return [_range(self.variance_bounds, "variance", self.variance)]
 
-    def config(self) -> dict[str, Any]:
-        """Its arguments."""
-        return _config(self)
-
 
 @dataclass(frozen=True)
 class KernelPrior(StructuredPrior):
@@ -195,7 +178,7 @@ class KernelPrior(StructuredPrior):
         parameters: names, or prefixes of names, of the block's weights, all with the same kernel shape.
         name: name of the block; None for the first parameter's.
         kernel: ``exponential``, ``matern32``, ``matern52`` or ``squared_exponential``, or a function of the distances
-            over the length scale (which cannot be saved).
+            over the length scale.
         offsets: coordinates of the entries of a pattern ``[k, dimensions]``, in the order in which the weight stores
             them; None to take the grid of the kernel from the weights' shapes.
         variance: to start from.
@@ -284,16 +267,6 @@ class KernelPrior(StructuredPrior):
             _range(self.lengthscale_bounds, "lengthscale", self.lengthscale),
         ]
 
-    def config(self) -> dict[str, Any]:
-        """Its arguments.
-
-        Raises:
-            ValueError: a kernel that is a function.
-        """
-        if not isinstance(self.kernel, str):
-            raise ValueError(f"the kernel of block {self.name!r} is a function, which a file cannot hold; name one")
-        return _config(self)
-
 
 @lru_cache(maxsize=64)
 def _distances(offsets: tuple[tuple[float, ...], ...]) -> tuple[Tensor, Tensor]:
@@ -301,29 +274,6 @@ def _distances(offsets: tuple[tuple[float, ...], ...]) -> tuple[Tensor, Tensor]:
     squares = (points.unsqueeze(0) - points.unsqueeze(1)).square().sum(-1)
     values, which = torch.unique((squares * 1e9).round(), return_inverse=True)
     return (values / 1e9).sqrt(), which
-
-
-def prior_from_config(config: Mapping[str, Any]) -> StructuredPrior:
-    """The prior whose :meth:`StructuredPrior.config` this is.
-
-    Raises:
-        ValueError: a kind that is not known.
-    """
-    kinds: dict[str, type[IsotropicPrior] | type[KernelPrior]] = {
-        "IsotropicPrior": IsotropicPrior,
-        "KernelPrior": KernelPrior,
-    }
-    values = dict(config)
-    kind = values.pop("kind", None)
-    if kind not in kinds:
-        raise ValueError(f"a prior of kind {kind!r} is not known; there are {sorted(kinds)}")
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return kinds[kind](**arguments)
-
-
-def _config(prior: IsotropicPrior | KernelPrior) -> dict[str, Any]:
-    values = {key: value for key, value in vars(prior).items() if key != "hyperparameters"}
-    return {"kind": type(prior).__name__, **values}
 
 
 def _settle(prior: IsotropicPrior | KernelPrior) -> None:
