@@ -389,10 +389,10 @@ def _require_size(path: Path, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
+def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor] | None:
     """As :func:`load_state`, but each tensor is read when it is asked for; None where the file does not allow it.
 
-    Safetensors files do, alone or as the parts of an index.
+    Safetensors files do, alone or as the parts of an index. A prefix is taken off where there is any name with it.
 
     Raises:
         SampleFileError: as :func:`load_state`.
@@ -415,21 +415,18 @@ def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
     missing = [name for name, file in held.items() if name not in file]
     if missing:
         raise SampleFileError(f"{path} says that {held[missing[0]].path.name} holds {missing[0]!r}, and it does not")
-    return Gathered({name: (file, name) for name, file in held.items()})
+    if not any(name.startswith(prefix) for name in held):
+        prefix = ""
+    return _Opened({n[len(prefix) :]: (file, n) for n, file in held.items() if n.startswith(prefix)}, prefix)
 
 
-class Gathered(Mapping[str, Tensor]):
-    """Tensors of one or several files (or states) under other names, each read when it is asked for.
+class _Opened(Mapping[str, Tensor]):
+    """Tensors of one or several files, each read when it is asked for, without a prefix of their names."""
 
-    Args:
-        held: name to a state and the name in it.
-        prefix: what was taken off all names, see :func:`without_prefix`.
-    """
-
-    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], prefix: str = "") -> None:
+    def __init__(self, held: Mapping[str, tuple[TensorFile, str]], prefix: str) -> None:
         self._held = held
-        found = [getattr(state, "_metadata", None) for state, _ in list(held.values())[:1]]
-        self._metadata = _metadata_without_prefix(found[0], prefix) if found and found[0] is not None else None
+        found = next((file.header.modules for file, _ in held.values()), None)
+        self._metadata = None if found is None else _metadata_without_prefix(found, prefix)
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]

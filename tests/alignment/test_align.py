@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from zoo import discovered, every_case, planted, tied_resnet
 
 import tu_symmetry as tus
-from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, mean_model_loss
+from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, mean_loss
 from tu_symmetry.alignment.matching import inner_product, weight_distance
 from tu_symmetry.symmetry.verification import random_state
 
@@ -214,7 +214,7 @@ def test_barriers_are_exact_on_a_quadratic() -> None:
     assert matrix[0, 1] == matrix[1, 0] == pytest.approx(found.barrier)
     middle = interpolate(a, b, 0.5)
     expected = float(concave(x @ middle["weight"].T + middle["bias"], y))
-    assert mean_model_loss(model, [a, b], [(x, y)], concave) == pytest.approx(expected)
+    assert mean_loss(model, tus.mean_state([a, b]), [(x, y)], concave) == pytest.approx(expected)
 
 
 def test_bad_input_is_refused() -> None:

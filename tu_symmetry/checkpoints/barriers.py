@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
-from tu_symmetry.alignment.repair import Correction, corrected, reestimate_batchnorm
+from tu_symmetry.alignment.consensus import once
+from tu_symmetry.alignment.repair import Correction, correct, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
-from tu_symmetry.checkpoints.align import BARRIERS_KEPT as KEPT
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import (
     STATE,
     AlignFilesError,
+    Kept,
     Track,
     locked,
     owned_header,
@@ -35,7 +37,7 @@ from tu_symmetry.checkpoints.files import (
     silent,
 )
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
-from tu_symmetry.files import FileError, digest_of, read_json, write_json
+from tu_symmetry.files import read_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 
@@ -288,7 +290,7 @@ def measure_barriers(
 ) -> BarrierReport:
     """Measure barriers between files before and after their alignment, and write them into the reports.
 
-    Each pair is kept in ``state/barriers.json`` when it is measured, so a killed run resumes to the same result.
+    Each pair is kept in ``state/barriers`` when it is measured, so a killed run resumes to the same result.
 
     Args:
         model: the module, in the dtype of the data.
@@ -311,18 +313,18 @@ def _measure(
 ) -> BarrierReport:
     if len(alignment.files) < 2:
         raise AlignFilesError("barriers are between networks, so there must be two checkpoints at least")
-    kept = out / STATE / KEPT
-    if (out / FIGURE).exists() and not kept.exists() and not _reported(out):
+    folder = out / STATE / "barriers"
+    if (out / FIGURE).exists() and not folder.is_dir() and not _reported(out):
         raise AlignFilesError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
     corrections = options.corrections or (("none", "batchnorm") if _has_batchnorm(model) else ("none",))
-    key = {
-        "files": [f.source_sha256 for f in alignment.files],
-        "aligned": [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
-        "measured": [data.digest, options.loss, options.points, str(next(model.parameters()).dtype)],
-        "corrections": list(corrections),
-    }
-    results = _Results(kept, digest_of(key))
+    made_of = [
+        [f.source_sha256 for f in alignment.files],
+        [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
+        [data.digest, options.loss, options.points, str(next(model.parameters()).dtype)],
+        list(corrections),
+    ]
+    kept = Kept(folder, lambda key: made_of)
 
     def states(k: int) -> dict[str, State]:
         file = alignment.files[k]
@@ -338,33 +340,35 @@ def _measure(
         }
 
     pairs = sampled_pairs(len(alignment.files), options.pairs)
-    todo = [(i, j) for i, j in pairs if f"{i}-{j}" not in results.pairs]
+    found = {(i, j): kept[f"pair/{i}/{j}"] for i, j in pairs if f"pair/{i}/{j}" in kept}
+    todo = [pair for pair in pairs if pair not in found]
     with track("measuring barriers", len(todo)) as tracker:
         for done, (i, j) in enumerate(todo, 1):
             first, second = states(i), states(j)
             try:
-                found = {
+                found[i, j] = {
                     w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in corrections}
                     for w in WHEN
                 }
             except ValueError as error:
                 sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
                 raise AlignFilesError(f"no barrier between {sources}: {error}") from error
-            results.pairs[f"{i}-{j}"] = found
-            results.write()
-            tracker.update(
-                done, before=found["before"][corrections[0]]["barrier"], after=found["after"][corrections[0]]["barrier"]
-            )
-    if not results.mean:
-        for w in WHEN:
-            with track(f"averaging, {w} the alignment", len(alignment.files)) as tracker:
-                mean = _mean((states(k)[w] for k in range(len(alignment.files))), tracker.update)
-            results.mean[w] = {"none": mean_loss(model, mean, data.evaluation, loss)}
-            if "batchnorm" in corrections:
-                corrected = reestimate_batchnorm(model, mean, data.statistics)
-                results.mean[w]["batchnorm"] = mean_loss(model, corrected, data.evaluation, loss)
-        results.write()
-    measured = [results.pairs[f"{i}-{j}"] for i, j in pairs]
+            kept[f"pair/{i}/{j}"] = found[i, j]
+            shown = {w: found[i, j][w][corrections[0]]["barrier"] for w in WHEN}
+            tracker.update(done, **shown)
+
+    def of_the_mean(when: str) -> dict[str, float]:
+        with track(f"averaging, {when} the alignment", len(alignment.files)) as tracker:
+            mean = _mean((states(k)[when] for k in range(len(alignment.files))), tracker.update)
+        losses = {"none": mean_loss(model, mean, data.evaluation, loss)}
+        if "batchnorm" in corrections:
+            again = reestimate_batchnorm(model, mean, data.statistics)
+            losses["batchnorm"] = mean_loss(model, again, data.evaluation, loss)
+        return losses
+
+    means = {when: once(kept, f"mean/{when}", partial(of_the_mean, when)) for when in WHEN}
+    kept.tidy()
+    measured = [found[pair] for pair in pairs]
     single = {
         k: p["before"][corrections[0]]["losses"][end]
         for pair, p in zip(pairs, measured, strict=True)
@@ -378,7 +382,7 @@ def _measure(
         networks=len(alignment.files),
         pairs=pairs,
         barriers={w: {m: [p[w][m] for p in measured] for m in corrections} for w in WHEN},
-        mean_losses=results.mean,
+        mean_losses=means,
         single_loss=fmean(single.values()),
     )
     draw_matrices(out / STATE / FIGURE, report)
@@ -401,26 +405,6 @@ def _reported(out: Path) -> bool:
         return False
 
 
-class _Results:
-    """What has been measured so far, on disk."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
-        self.pairs: dict[str, Any] = {}
-        self.mean: dict[str, dict[str, float]] = {}
-        try:
-            content = read_json(path)[0] if path.exists() else {}
-        except FileError as error:
-            raise AlignFilesError(f"{error}; delete it to have its barriers measured again") from error
-        if content.get("key") == key:
-            self.pairs, self.mean = content["pairs"], content["mean"]
-
-    def write(self) -> None:
-        content = {"key": self.key, "pairs": dict(sorted(self.pairs.items())), "mean": self.mean}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, content, seal=True)
-
-
 def _measured(
     model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
 ) -> dict[str, Any]:
@@ -429,7 +413,7 @@ def _measured(
     how: Correction = also if correction == "tempered" else correction  # type: ignore[assignment]
 
     def merge(state: State, ratio: float) -> State:
-        return corrected(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
+        return correct(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
 
     found: LossBarrier
     if correction == "tempered":

@@ -10,13 +10,13 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -25,23 +25,17 @@ from tu_symmetry.files import (
     FolderInUseError,
     check_file,
     clear_scratch,
+    digest_of,
     lock_folder,
     read_header,
     read_json,
     read_safetensors,
+    write_json,
     write_safetensors,
 )
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.sources import files_of, is_remote, locate
-from tu_symmetry.states import (
-    Gathered,
-    SampleFileError,
-    State,
-    SymmetryError,
-    load_state,
-    open_state,
-    without_prefix,
-)
+from tu_symmetry.states import SampleFileError, State, SymmetryError, load_state, without_prefix
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -49,8 +43,10 @@ VERSION = 4
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
 STATE = "state"
-
-T = TypeVar("T")
+PIECE = re.compile(
+    r"((permutation|scores|soup|mean|start|sweep|distance|pair)-[a-z\d+-]+|[0-9a-f]{64})\.(json|safetensors)"
+)
+_OF, _LONG = "tu_symmetry.made_of", 60
 
 
 class AlignFilesError(ValueError):
@@ -80,6 +76,22 @@ class _Silent:
 def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
     """A :data:`Track` that shows nothing."""
     return nullcontext(_Silent())
+
+
+@contextmanager
+def shown(track: Track) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function for ``progress=`` that shows each step in turn."""
+    with ExitStack() as stack:
+        step, tracker = "", _Silent()
+
+        def show(at: dict[str, Any]) -> None:
+            nonlocal step, tracker
+            if at["step"] != step:
+                stack.close()
+                step, tracker = at["step"], stack.enter_context(track(at["step"], at["total"]))  # type: ignore[assignment]
+            tracker.update(at["done"])
+
+        yield show
 
 
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -160,34 +172,13 @@ def read_state(path: Path, prefix: str) -> State:
     Raises:
         AlignFilesError: a file that is truncated, foreign or not there.
     """
-    with _refused(path):
-        state = load_state(path)
-    return without_prefix(state, prefix) or state
-
-
-def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor] | None:
-    """As :func:`read_state`, tensor by tensor; None where the file has to be read as a whole.
-
-    Raises:
-        AlignFilesError: as :func:`read_state`.
-    """
-    with _refused(path):
-        found = open_state(path)
-    if found is None:
-        return None
-    names = {n.removeprefix(prefix): n for n in found if n.startswith(prefix)}
-    return Gathered({name: (found, n) for name, n in names.items()}, prefix) or found
-
-
-@contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """Errors of reading a file as errors of this room."""
     try:
-        yield
+        state = load_state(path)
     except SampleFileError as error:
         raise AlignFilesError(str(error)) from error
     except OSError as error:
         raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
+    return without_prefix(state, prefix) or state
 
 
 def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:
@@ -249,7 +240,7 @@ def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
 def owned_header(path: Path) -> dict[str, Any] | None:
     """What :func:`write_owned` wrote about a file; None if there is no file, or it is not its own.
 
-    Only its head is read; :func:`read_owned` and :func:`check_owned` compare its content with its seal.
+    Only its head is read; :func:`check_owned` compares its content with its seal.
     """
     try:
         content = json.loads(read_header(path).metadata.get(FORMAT, "null"))
@@ -270,20 +261,81 @@ def check_owned(path: Path) -> dict[str, str]:
         raise AlignFilesError(f"{error} (deleting it has it made again)") from error
 
 
-def read_owned(path: Path, remedy: str) -> dict[str, Tensor]:
-    """The tensors of a file that :func:`write_owned` wrote.
+class Kept(MutableMapping[str, Any]):
+    """What a run has found so far, each piece in a sealed file of its own that says what it was made of.
+
+    Permutations are safetensors files, everything else is JSON. A piece that was made of other files or with other
+    options counts as not there, and is replaced.
 
     Args:
-        path: of the file.
-        remedy: what to do where it is damaged.
+        folder: of the pieces; it is made when the first one is.
+        made_of: what a piece depends on, by its key (``sweep/1/0``).
+    """
+
+    def __init__(self, folder: Path, made_of: Callable[[str], Any]) -> None:
+        self.folder, self._made_of = folder, made_of
+        self._used: set[str] = set()
+
+    def _name(self, key: str) -> str:
+        return key.replace("/", "-") if len(key) < _LONG else digest_of(key)
+
+    def _digest(self, key: str) -> str:
+        return digest_of([VERSION, key, self._made_of(key)])
+
+    def __getitem__(self, key: str) -> Any:
+        self._used.add(self._name(key))
+        for path in (self.folder / f"{self._name(key)}{suffix}" for suffix in (".safetensors", ".json")):
+            if path.is_file():
+                made_of, value = _piece(path)
+                if made_of == self._digest(key):
+                    return value
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._used.add(self._name(key))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, made_of = self.folder / self._name(key), self._digest(key)
+        if value and all(isinstance(part, Tensor) for part in value.values()):
+            tensors = {n: t.contiguous() for n, t in value.items()}
+            write_safetensors(path.with_name(f"{path.name}.safetensors"), tensors, {_OF: made_of})
+        else:
+            write_json(path.with_name(f"{path.name}.json"), {_OF: made_of, "value": value}, seal=True)
+
+    def __delitem__(self, key: str) -> None:
+        for path in self.folder.glob(f"{glob.escape(self._name(key))}.*"):
+            path.unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self.folder.glob("*") if PIECE.fullmatch(path.name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def tidy(self) -> None:
+        """Take away the pieces of earlier runs that this one has not asked for, and what killed ones have left."""
+        clear_scratch(self.folder)
+        for name in list(self):
+            if name.rpartition(".")[0] not in self._used and _piece(self.folder / name):
+                (self.folder / name).unlink()
+
+
+def _piece(path: Path) -> tuple[str, Any]:
+    """What a piece was made of, and its value.
 
     Raises:
-        AlignFilesError: it is damaged or gone.
+        AlignFilesError: it is damaged, or of another program.
     """
     try:
-        return read_safetensors(path)[0]
+        if path.suffix == ".safetensors":
+            value, header = read_safetensors(path)
+            content: dict[str, Any] = {**header.metadata, "value": value}
+        else:
+            content = read_json(path)[0]
     except (FileError, OSError) as error:
-        raise AlignFilesError(f"{path} is missing or damaged ({error}); {remedy}") from error
+        raise AlignFilesError(f"{error} (deleting it has it found again)") from error
+    if _OF not in content:
+        raise AlignFilesError(f"{path} was not written by this command; move it away or choose another --out")
+    return content[_OF], content["value"]
 
 
 @contextmanager
@@ -359,21 +411,3 @@ def _marked(path: Path, mark: str) -> bool:
         return mark.encode() in path.read_bytes() and (path.suffix != ".json" or bool(read_json(path)))
     except FileError:
         return False
-
-
-def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:
-    """Results as they come, with never more than ``threads`` items begun; the first error ends it."""
-    if threads == 1:
-        for item in items:
-            yield item, function(item)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        running: dict[Future[T], int] = {}
-        waiting = iter(items)
-        while True:
-            while len(running) < threads and (following := next(waiting, None)) is not None:
-                running[pool.submit(function, following)] = following
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()

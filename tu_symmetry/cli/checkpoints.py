@@ -202,8 +202,8 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     parser.description = (
         "Merges networks into one: permutes their hidden units so that they lie in one basin, averages the weights, "
         "and corrects the statistics. With data it says what each step is worth. Two networks are in memory at a time. "
-        "After an interruption the same command goes further. Files of LoRA adapters are merged as what they add to a "
-        "network, and folders of diffusers say themselves what network they hold: neither takes --model."
+        "After an interruption the same command goes further. Folders of diffusers say themselves what network they "
+        "hold, and take no --model."
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
@@ -253,11 +253,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         metavar="PATTERN",
         help="align partially: permute only the units all of whose tensors match one of these patterns",
     )
-    parser.add_argument(
-        "--rank",
-        type=whole_number(1),
-        help="of LoRA adapters: rank of the merged one, which is then the best of that rank (default: exact)",
-    )
     group = parser.add_argument_group("data", "for the statistics, and for the scores of each step")
     _add_data(group)
     group.add_argument(
@@ -276,7 +271,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     def run(arguments: argparse.Namespace) -> int | None:
         import torch
 
-        from tu_symmetry.checkpoints.adapters import are_adapters, merge_adapter_files
         from tu_symmetry.checkpoints.architecture import build_module, parse_precision, weightless
         from tu_symmetry.checkpoints.barriers import load_data
         from tu_symmetry.checkpoints.files import find_checkpoints
@@ -288,13 +282,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         display = Display()
         checkpoints = find_checkpoints(arguments.checkpoints)
         weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))
-        if arguments.model is None and are_adapters(checkpoints):
-            adapters = merge_adapter_files(checkpoints, Path(arguments.out), weights=weights, rank=arguments.rank)
-            adapters.grid().print(display.console)
-            print(f"{len(checkpoints)} adapters merged into {arguments.out}")
-            return 0
-        if arguments.rank is not None:
-            return fail("--rank is of LoRA adapters, and these files are whole networks")
         reference = None if arguments.reference == "none" else arguments.reference
         if reference not in (None, "first", "medoid", "mean", "universe"):
             reference = _one_file(reference)
