@@ -175,7 +175,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def pairwise(graph: SymmetryGraph, states: list[State]) -> float:
-    """The synchronized objective by its definition, over all pairs."""
+    """The objective of a universe by its definition, over all pairs."""
     pairs = itertools.combinations(states, 2)
     return sum(float((a[n].double() * b[n].double()).sum()) for a, b in pairs for n in graph.shapes)
 
@@ -270,7 +270,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("network", [Net, Residual])
 @pytest.mark.parametrize(
     ("reference", "solver"),
-    [*itertools.product([*MODES, "given"], ["frank_wolfe", "descent"]), ("universe", "synchronized")],
+    list(itertools.product([*MODES, "given"], ["frank_wolfe", "descent"])),
 )
 def test_files_and_states_are_aligned_alike(
     reference: Any, solver: Any, network: type[nn.Module], tmp_path: Path
@@ -372,33 +372,6 @@ def test_more_files_resume_from_the_running_mean(
     assert len(calls) == 5 and tree(tmp_path / "grown") == tree(tmp_path / "whole")
     align_files(graph, files[::-1], tmp_path / "grown", reference="mean")
     assert len(calls) == 10
-
-
-def test_a_synchronized_universe_resumes_and_starts_over_with_more_files(
-    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its relaxation takes all networks together, so nothing of a smaller one is used."""
-    files, options = write(tmp_path, noisy(graph, 5)), {"reference": "universe", "solver": "synchronized"}
-    align_files(graph, files, tmp_path / "whole", **options)  # type: ignore[arg-type]
-    align_files(graph, files[:3], tmp_path / "grown", **options)  # type: ignore[arg-type]
-    align_files(graph, files, tmp_path / "grown", **options)  # type: ignore[arg-type]
-    replace, left = os.replace, 7
-
-    def limited(source: str, target: str) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", limited)
-        with pytest.raises(KeyboardInterrupt):
-            align_files(graph, files, tmp_path / "cut", **options)  # type: ignore[arg-type]
-    align_files(graph, files, tmp_path / "cut", **options)  # type: ignore[arg-type]
-    assert tree(tmp_path / "whole") == tree(tmp_path / "cut") == tree(tmp_path / "grown")
-    with pytest.raises(AlignFilesError, match="for the universe only"):
-        align_files(graph, files, tmp_path / "no", solver="synchronized")
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_a_stack_of_another_kind_is_named(kind: str) -> None:
 def test_without_a_network_what_is_no_dense_tensor_is_named(kind: str) -> None:
     good, bad = state(), spoiled(kind, state())
     calls: list[Callable[[], Any]] = [
-        lambda: barrier.mean_state([bad, bad]),
+        lambda: tus.mean_state([bad, bad]),
         lambda: stack_states([bad, bad]),
         lambda: barrier.interpolate(bad, bad, 0.5),
         lambda: prune(bad, {}),

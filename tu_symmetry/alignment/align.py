@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
-from tu_symmetry.alignment.consensus import AlignSolver, Match, bounded, find_target
+from tu_symmetry.alignment.consensus import Match, bounded, find_target
 from tu_symmetry.alignment.consensus import Reference as Reference
-from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
+from tu_symmetry.alignment.matching import Matching, Progress, Solver, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, as_given, check_number, mean_state, read_state, unstack
@@ -75,7 +75,7 @@ def align(
     *,
     reference: Reference | Mapping[str, Tensor] | nn.Module = "first",
     match_on: MatchOn = "weights",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     restarts: int = 1,
     similarity: Similarity = "product",
     model: nn.Module | None = None,
@@ -103,8 +103,7 @@ def align(
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
         solver: how weights are matched: ``frank_wolfe``, or ``descent``, from the identity, which misses more
-            where networks were permuted. For a universe also ``synchronized``: it begins with the relaxation of all
-            networks together, which often ends higher on trained networks, and takes four copies of all in memory.
+            where networks were permuted.
         restarts: starts of each ``descent``, see :func:`weight_matching`.
         similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
@@ -149,7 +148,6 @@ def align(
         members,
         cast("Reference | Mapping[str, Tensor]", reference),
         match,
-        solver=solver,
         candidates=candidates,
         max_iterations=max_iterations,
         threads=1 if match_on == "activations" else threads,
@@ -191,7 +189,7 @@ def align(
 def matcher(
     graph: SymmetryGraph,
     match_on: MatchOn,
-    solver: AlignSolver,
+    solver: Solver,
     restarts: int,
     similarity: Similarity,
     model: nn.Module | None,
@@ -213,11 +211,10 @@ def matcher(
             graph, model, target, member, data, similarity=similarity
         )
     seed = None if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
-    pairwise: Any = "frank_wolfe" if solver == "synchronized" else solver
 
     def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
         own = None if seed is None else torch.Generator().manual_seed(seed + job)
-        return weight_matching(graph, target, member, solver=pairwise, restarts=restarts, generator=own)
+        return weight_matching(graph, target, member, solver=solver, restarts=restarts, generator=own)
 
     return match
 
@@ -232,10 +229,8 @@ def _check_words(
         raise ValueError(
             f"unknown match_on {match_on!r}: 'weights' or 'activations' (straight_through_matching aligns one network)"
         )
-    if solver not in ("frank_wolfe", "descent", "synchronized"):
-        raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe', 'descent', or, for a universe, 'synchronized'")
-    if solver == "synchronized" and not (isinstance(reference, str) and reference == "universe"):
-        raise ValueError("solver='synchronized' relaxes all networks together, for reference='universe' only")
+    if solver not in ("frank_wolfe", "descent"):
+        raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe' or 'descent'")
     for value, what in ((candidates, "candidates"), (max_iterations, "max_iterations"), (restarts, "restarts")):
         check_number(value, what, whole=True)
     if candidates < 2 or max_iterations < 1 or restarts < 1:

@@ -7,10 +7,9 @@ in their number, so at most so many networks are compared, a fixed sample if the
 the mean of all change nothing, since a network is a part of that mean, in the place that it has.
 
 ``universe`` maximizes the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
-C2M3, eq. 5), which is consistent along every cycle of networks by construction. It starts at the running mean or, with
-the solver ``synchronized``, at the relaxation of all networks together, which takes four copies of all in memory. Then
-come sweeps of block-coordinate ascent: each network descends against the mean of all others from the permutation that
-it has, so the sum never decreases, and a sweep that moves nothing ends them.
+C2M3, eq. 5), which is consistent along every cycle of networks by construction. From the running mean on come sweeps of
+block-coordinate ascent: each network descends against the mean of all others from the permutation that it has, so the
+sum never decreases, and a sweep that moves nothing ends them.
 
 A permutation of all networks alike changes no distance: the one is chosen that leaves the first network as it is.
 
@@ -29,16 +28,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from tu_symmetry.alignment.gram import each_working, exponent_of, families, parameter_sizes, resized, working
-from tu_symmetry.alignment.matching import Matching, Progress, Solver, weight_matching
-from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
+from tu_symmetry.alignment.gram import exponent_of, parameter_sizes, resized
+from tu_symmetry.alignment.matching import Matching, Progress, weight_matching
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
-AlignSolver = Literal[Solver, "synchronized"]
 Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int], Matching]
 Kept = MutableMapping[str, Any]
 T = TypeVar("T")
@@ -71,7 +68,6 @@ def find_target(
     reference: Reference | Mapping[str, Tensor],
     match: Match,
     *,
-    solver: AlignSolver = "frank_wolfe",
     candidates: int = 16,
     max_iterations: int = 20,
     threads: int = 1,
@@ -85,11 +81,10 @@ def find_target(
         networks: read when they are asked for, two at a time.
         reference: what is looked for, or a network.
         match: ``(target, state, number)`` to a matching; of pairs, and of the running mean.
-        solver: ``synchronized`` starts a universe at the relaxation of all networks together.
         candidates: bound on the networks that are compared for a medoid.
         max_iterations: bound on the sweeps of a universe.
         threads: networks that are matched at the same time.
-        kept: what an earlier search has found, by ``distance/I/J``, ``mean/K``, ``start/K`` and ``sweep/S/K``.
+        kept: what an earlier search has found, by ``distance/I/J``, ``mean/K`` and ``sweep/S/K``.
         progress: called after each network with ``{"step", "done", "total", "iteration"}``.
     """
     identity = identity_permutation(graph)
@@ -101,7 +96,7 @@ def find_target(
     if reference == "medoid":
         return _medoid(graph, networks, match, candidates, threads, kept, progress)
     sweeps = max_iterations if reference == "universe" else 0
-    return _consensus(graph, networks, match, solver == "synchronized", sweeps, threads, kept, progress)
+    return _consensus(graph, networks, match, sweeps, kept, progress)
 
 
 def once(kept: Kept, key: str, compute: Callable[[], Any]) -> Any:
@@ -178,18 +173,16 @@ def _consensus(
     graph: SymmetryGraph,
     networks: Sequence[State],
     match: Match,
-    relaxed: bool,
     max_sweeps: int,
-    threads: int,
     kept: Kept,
     progress: Progress | None,
 ) -> Target:
-    """The running mean, or the relaxation, and sweeps; the sum is of floating-point tensors, in float64."""
+    """The running mean, and sweeps from there; the sum is of floating-point tensors, in float64."""
     count = len(networks)
     like, exponent = _likeness(graph, networks)
     total: dict[str, Tensor] = {}
     held: list[Permutation] = []
-    sweep, iterations, moved = 0, 0, True
+    sweep, moved = 0, True
 
     def load(k: int) -> State:
         return resized(graph, networks[k], exponent) if exponent else networks[k]
@@ -211,7 +204,7 @@ def _consensus(
                 total.setdefault(name, tensor)
 
     def first_pass(k: int) -> None:
-        state, key = load(k), f"start/{k}" if relaxed else f"mean/{k}"
+        state, key = load(k), f"mean/{k}"
         if key not in kept:
             kept[key] = match(mean_of_others(state, {}, k), state, k).permutation if k else identity_permutation(graph)
         held.append(kept[key])
@@ -238,12 +231,9 @@ def _consensus(
         if progress is not None:
             progress({"step": step, "done": k + 1, "total": count, "iteration": sweep + 1})
 
-    if relaxed and not all(f"start/{k}" in kept for k in range(count)):
-        start, iterations = _relaxation(graph, [load(k) for k in range(count)], threads)
-        kept.update({f"start/{k}": permutation for k, permutation in enumerate(start)})
     for k in range(count):
         first_pass(k)
-        tell("aligning all networks together" if relaxed else "aligning to the running mean", k)
+        tell("aligning to the running mean", k)
     while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
         for k in range(count):
@@ -255,7 +245,7 @@ def _consensus(
     return Target(
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         permutations={k: compose(back, permutation) for k, permutation in enumerate(held)},
-        iterations=iterations + sweep + (not relaxed),
+        iterations=sweep + 1,
         search={"sweeps": sweep, "converged": sweep == 0 or not moved},
     )
 
@@ -277,10 +267,3 @@ def _likeness(graph: SymmetryGraph, networks: Sequence[State]) -> tuple[State, i
         sizes += parameter_sizes(graph, state)
         del state  # before the next one is read
     return like, exponent_of(sizes)
-
-
-def _relaxation(graph: SymmetryGraph, members: Sequence[State], threads: int) -> tuple[list[Permutation], int]:
-    """The relaxation of all networks together, computed with parameters in one dtype and on one device."""
-    first = working(graph, members[0])
-    same = [{n: t.to(first[n].device, first[n].dtype) for n, t in each_working(graph, m)} for m in members]
-    return synchronized_frank_wolfe(graph, same, families(graph), threads=threads)

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 
 from tu_symmetry.alignment.align import UNMOVED, MatchOn, Reference, is_identity, matcher
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, barrier_of, between, mean_loss, measure
-from tu_symmetry.alignment.consensus import AlignSolver, Kept, find_target, once, read
-from tu_symmetry.alignment.matching import Progress
+from tu_symmetry.alignment.consensus import Kept, Match, find_target, once, read
+from tu_symmetry.alignment.matching import Progress, Solver
 from tu_symmetry.alignment.networks import Network, Networks, StateSource, read_network
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.evaluation import reusable
@@ -118,7 +118,7 @@ def merge(
     weights: Weights = "equal",
     reference: Reference | Network | None = "first",
     match_on: MatchOn = "weights",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     only: Sequence[str] = (),
     loss: Loss | None = None,
     metrics: Mapping[str, Loss] | None = None,
@@ -213,7 +213,7 @@ def merge(
         found = _Found([identity_permutation(graph)] * len(networks), [], "the networks were merged as they are")
     else:
         match = matcher(graph, match_on, solver, 1, "product", model, dataloader, None)
-        found = _find(graph, networks, reference, match, solver, certify, kept, tell)
+        found = _find(graph, networks, reference, match, certify, kept, tell)
     aligned = networks.permuted(graph, found.permutations)
     if plan is None:
         order = sorted(range(len(networks)), key=lambda i: own[i]["loss"])
@@ -254,8 +254,7 @@ def _find(
     graph: SymmetryGraph,
     networks: StateSource,
     reference: Reference | Network,
-    match: Any,
-    solver: AlignSolver,
+    match: Match,
     certify: bool,
     kept: Kept,
     tell: Callable[[str, int], None],
@@ -263,10 +262,10 @@ def _find(
     """Permutations of all networks; one of them is in memory beside what it is matched to."""
     graph.require_verified()
     word = isinstance(reference, str) and reference in get_args(Reference)
-    anchor: Any = reference if word else read_network(reference, "reference")  # type: ignore[arg-type]
+    anchor: Any = reference if word else read_network(reference, "reference")
     if not word:
         graph.check_state(anchor, name="reference")
-    target = find_target(graph, networks, anchor, match, solver=solver, kept=kept)
+    target = find_target(graph, networks, anchor, match, kept=kept)
     certificates: list[Certificate] = []
     reasons: list[str] = []
 

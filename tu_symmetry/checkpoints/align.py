@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from tu_symmetry.alignment.align import matcher
-from tu_symmetry.alignment.consensus import AlignSolver, Reference, Target, bounded, find_target
-from tu_symmetry.alignment.matching import weight_distance, weight_matching
+from tu_symmetry.alignment.consensus import Reference, Target, bounded, find_target
+from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.checkpoints.files import (
     FORMAT,
@@ -170,7 +170,7 @@ def align_files(
     *,
     reference: Path | Reference = "first",
     prefix: str = "",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     candidates: int = 16,
     max_iterations: int = 20,
     threads: int = 1,
@@ -187,8 +187,8 @@ def align_files(
         out: folder of the results.
         reference: what all are aligned to. A path: that file. ``first``: the first checkpoint. ``medoid``: the one
             with the least sum of distances to the others after matching, among at most ``candidates`` of them.
-            ``mean``: each to the mean of those before it. ``universe``: as ``mean`` (or, by ``synchronized``,
-            all networks together, in memory), then each to the mean of all others, in sweeps, until nothing moves.
+            ``mean``: each to the mean of those before it. ``universe``: as ``mean``, then each to the mean of all
+            others, in sweeps, until nothing moves.
             The results are those of :func:`tu_symmetry.align`.
         prefix: of the names in the checkpoints, for example ``model.``; files whose names have none are read as they
             are.
@@ -209,8 +209,6 @@ def align_files(
             changed since, or that is read; another run in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
-    if mode != "universe" and solver == "synchronized":
-        raise AlignFilesError("the solver synchronized relaxes all networks together, for the universe only")
     _check_arguments(checkpoints, mode, candidates, max_iterations, threads)
     names = output_names(checkpoints)
     tensors, texts = _outputs(out, names)
@@ -236,7 +234,6 @@ def align_files(
                 StateSource([file.path for file in files], prefix=prefix),
                 given,
                 matcher(graph, "weights", solver, 1, "product", None, None, None),
-                solver=solver,
                 candidates=candidates,
                 max_iterations=max_iterations,
                 threads=threads,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Reference
 from tu_symmetry.alignment.barrier import Loss
-from tu_symmetry.alignment.consensus import AlignSolver
+from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.repair import Correction
@@ -65,7 +65,7 @@ def merge_files(
     weights: Weights = "equal",
     correction: Correction = "none",
     reference: Reference | Path | None = "first",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     only: Sequence[str] = (),
     points: int = 0,
     prefix: str = "",

@@ -132,10 +132,9 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
     parser.add_argument(
         "--solver",
-        choices=["frank_wolfe", "descent", "synchronized"],
+        choices=["frank_wolfe", "descent"],
         default="frank_wolfe",
-        help="of matching (default: frank_wolfe); synchronized relaxes all networks together, for the universe only, "
-        "and holds all of them in memory",
+        help="of matching (default: frank_wolfe)",
     )
     parser.add_argument(
         "--candidates",
@@ -242,7 +241,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
     parser.add_argument(
         "--solver",
-        choices=["frank_wolfe", "descent", "synchronized"],
+        choices=["frank_wolfe", "descent"],
         default="frank_wolfe",
         help="of matching, as for `align` (default: frank_wolfe)",
     )
