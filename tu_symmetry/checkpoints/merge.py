@@ -143,7 +143,7 @@ def merge_files(
             nonlocal done
             done += 1
             tracker.update(done)
-            _give_back()
+            _give_back(collect=False)
 
         try:
             merged = merge(
@@ -171,13 +171,14 @@ def merge_files(
     return merged
 
 
-def _give_back() -> None:
+def _give_back(*, collect: bool = True) -> None:
     """Return memory that is free to the system.
 
     The C library of Linux keeps what is freed in small pieces: after the symmetries of SDXL were found that was 5 GB,
     as much as one of the networks that are to be read next.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
