@@ -13,6 +13,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,15 @@ class SymmetryWarning(UserWarning):
 
 class SampleFileError(FileError):
     """A file or folder that is truncated, changed, foreign, or of another architecture; the message names it."""
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors of files as errors of samples."""
+    try:
+        yield
+    except FileError as error:
+        raise SampleFileError(str(error)) from error
 
 
 class Layout(NamedTuple):
@@ -333,18 +343,15 @@ def load_state(
     if path.name.endswith(INDEX):
         content = _sharded(path, allow, device)
     elif path.suffix == _SUFFIX:
-        try:
+        with _named():
             file = TensorFile(path, device=device, warn=False)  # most are other programs'
             content = as_given(file, file)
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
     else:
-        try:
+        with _named():
             check_archive(path)
+        try:
             with torch.serialization.safe_globals(list(allow)):
                 content = torch.load(path, map_location=device, weights_only=True)
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
         except pickle.UnpicklingError as error:
             raise SampleFileError(
                 f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
@@ -398,7 +405,7 @@ def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str
         SampleFileError: as :func:`load_state`.
     """
     path = _file(path)
-    try:
+    with _named():
         if path.name.endswith(INDEX):
             parts = shards_of(path)
             if not all(part.suffix == _SUFFIX for part in parts.values()):
@@ -410,8 +417,6 @@ def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str
             held = dict.fromkeys(file, file)
         else:
             return None
-    except FileError as error:
-        raise SampleFileError(str(error)) from error
     missing = [name for name, file in held.items() if name not in file]
     if missing:
         raise SampleFileError(f"{path} says that {held[missing[0]].path.name} holds {missing[0]!r}, and it does not")
@@ -430,10 +435,8 @@ class _Opened(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]
-        try:
+        with _named():
             return source[own]
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
@@ -446,10 +449,8 @@ def _file(source: str | os.PathLike[str]) -> Path:
     """The one file that a source of :mod:`tu_symmetry.sources` stands for."""
     if not is_remote(source) and not Path(source).is_dir():
         return Path(source)
-    try:
+    with _named():
         found = locate(source)
-    except FileError as error:
-        raise SampleFileError(str(error)) from error
     if len(found) > 1:
         raise SampleFileError(f"{source} holds {len(found)} files of weights, as {found[0].name}; name one of them")
     return found[0]
@@ -457,10 +458,8 @@ def _file(source: str | os.PathLike[str]) -> Path:
 
 def _sharded(index: Path, allow: Sequence[Any], device: str | torch.device) -> State:
     """A network that is cut into several files: each is read once, and what the index says is in it is taken."""
-    try:
+    with _named():
         files = shards_of(index)
-    except FileError as error:
-        raise SampleFileError(str(error)) from error
     state: State = {}
     for file in dict.fromkeys(files.values()):
         held = load_state(file, allow=allow, device=device)

@@ -25,7 +25,7 @@ from tu_symmetry.checkpoints.barriers import (
     measure_barriers,
     sampled_pairs,
 )
-from tu_symmetry.checkpoints.files import AlignFilesError
+from tu_symmetry.files import FileError
 from tu_symmetry.states import load_state, mean_state
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -230,7 +230,7 @@ def test_barriers_are_of_the_files_that_were_aligned(graph: SymmetryGraph, tmp_p
     alignment, out = aligned(graph, tmp_path), tmp_path / "out"
     data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
     align_files(graph, [Path(f.source) for f in alignment.files], out, reference=Path(alignment.files[1].source))
-    with pytest.raises(AlignFilesError, match="was changed by another run"):
+    with pytest.raises(FileError, match="was changed by another run"):
         measure_barriers(Net(), alignment, out, data, BarrierOptions(pairs=2, points=3))
 
 
@@ -242,7 +242,7 @@ def test_damaged_measurements_are_refused(graph: SymmetryGraph, tmp_path: Path) 
     measure_barriers(Net(), alignment, out, data, options)
     kept = next((out / "state" / "barriers").glob("pair-*.json"))
     kept.write_text(kept.read_text().replace("0.", "1.", 1))
-    with pytest.raises(AlignFilesError, match=r"pair-.*\.json was changed or damaged.*deleting it"):
+    with pytest.raises(FileError, match=r"pair-.*\.json was changed or damaged.*deleting it"):
         measure_barriers(Net(), alignment, out, data, options)
 
 
@@ -304,7 +304,7 @@ def test_a_data_module_gives_test_data_and_training_inputs() -> None:
     ],
 )
 def test_data_that_do_not_fit_are_named(name: str, arguments: list[str], message: str) -> None:
-    with pytest.raises(AlignFilesError, match=message):
+    with pytest.raises(FileError, match=message):
         load_data(name, arguments, 10, torch.float32)
 
 
@@ -312,7 +312,7 @@ def test_a_foreign_figure_is_not_overwritten(graph: SymmetryGraph, tmp_path: Pat
     alignment = aligned(graph, tmp_path, count=2)
     (tmp_path / "out" / "barriers.png").write_bytes(b"mine")
     data = load_data(f"{__name__}.loader", [], 10, torch.float32)
-    with pytest.raises(AlignFilesError, match="not written by this command"):
+    with pytest.raises(FileError, match="not written by this command"):
         measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions())
     assert (tmp_path / "out" / "barriers.png").read_bytes() == b"mine"
 
@@ -324,7 +324,7 @@ def nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_a_loss_that_is_nan_names_the_files(graph: SymmetryGraph, tmp_path: Path) -> None:
     alignment = aligned(graph, tmp_path, count=2)
     data = load_data(f"{__name__}.loader", [], 10, torch.float32)
-    with pytest.raises(AlignFilesError, match=r"no barrier between .*net0.pt and .*net1.pt: the losses at the ends"):
+    with pytest.raises(FileError, match=r"no barrier between .*net0.pt and .*net1.pt: the losses at the ends"):
         measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(loss=f"{__name__}.nan_loss"))
 
 

@@ -21,8 +21,8 @@ from tu_symmetry import cli
 from tu_symmetry.alignment import align as matching
 from tu_symmetry.alignment import merging
 from tu_symmetry.checkpoints.barriers import load_data
-from tu_symmetry.checkpoints.files import AlignFilesError
 from tu_symmetry.checkpoints.merge import merge_files, working_folder
+from tu_symmetry.files import FileError
 from tu_symmetry.symmetry.verification import random_state
 
 
@@ -262,12 +262,12 @@ def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
         assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["permutation/1"]["0"], torch.arange(8))
-        with pytest.raises(AlignFilesError, match="in use"), working_folder(folder, "one"):
+        with pytest.raises(FileError, match="in use"), working_folder(folder, "one"):
             pass
         raise KeyboardInterrupt
     path = folder / "permutation-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with pytest.raises(AlignFilesError, match="deleting it has it found again"), working_folder(folder, "one") as kept:
+    with pytest.raises(FileError, match="deleting it has it found again"), working_folder(folder, "one") as kept:
         _ = kept["permutation/1"]
     path.unlink()
     with pytest.raises(KeyError), working_folder(folder, "another") as kept:
@@ -300,7 +300,7 @@ def test_points_and_partial_alignment(tmp_path: Path) -> None:
 
 def test_a_merge_that_is_killed_at_any_write_goes_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in front of each rename, and behind it, as by SIGKILL: from then on nothing changes on the disk."""
-    monkeypatch.setattr("tu_symmetry.checkpoints.merge._give_back", lambda: None)  # takes most of the time
+    monkeypatch.setattr("tu_symmetry.checkpoints.merge._give_back", lambda **_: None)  # takes most of the time
     torch.manual_seed(0)
     model = Net()
     graph = tus.discover_symmetries(model, torch.randn(2, 4))

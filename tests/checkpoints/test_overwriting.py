@@ -13,9 +13,9 @@ import torch
 from toy_networks import net
 
 from tu_symmetry import cli
-from tu_symmetry.checkpoints.files import AlignFilesError, refuse_foreign
+from tu_symmetry.checkpoints.files import refuse_foreign
 from tu_symmetry.checkpoints.merge import working_folder
-from tu_symmetry.files import SCRATCH
+from tu_symmetry.files import SCRATCH, FileError
 
 MODEL = ["--model", "toy_networks.net", "--input", "1,4"]
 
@@ -118,7 +118,7 @@ def test_where_letters_have_no_case_the_files_number_tells(tmp_path: Path, monke
     path.write_bytes(b"x")
     real = Path.stat
     monkeypatch.setattr(Path, "stat", lambda p, **k: real(p.with_name("R.safetensors") if p.stem == "r" else p))
-    with pytest.raises(AlignFilesError, match="is read by this command"):
+    with pytest.raises(FileError, match="is read by this command"):
         refuse_foreign([tmp_path / "r.safetensors"], {}, [path])
 
 

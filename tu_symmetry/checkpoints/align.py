@@ -28,7 +28,6 @@ from tu_symmetry.checkpoints.files import (
     PERMUTATION,
     STATE,
     VERSION,
-    AlignFilesError,
     Checkpoint,
     Kept,
     Track,
@@ -45,7 +44,7 @@ from tu_symmetry.checkpoints.files import (
     silent,
     write_owned,
 )
-from tu_symmetry.files import digest_of, other_versions, read_json, without_nan, write_json, write_text
+from tu_symmetry.files import FileError, digest_of, other_versions, read_json, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import check_number
 from tu_symmetry.symmetry.action import permute_tensors
@@ -204,7 +203,7 @@ def align_files(
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; it is not written.
         TypeError: counts that are no whole numbers.
-        AlignFilesError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
+        FileError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
             weights; two that would have the same name; a file in ``out`` that this function has not written, that was
             changed since, or that is read; another run in ``out``.
     """
@@ -277,9 +276,9 @@ def _check_arguments(
     checkpoints: Sequence[Path], mode: str, candidates: int, max_iterations: int, threads: int
 ) -> None:
     if not checkpoints:
-        raise AlignFilesError("no checkpoints to align")
+        raise FileError("no checkpoints to align")
     if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
-        raise AlignFilesError(f"a {mode} needs at least two checkpoints, got one")
+        raise FileError(f"a {mode} needs at least two checkpoints, got one")
     for name, value, least in (
         ("threads", threads, 1),
         ("candidates", candidates, 2),
@@ -287,7 +286,7 @@ def _check_arguments(
     ):
         check_number(value, name, whole=True)
         if value < least:
-            raise AlignFilesError(f"{name} must be at least {least}, got {value}")
+            raise FileError(f"{name} must be at least {least}, got {value}")
 
 
 def _permute_files(
@@ -369,7 +368,7 @@ def _done_before(weights: Path, permutation: Path, key: dict[str, Any]) -> dict[
 def _outputs(out: Path, names: Sequence[str]) -> tuple[list[Path], dict[Path, str]]:
     """All files that a run may write, those of tensors and the others, see :func:`refuse_foreign`."""
     if out.exists() and not out.is_dir():
-        raise AlignFilesError(f"{out} is a file, and the results need a folder; choose another name with --out")
+        raise FileError(f"{out} is a file, and the results need a folder; choose another name with --out")
     results = [out / f"{name}{suffix}" for name in names for suffix in (".safetensors", PERMUTATION)]
     texts = {
         out / "report.json": f'"format": "{FORMAT}"',

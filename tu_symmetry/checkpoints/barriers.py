@@ -28,7 +28,6 @@ from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import (
     STATE,
-    AlignFilesError,
     Kept,
     Track,
     locked,
@@ -37,7 +36,7 @@ from tu_symmetry.checkpoints.files import (
     silent,
 )
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
-from tu_symmetry.files import read_json
+from tu_symmetry.files import FileError, read_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 
@@ -164,14 +163,11 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
         dtype: that floating-point inputs are converted to.
 
     Raises:
-        AlignFilesError: no such name, or what it returns gives no such batches.
+        FileError: no such name, or what it returns gives no such batches.
     """
     if num_samples < 1:
-        raise AlignFilesError(f"num_samples must be at least 1, got {num_samples}")
-    try:
-        values = parse_assignments(arguments, "--data-init")
-    except ConfigError as error:
-        raise AlignFilesError(str(error)) from error
+        raise FileError(f"num_samples must be at least 1, got {num_samples}")
+    values = parse_assignments(arguments, "--data-init")
     try:
         build = resolve(name)
         with torch.random.fork_rng(devices=[]):  # loaders may shuffle
@@ -180,12 +176,12 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
             labeled = [(_inputs(b, dtype), b[1]) for b in _first(_batches(evaluation, name), num_samples)]
             inputs = labeled if statistics is evaluation else _first(_batches(statistics, name), num_samples)
             unlabeled = [_inputs(b, dtype) for b in inputs]
-    except AlignFilesError:
+    except FileError:
         raise
     except ConfigError as error:
-        raise AlignFilesError(f"--data {name}: {error}") from error
+        raise FileError(f"--data {name}: {error}") from error
     except Exception as error:
-        raise AlignFilesError(
+        raise FileError(
             f"--data {name} fails: {type(error).__name__}: {error}. It is called with {values} (option --data-init) "
             "and has to be a LightningDataModule, or return a loader of batches (inputs, targets), or two loaders"
         ) from error
@@ -214,7 +210,7 @@ def _batches(loader: Iterable[Any], name: str) -> Iterable[tuple[Tensor, Tensor]
     for batch in loader:
         if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
             kinds = [type(t).__name__ for t in batch] if isinstance(batch, (list, tuple)) else type(batch).__name__
-            raise AlignFilesError(f"--data {name}: a batch has to be (inputs, targets), two tensors, but it is {kinds}")
+            raise FileError(f"--data {name}: a batch has to be (inputs, targets), two tensors, but it is {kinds}")
         yield batch[0], batch[1]
 
 
@@ -227,7 +223,7 @@ def _first(batches: Iterable[tuple[Tensor, Tensor]], num_samples: int) -> list[t
         if left <= 0:
             break
     if not taken:
-        raise AlignFilesError("the data are empty: the loader gave no batch")
+        raise FileError("the data are empty: the loader gave no batch")
     return taken
 
 
@@ -239,23 +235,23 @@ def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> 
     """The loss, tried on the first batch, so that a wrong one is known before anything is aligned.
 
     Raises:
-        AlignFilesError: no such function, or it fails on the network's outputs.
+        FileError: no such function, or it fails on the network's outputs.
     """
     unknown = [m for m in options.corrections if m not in CORRECTIONS]
     if unknown or options.points < 3 or (options.pairs is not None and options.pairs < 1):
-        raise AlignFilesError(
+        raise FileError(
             f"points must be at least 3, pairs at least 1 and corrections among {', '.join(CORRECTIONS)}; got {options}"
         )
     if "batchnorm" in options.corrections and not _has_batchnorm(model):
-        raise AlignFilesError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
+        raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
     if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
-        raise AlignFilesError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
+        raise FileError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
     try:
         loss: Loss = resolve(options.loss)
         mean_loss(model, model.state_dict(), data.evaluation[:1], loss)
     except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in data.evaluation[0])
-        raise AlignFilesError(
+        raise FileError(
             f"{options.loss} of the network's outputs cannot be computed on a batch of --data {data.name} ({shapes}): "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -301,7 +297,7 @@ def measure_barriers(
         track: shows progress.
 
     Raises:
-        AlignFilesError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
+        FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
             folder, results that are not those of this alignment any more.
     """
     with locked(out):
@@ -312,10 +308,10 @@ def _measure(
     model: nn.Module, alignment: FileAlignment, out: Path, data: BarrierData, options: BarrierOptions, track: Track
 ) -> BarrierReport:
     if len(alignment.files) < 2:
-        raise AlignFilesError("barriers are between networks, so there must be two checkpoints at least")
+        raise FileError("barriers are between networks, so there must be two checkpoints at least")
     folder = out / STATE / "barriers"
     if (out / FIGURE).exists() and not folder.is_dir() and not _reported(out):
-        raise AlignFilesError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
+        raise FileError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
     corrections = options.corrections or (("none", "batchnorm") if _has_batchnorm(model) else ("none",))
     made_of = [
@@ -333,7 +329,7 @@ def _measure(
             file.source_sha256,
             alignment.reference_sha256,
         ]:
-            raise AlignFilesError(f"{out / file.aligned} was changed by another run; run the command again")
+            raise FileError(f"{out / file.aligned} was changed by another run; run the command again")
         return {
             "before": read_state(Path(file.source), alignment.options["prefix"]),
             "after": read_state(out / file.aligned, ""),
@@ -352,7 +348,7 @@ def _measure(
                 }
             except ValueError as error:
                 sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
-                raise AlignFilesError(f"no barrier between {sources}: {error}") from error
+                raise FileError(f"no barrier between {sources}: {error}") from error
             kept[f"pair/{i}/{j}"] = found[i, j]
             shown = {w: found[i, j][w][corrections[0]]["barrier"] for w in WHEN}
             tracker.update(done, **shown)

@@ -35,7 +35,7 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.sources import files_of, is_remote, locate
-from tu_symmetry.states import SampleFileError, State, SymmetryError, load_state, without_prefix
+from tu_symmetry.states import State, SymmetryError, load_state, without_prefix
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -47,10 +47,6 @@ PIECE = re.compile(
     r"((permutation|scores|soup|mean|start|sweep|distance|pair)-[a-z\d+-]+|[0-9a-f]{64})\.(json|safetensors)"
 )
 _OF, _LONG = "tu_symmetry.made_of", 60
-
-
-class AlignFilesError(ValueError):
-    """Files that cannot be aligned, or that would be overwritten; the message names them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
             ``timm://``.
 
     Raises:
-        AlignFilesError: a path or pattern that stands for no file, or weights that cannot be fetched.
+        FileError: a path or pattern that stands for no file, or weights that cannot be fetched.
     """
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
@@ -113,12 +109,9 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
         folders = [m for m in matches if Path(m).is_dir()]
         if not here and len(folders) < len(matches):  # a glob of files that also meets folders
             matches = [m for m in matches if m not in folders]
-        try:
-            files = [file for match in matches for file in locate(match)]
-        except FileError as error:
-            raise AlignFilesError(str(error)) from error
+        files = [file for match in matches for file in locate(match)]
         if not files:
-            raise AlignFilesError(f"{pattern} is no file")
+            raise FileError(f"{pattern} is no file")
         for file in files:
             found.setdefault(os.path.abspath(file), file)
     return list(found.values())
@@ -128,7 +121,7 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
     """A name for each checkpoint's results: its stem, with its folders or suffix where stems are not unique.
 
     Raises:
-        AlignFilesError: names that agree even then.
+        FileError: names that agree even then.
     """
     absolute = [Path(os.path.abspath(p)) for p in checkpoints]
     shared = Path(os.path.commonpath([p.parent for p in absolute]))
@@ -143,14 +136,14 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
         if max(counts.values()) == 1 and not taken:
             return style
     twice = sorted(name for name, n in counts.items() if n > 1)
-    raise AlignFilesError(f"the checkpoints' names do not tell them apart ({(twice or taken)[:3]}); rename them")
+    raise FileError(f"the checkpoints' names do not tell them apart ({(twice or taken)[:3]}); rename them")
 
 
 def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
     """Read a network as :func:`read_state` does, and check that it belongs to the architecture.
 
     Raises:
-        AlignFilesError: another architecture, NaN or infinite weights, a stack of networks, a file that is truncated,
+        FileError: another architecture, NaN or infinite weights, a stack of networks, a file that is truncated,
             foreign or not there.
     """
     state = read_state(path, prefix)
@@ -158,9 +151,9 @@ def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
         found = _prefix_of(graph, state)
-        raise AlignFilesError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
+        raise FileError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
     if stacked:
-        raise AlignFilesError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
+        raise FileError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
     return state
 
 
@@ -170,14 +163,12 @@ def read_state(path: Path, prefix: str) -> State:
     A file without any such name is read as it is, so that files with and without a prefix can be mixed.
 
     Raises:
-        AlignFilesError: a file that is truncated, foreign or not there.
+        FileError: a file that is truncated, foreign or not there.
     """
     try:
         state = load_state(path)
-    except SampleFileError as error:
-        raise AlignFilesError(str(error)) from error
     except OSError as error:
-        raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
     return without_prefix(state, prefix) or state
 
 
@@ -196,7 +187,7 @@ def check_checkpoints(
     """Read every file once, before anything is written, so that a bad one is known at the start and not after hours.
 
     Raises:
-        AlignFilesError: names every file that is truncated, foreign, of another architecture, or holds NaN.
+        FileError: names every file that is truncated, foreign, of another architecture, or holds NaN.
     """
     found, errors = [], []
     with track("checking the files", len(paths)) as tracker:
@@ -204,14 +195,14 @@ def check_checkpoints(
             try:
                 load_checkpoint(graph, path, prefix)
                 found.append(Checkpoint(path, name, sha256(path)))
-            except AlignFilesError as error:
+            except FileError as error:
                 errors.append(str(error))
             tracker.update(k, file=path.name)
     if len(errors) == 1:
-        raise AlignFilesError(errors[0])
+        raise FileError(errors[0])
     if errors:
         shown = "".join(f"\n  {e}" for e in errors[:10]) + (f"\n  and {len(errors) - 10} more" * (len(errors) > 10))
-        raise AlignFilesError(f"{len(errors)} of {len(paths)} files cannot be aligned:{shown}")
+        raise FileError(f"{len(errors)} of {len(paths)} files cannot be aligned:{shown}")
     return found
 
 
@@ -219,7 +210,7 @@ def sha256(path: Path) -> str:
     """Digest of a file's bytes.
 
     Raises:
-        AlignFilesError: no such file.
+        FileError: no such file.
     """
     digest = hashlib.sha256()
     try:
@@ -227,7 +218,7 @@ def sha256(path: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise AlignFilesError(f"{path} cannot be read: {error.strerror}") from error
+        raise FileError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -253,12 +244,12 @@ def check_owned(path: Path) -> dict[str, str]:
     """Compare a result with its seal; the versions that wrote it.
 
     Raises:
-        AlignFilesError: it was changed after it was written.
+        FileError: it was changed after it was written.
     """
     try:
         return check_file(path).versions
     except (FileError, OSError) as error:
-        raise AlignFilesError(f"{error} (deleting it has it made again)") from error
+        raise FileError(f"{error} (deleting it has it made again)") from error
 
 
 class Kept(MutableMapping[str, Any]):
@@ -323,7 +314,7 @@ def _piece(path: Path) -> tuple[str, Any]:
     """What a piece was made of, and its value.
 
     Raises:
-        AlignFilesError: it is damaged, or of another program.
+        FileError: it is damaged, or of another program.
     """
     try:
         if path.suffix == ".safetensors":
@@ -332,9 +323,9 @@ def _piece(path: Path) -> tuple[str, Any]:
         else:
             content = read_json(path)[0]
     except (FileError, OSError) as error:
-        raise AlignFilesError(f"{error} (deleting it has it found again)") from error
+        raise FileError(f"{error} (deleting it has it found again)") from error
     if _OF not in content:
-        raise AlignFilesError(f"{path} was not written by this command; move it away or choose another --out")
+        raise FileError(f"{path} was not written by this command; move it away or choose another --out")
     return content[_OF], content["value"]
 
 
@@ -343,13 +334,13 @@ def locked(out: Path) -> Iterator[None]:
     """Keep other runs from writing the folder of the results.
 
     Raises:
-        AlignFilesError: another run does.
+        FileError: another run does.
     """
     try:
         with lock_folder(out):
             yield
     except FolderInUseError as error:
-        raise AlignFilesError(f"{error} with --out") from None
+        raise FileError(f"{error} with --out") from None
 
 
 def clear_left(tensors: Sequence[Path], texts: Mapping[Path, str]) -> None:
@@ -373,28 +364,25 @@ def refuse_foreign(
         others: files that it will write or delete, and folders that it will delete, which are looked at elsewhere.
 
     Raises:
-        AlignFilesError: names the file that is in the way.
+        FileError: names the file that is in the way.
     """
-    try:
-        read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
-    except FileError as error:
-        raise AlignFilesError(str(error)) from error
+    read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
     within = {folder for file in read if isinstance(file, Path) for folder in file.parents}
     for path in (*tensors, *texts, *others):
         found = next((str(read[file]) for file in _identities(path) if file in read), "")
         if found or (path in others and path.resolve() in within):
             named = f" (as {found})" if found not in ("", str(path)) else ""
-            raise AlignFilesError(
+            raise FileError(
                 f"{path} is read by this command{named} and would be overwritten; choose another place with --out"
             )
     for path in tensors:
         if path.exists() and owned_header(path) is None:
-            raise AlignFilesError(
+            raise FileError(
                 f"{path} was not written by this command, or is damaged; move it away or choose another folder"
             )
     for path, mark in texts.items():
         if path.exists() and not _marked(path, mark):
-            raise AlignFilesError(f"{path} was not written by this command; move it away or choose another folder")
+            raise FileError(f"{path} was not written by this command; move it away or choose another folder")
 
 
 def _identities(path: Path) -> list[Any]:

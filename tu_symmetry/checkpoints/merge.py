@@ -30,7 +30,6 @@ from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
 from tu_symmetry.checkpoints.files import (
     PIECE,
-    AlignFilesError,
     Checkpoint,
     Kept,
     Track,
@@ -44,9 +43,9 @@ from tu_symmetry.checkpoints.files import (
     silent,
     write_owned,
 )
-from tu_symmetry.files import clear_scratch, remove_folder, without_nan, write_json, write_text
+from tu_symmetry.files import FileError, clear_scratch, remove_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import SampleFileError, State
+from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
@@ -95,16 +94,16 @@ def merge_files(
 
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
-        AlignFilesError: fewer than two files, files that cannot be used, arguments that do not fit together, data on
+        FileError: fewer than two files, files that cannot be used, arguments that do not fit together, data on
             which a loss or a statistic is NaN, or something in the place of a result that this function has not
             written, or reads.
     """
     if out.suffix != ".safetensors" or out.is_dir():
-        raise AlignFilesError(f"{out} is no name for the merged network: give a file NAME.safetensors")
+        raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
-        raise AlignFilesError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
+        raise FileError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
     if data is None and (correction != "none" or weights == "greedy" or points):
-        raise AlignFilesError("corrections, greedy weights and points measure networks on data: pass --data")
+        raise FileError("corrections, greedy weights and points measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     working = out.with_name(f"{out.stem}.merging")
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
@@ -113,7 +112,7 @@ def merge_files(
     try:
         graph = permutations_alone(graph, only)
     except ValueError as error:
-        raise AlignFilesError(str(error)) from error
+        raise FileError(str(error)) from error
     _give_back()
     if reference is not None:
         with track("verifying the permutations in float64", 1) as tracker:
@@ -163,10 +162,10 @@ def merge_files(
                 resume=kept,
                 progress=show,
             )
-        except (AlignFilesError, SampleFileError):
+        except FileError:
             raise
         except ValueError as error:
-            raise AlignFilesError(str(error)) from error
+            raise FileError(str(error)) from error
         _write(out, reports, merged, files, weights, reference, data, loss)
     return merged
 
@@ -224,10 +223,10 @@ def working_folder(folder: Path, made_of: Any) -> Iterator[Kept]:
     """What a merge keeps while it works, in a locked folder, which goes when the block ends without an error.
 
     Raises:
-        AlignFilesError: another run works there, or the folder is of something else.
+        FileError: another run works there, or the folder is of something else.
     """
     if folder.exists() and not (folder.is_dir() and all(_OWN.fullmatch(p.name) for p in folder.iterdir())):
-        raise AlignFilesError(f"{folder} was not written by this command; move it away or choose another --out")
+        raise FileError(f"{folder} was not written by this command; move it away or choose another --out")
     folder.mkdir(exist_ok=True)
     kept = Kept(folder, lambda key: made_of)
     with locked(folder):
@@ -249,7 +248,7 @@ def _check_precision(model: nn.Module, state: State, path: Path) -> None:
         for one in (model.state_dict(), state)
     )
     if wanted != found:
-        raise AlignFilesError(
+        raise FileError(
             f"{path} holds {', '.join(sorted(found))}, and the network and its data are {', '.join(sorted(wanted))}: "
             f"pass --dtype {min(found, default='float32')}"
         )

@@ -325,15 +325,14 @@ def _one_file(source: str) -> Path:
     """What ``--reference`` names.
 
     Raises:
-        AlignFilesError: nothing, or several files.
+        FileError: nothing, or several files.
     """
-    from tu_symmetry.checkpoints.files import AlignFilesError, find_checkpoints
+    from tu_symmetry.checkpoints.files import find_checkpoints
+    from tu_symmetry.files import FileError
 
     found = find_checkpoints([source])
     if len(found) > 1:
-        raise AlignFilesError(
-            f"--reference {source} stands for {len(found)} files, as {found[0].name}; name one of them"
-        )
+        raise FileError(f"--reference {source} stands for {len(found)} files, as {found[0].name}; name one of them")
     return found[0]
 
 
@@ -341,30 +340,28 @@ def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
     """What ``--weights`` and ``--alpha`` say.
 
     Raises:
-        AlignFilesError: no numbers, or not between 0 and 1; alpha for more than two networks.
+        FileError: no numbers, or not between 0 and 1; alpha for more than two networks.
     """
-    from tu_symmetry.checkpoints.files import AlignFilesError
+    from tu_symmetry.files import FileError
 
     def number(text: str, option: str) -> float:
         try:
             return float(text)
         except ValueError:
-            raise AlignFilesError(f"{option} {text!r} is no number") from None
+            raise FileError(f"{option} {text!r} is no number") from None
 
     if not alpha:
         if weights in (["equal"], ["greedy"]):
             return "equal" if weights == ["equal"] else "greedy"
         return [number(text, "--weights") for text in weights]
     if count != 2:
-        raise AlignFilesError(
-            f"--alpha is the share of the second of two networks, and there are {count}: use --weights"
-        )
+        raise FileError(f"--alpha is the share of the second of two networks, and there are {count}: use --weights")
     shares: dict[str, list[float]] = {"*": [0.5, 0.5]}
     for text in alpha:
         pattern, _, value = text.rpartition("=")
         share = number(value, "--alpha")
         if not 0 <= share <= 1:
-            raise AlignFilesError(f"--alpha {text}: a share is between 0 and 1")
+            raise FileError(f"--alpha {text}: a share is between 0 and 1")
         shares[pattern or "*"] = [1 - share, share]
     return shares if len(shares) > 1 else shares["*"]
 
@@ -423,10 +420,10 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
 
     from tu_symmetry.checkpoints.architecture import build_module, parse_precision
     from tu_symmetry.checkpoints.barriers import BarrierOptions, check_loss, load_data, measure_barriers
-    from tu_symmetry.checkpoints.files import AlignFilesError
+    from tu_symmetry.files import FileError
 
     if arguments.barriers != "all" and not (arguments.barriers.isdecimal() and int(arguments.barriers) > 0):
-        raise AlignFilesError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
+        raise FileError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
     options = BarrierOptions(
         loss=arguments.loss,
         pairs=None if arguments.barriers == "all" else int(arguments.barriers),

@@ -244,8 +244,8 @@ def scale_with_epsilon(
 
     ``y = gamma (x - mean) / sqrt(var + eps) + beta`` stays the same where ``x`` and ``mean`` are scaled by ``k`` if
     ``var + eps`` becomes ``k^2 (var + eps)``. The new variance ``k^2 (var + eps) - eps`` may lie between ``-eps`` and
-    0, which PyTorch evaluates all the same. In training mode the batch's own variance is used, and layer, group, instance,
-    RMS and filter response normalization keep no statistics: there rescalings stay exact up to epsilon.
+    0, which PyTorch evaluates all the same. In training mode the batch's own variance is used, and layer, group,
+    instance, RMS and filter response normalization keep no statistics: there rescalings stay exact up to epsilon.
 
     Args:
         graph: the symmetry graph (verified on first use).
