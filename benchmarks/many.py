@@ -76,10 +76,10 @@ def run(settings: Settings) -> Section:
     slopes = {f: _slope([(d["count"], d["cpu"]) for d in data if d["networks"] == f]) for f in families}
     steady = {f: _slope([(d["count"], d["cpu"] / d["rounds"]) for d in data if d["networks"] == f]) for f in families}
     text = (
-        "`align(..., reference='universe', solver='synchronized')` on a one-stage ResNet "
+        "`align(..., reference='universe')` on a one-stage ResNet "
         f"({blocks} blocks of width {width}, BatchNorm, float32): noisy permuted copies of one network "
-        f"(noise {_NOISE:g} of the weights' standard deviation), and independent networks. Rounds are Frank-Wolfe "
-        "iterations and descents over all networks together; their number depends on the problem. A triple is "
+        f"(noise {_NOISE:g} of the weights' standard deviation), and independent networks. Rounds are passes "
+        "over all networks, the first by Frank-Wolfe; their number depends on the problem. A triple is "
         "consistent if the permutation from a to c is the one from b to c after the one from a to b, for all groups; "
         "on the right, for permutations that come from matching each pair on its own. Distances are to the mean of "
         "the aligned networks. Fitted exponents of N (least squares in logarithms, 1 is linear): "
@@ -91,7 +91,7 @@ def run(settings: Settings) -> Section:
 
 def align(graph: tus.SymmetryGraph, states: list[State]) -> tus.alignment.Alignment[Any]:
     """All networks to one universe, on one thread."""
-    return tus.align(graph, states, reference="universe", solver="synchronized")
+    return tus.align(graph, states, reference="universe")
 
 
 def _draws(model: nn.Module, count: int) -> list[State]:

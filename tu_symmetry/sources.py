@@ -30,10 +30,8 @@ INDEX = ".index.json"
 WHOLE = (
     "diffusion_pytorch_model.safetensors",
     "model.safetensors",
-    "adapter_model.safetensors",
     "diffusion_pytorch_model.bin",
     "pytorch_model.bin",
-    "adapter_model.bin",
 )
 _HF, _TIMM = "hf://", "timm://"
 _REPO = re.compile(

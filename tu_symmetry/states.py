@@ -13,6 +13,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,15 @@ class SymmetryWarning(UserWarning):
 
 class SampleFileError(FileError):
     """A file or folder that is truncated, changed, foreign, or of another architecture; the message names it."""
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Errors of files as errors of samples."""
+    try:
+        yield
+    except FileError as error:
+        raise SampleFileError(str(error)) from error
 
 
 class Layout(NamedTuple):
@@ -333,18 +343,15 @@ def load_state(
     if path.name.endswith(INDEX):
         content = _sharded(path, allow, device)
     elif path.suffix == _SUFFIX:
-        try:
+        with _named():
             file = TensorFile(path, device=device, warn=False)  # most are other programs'
             content = as_given(file, file)
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
     else:
-        try:
+        with _named():
             check_archive(path)
+        try:
             with torch.serialization.safe_globals(list(allow)):
                 content = torch.load(path, map_location=device, weights_only=True)
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
         except pickle.UnpicklingError as error:
             raise SampleFileError(
                 f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
@@ -389,16 +396,16 @@ def _require_size(path: Path, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
+def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor] | None:
     """As :func:`load_state`, but each tensor is read when it is asked for; None where the file does not allow it.
 
-    Safetensors files do, alone or as the parts of an index.
+    Safetensors files do, alone or as the parts of an index. A prefix is taken off where there is any name with it.
 
     Raises:
         SampleFileError: as :func:`load_state`.
     """
     path = _file(path)
-    try:
+    with _named():
         if path.name.endswith(INDEX):
             parts = shards_of(path)
             if not all(part.suffix == _SUFFIX for part in parts.values()):
@@ -410,33 +417,26 @@ def open_state(path: str | os.PathLike[str]) -> Mapping[str, Tensor] | None:
             held = dict.fromkeys(file, file)
         else:
             return None
-    except FileError as error:
-        raise SampleFileError(str(error)) from error
     missing = [name for name, file in held.items() if name not in file]
     if missing:
         raise SampleFileError(f"{path} says that {held[missing[0]].path.name} holds {missing[0]!r}, and it does not")
-    return Gathered({name: (file, name) for name, file in held.items()})
+    if not any(name.startswith(prefix) for name in held):
+        prefix = ""
+    return _Opened({n[len(prefix) :]: (file, n) for n, file in held.items() if n.startswith(prefix)}, prefix)
 
 
-class Gathered(Mapping[str, Tensor]):
-    """Tensors of one or several files (or states) under other names, each read when it is asked for.
+class _Opened(Mapping[str, Tensor]):
+    """Tensors of one or several files, each read when it is asked for, without a prefix of their names."""
 
-    Args:
-        held: name to a state and the name in it.
-        prefix: what was taken off all names, see :func:`without_prefix`.
-    """
-
-    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], prefix: str = "") -> None:
+    def __init__(self, held: Mapping[str, tuple[TensorFile, str]], prefix: str) -> None:
         self._held = held
-        found = [getattr(state, "_metadata", None) for state, _ in list(held.values())[:1]]
-        self._metadata = _metadata_without_prefix(found[0], prefix) if found and found[0] is not None else None
+        found = next((file.header.modules for file, _ in held.values()), None)
+        self._metadata = None if found is None else _metadata_without_prefix(found, prefix)
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]
-        try:
+        with _named():
             return source[own]
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)
@@ -449,10 +449,8 @@ def _file(source: str | os.PathLike[str]) -> Path:
     """The one file that a source of :mod:`tu_symmetry.sources` stands for."""
     if not is_remote(source) and not Path(source).is_dir():
         return Path(source)
-    try:
+    with _named():
         found = locate(source)
-    except FileError as error:
-        raise SampleFileError(str(error)) from error
     if len(found) > 1:
         raise SampleFileError(f"{source} holds {len(found)} files of weights, as {found[0].name}; name one of them")
     return found[0]
@@ -460,10 +458,8 @@ def _file(source: str | os.PathLike[str]) -> Path:
 
 def _sharded(index: Path, allow: Sequence[Any], device: str | torch.device) -> State:
     """A network that is cut into several files: each is read once, and what the index says is in it is taken."""
-    try:
+    with _named():
         files = shards_of(index)
-    except FileError as error:
-        raise SampleFileError(str(error)) from error
     state: State = {}
     for file in dict.fromkeys(files.values()):
         held = load_state(file, allow=allow, device=device)

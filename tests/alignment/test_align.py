@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from zoo import discovered, every_case, planted, tied_resnet
 
 import tu_symmetry as tus
-from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, mean_model_loss
+from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, mean_loss
 from tu_symmetry.alignment.matching import inner_product, weight_distance
 from tu_symmetry.symmetry.running.weights import random_state
 
@@ -195,6 +196,42 @@ def test_aligning_many_networks_recovers_all(reference: str, stacked: bool) -> N
             torch.testing.assert_close(state[name], aligned[0][name])
 
 
+def independent(count: int) -> tuple[tus.SymmetryGraph, list[dict[str, Tensor]]]:
+    model = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+    generator = torch.Generator().manual_seed(2)
+    graph = tus.discover_symmetries(model, torch.zeros(1, 4, dtype=torch.float64))
+    return graph, [random_state(model, generator) for _ in range(count)]
+
+
+def test_the_medoid_has_the_least_total_by_brute_force() -> None:
+    graph, states = independent(6)
+    pairs = {(i, j): tus.weight_matching(graph, states[i], states[j]) for i in range(6) for j in range(i + 1, 6)}
+    totals = [sum(m.distance_after for pair, m in pairs.items() if k in pair) for k in range(6)]
+    assert tus.align(graph, states, reference="medoid", threads=2).reference == totals.index(min(totals))
+
+
+def test_the_running_mean_is_the_mean_of_those_before() -> None:
+    graph, states = independent(4)
+    aligned = states[:1]
+    for state in states[1:]:
+        permutation = tus.weight_matching(graph, tus.mean_state(aligned), state).permutation
+        aligned.append(tus.apply_permutation(graph, permutation, state))
+    found = tus.align(graph, states, reference="mean").states
+    assert all(torch.equal(one[n], other[n]) for one, other in zip(found, aligned, strict=True) for n in other)
+
+
+@pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
+def test_the_universe_climbs_the_sum_of_all_pairs(solver: Any) -> None:
+    """Beyond the running mean, and no network can improve."""
+    graph, states = independent(8)
+    mean, universe = (tus.align(graph, states, reference=r, solver=solver).states for r in ("mean", "universe"))  # type: ignore[arg-type]
+    values = [sum(inner_product(graph, a, b) for a, b in itertools.combinations(s, 2)) for s in (mean, universe)]
+    assert values[1] > 1.01 * values[0] and all(torch.equal(universe[0][n], t) for n, t in states[0].items())
+    for k, own in enumerate(universe):
+        others = tus.mean_state([u for j, u in enumerate(universe) if j != k])
+        assert tus.transposition_count(tus.weight_matching(graph, others, own, solver="descent").permutation) == 0
+
+
 def test_barriers_are_exact_on_a_quadratic() -> None:
     """For a linear model and squared error the excess over the chord is -a (1 - a) |difference of outputs|^2."""
     model = nn.Linear(3, 2).double()
@@ -214,7 +251,7 @@ def test_barriers_are_exact_on_a_quadratic() -> None:
     assert matrix[0, 1] == matrix[1, 0] == pytest.approx(found.barrier)
     middle = interpolate(a, b, 0.5)
     expected = float(concave(x @ middle["weight"].T + middle["bias"], y))
-    assert mean_model_loss(model, [a, b], [(x, y)], concave) == pytest.approx(expected)
+    assert mean_loss(model, tus.mean_state([a, b]), [(x, y)], concave) == pytest.approx(expected)
 
 
 def test_bad_input_is_refused() -> None:

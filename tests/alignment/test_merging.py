@@ -18,7 +18,7 @@ from tu_symmetry.alignment.barrier import (
     classifier_scores,
     fit_temperature,
     interpolate,
-    mean_model_loss,
+    mean_loss,
     tempered_loss_barrier,
 )
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
@@ -159,9 +159,9 @@ def test_merging_a_permuted_copy_costs_nothing_once_it_is_aligned() -> None:
     seen: list[dict[str, int]] = []
     matrix = barrier_matrix(model, [reference, state, aligned], loader, F.cross_entropy, points=5, progress=seen.append)
     assert matrix[0, 1] == apart.barrier and matrix[0, 2] < 1e-9 and seen[-1] == {"done": 3, "total": 3}
-    alone = mean_model_loss(model, [reference], loader, F.cross_entropy)
-    assert mean_model_loss(model, [reference, aligned], loader, F.cross_entropy) == pytest.approx(alone)
-    assert mean_model_loss(model, [reference, state], loader, F.cross_entropy) > alone
+    alone = mean_loss(model, reference, loader, F.cross_entropy)
+    assert mean_loss(model, tus.mean_state([reference, aligned]), loader, F.cross_entropy) == pytest.approx(alone)
+    assert mean_loss(model, tus.mean_state([reference, state]), loader, F.cross_entropy) > alone
 
 
 def test_recalibration_is_applied_between_the_ends_only() -> None:
@@ -184,7 +184,9 @@ def test_recalibration_is_applied_between_the_ends_only() -> None:
     middle = reestimate_batchnorm(model, interpolate(a, b, 0.5), [x])
     expected = F.cross_entropy(torch.func.functional_call(model.eval(), middle, (x,)), y)
     assert corrected.losses[1] == pytest.approx(float(expected))
-    assert mean_model_loss(model, [a, b], loader, F.cross_entropy, recalibrate=[x]) == pytest.approx(float(expected))
+    assert mean_loss(
+        model, tus.reestimate_batchnorm(model, tus.mean_state([a, b]), [x]), loader, F.cross_entropy
+    ) == pytest.approx(float(expected))
 
 
 def test_temperatures_are_optimal() -> None:
@@ -271,7 +273,7 @@ def test_straight_through_matching_lowers_the_midpoint_loss() -> None:
 
     def midpoint(permutation: dict[str, Tensor]) -> float:
         moved = tus.apply_permutation(graph, permutation, states[1])
-        return mean_model_loss(model, [states[0], moved], loader, F.cross_entropy)
+        return mean_loss(model, tus.mean_state([states[0], moved]), loader, F.cross_entropy)
 
     assert midpoint(by_loss.permutation) == pytest.approx(records[-1]["best"])
     assert midpoint(by_loss.permutation) < midpoint(by_weight.permutation) - 0.01

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 import tu_symmetry as tus
 from tu_symmetry import cli
-from tu_symmetry.alignment.adapters import merge_adapters
-from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.running.weights import random_state
 
 BATCHES, BAD = 5, 3
@@ -93,7 +91,7 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_the_network_is_named_before_anything_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     given = states()
     given[1]["5.bias"] = torch.full_like(given[1]["5.bias"], 1e308)  # finite; its loss is not
-    monkeypatch.setattr("tu_symmetry.alignment.merging._align", lambda *a: pytest.fail("networks were matched"))
+    monkeypatch.setattr("tu_symmetry.alignment.align.weight_matching", lambda *a: pytest.fail("networks were matched"))
     with pytest.raises(ValueError, match=r"states\[1\]: the loss is NaN on batch 0"):
         tus.merge(GRAPH, given, NETWORK, weights="greedy", validation=doubled(loader()), loss=difference)
 
@@ -115,17 +113,6 @@ def test_statistics_that_a_precision_does_not_hold_are_refused() -> None:
     data = [x.half() * 2000 for x, _ in loader()]
     with pytest.raises(ValueError, match=r"'1.running_var' would hold .* torch.float16 does not hold"):
         tus.reestimate_batchnorm(Net().half().eval(), state, data)
-
-
-def test_adapters_of_nan_are_refused() -> None:
-    fine = {"q.lora_A.weight": torch.ones(2, 6), "q.lora_B.weight": torch.ones(4, 2)}
-    for name in fine:
-        for bad in (math.nan, math.inf):
-            with pytest.raises(SymmetryError, match=rf"adapters\[1\]\['{name}'\] holds NaN or infinite"):
-                merge_adapters([fine, {**fine, name: fine[name] * bad}])
-    large = {n: t.half() * 6e4 for n, t in fine.items()}
-    with pytest.raises(SymmetryError, match=r"the merged 'q.lora_A.weight' \(in torch.float16\) holds"):
-        merge_adapters([large, large], weights=[1e3, 1e3])
 
 
 @pytest.mark.parametrize("more", ["--correction repair", "--correction batchnorm", "--weights greedy", ""])
@@ -189,8 +176,6 @@ TEXTS: dict[str, Callable[[], Any]] = {
     "points": lambda: tus.merge(
         GRAPH, states()[:2], NETWORK, points="3", loss=F.cross_entropy, validation=doubled(loader())
     ),
-    "weights of adapters": lambda: merge_adapters([{}], weights=["1"]),
-    "rank": lambda: merge_adapters([{}], rank="1"),
     "ratio": lambda: tus.interpolate(*states()[:2], "0.5"),
     "candidates": lambda: tus.align(GRAPH, states(), candidates="3"),
     "max_iterations": lambda: tus.align(GRAPH, states(), max_iterations="3"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,24 +9,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import CASES
-from numpy.polynomial import Polynomial
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from zoo import discovered
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import products
-from tu_symmetry.alignment.assignment import assign, assign_family, family_value, flat_source
+from tu_symmetry.alignment.assignment import assign, assign_family, family_value
 from tu_symmetry.alignment.gram import Family, WeightSimilarities, families, working
 from tu_symmetry.alignment.matching import descend, inner_product
-from tu_symmetry.alignment.products import KeptSimilarities, plan_moves
-from tu_symmetry.alignment.relaxation import (
-    _best_ratio,
-    _RelaxedNetwork,
-    _RelaxedPair,
-    _synchronized_step,
-    synchronized_frank_wolfe,
-)
+from tu_symmetry.alignment.products import KeptSimilarities
+from tu_symmetry.alignment.relaxation import RelaxedPair
 from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
@@ -157,40 +149,47 @@ def test_few_changes_cost_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp_relu", "cnn_flatten", "DenseConcat", "resnet_batchnorm", "CalledTwice"])
-def test_relaxation_of_a_pair_is_the_one_on_tensors(name: str) -> None:
-    """Gradients at the barycenter and along two steps, the steps' values, and the best length of each step."""
+def test_the_relaxation_is_the_dense_one(name: str) -> None:
+    """Gradients and best steps are those of the objective with matrices on every axis, by automatic differentiation."""
     model, graph = case_of(name)
     generator = torch.Generator().manual_seed(10)
     reference, state = (working(graph, random_state(model, generator)) for _ in range(2))
     similarities = KeptSimilarities(graph, reference, state)
-    assert all(len(axes) <= 2 for axes in similarities.plan.moves.values())
-    pair, network = _RelaxedPair(similarities.products), _RelaxedNetwork(similarities.plan, state)
+    plan, pair = similarities.plan, RelaxedPair(similarities.products)
 
-    def value() -> float:
-        return sum(
-            float((reference[n] * network.mixed[n][similarities.plan.axes(n)]).sum()) for n in similarities.plan.moves
-        )
+    def objective(matrices: dict[str, Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for tensor, moves in plan.moves.items():
+            moved = state[tensor]
+            for axis, parts in moves.items():
+                dense = torch.eye(moved.shape[axis], dtype=torch.float64)
+                for group, index in parts:
+                    for copy in index.T:
+                        place = torch.meshgrid(copy, copy, indexing="ij")
+                        dense = dense.index_put(place, matrices[group])
+                moved = torch.tensordot(dense, moved, dims=([1], [axis])).movedim(0, axis)
+            total = total + (reference[tensor] * moved).sum()
+        return total
 
     for step in range(3):
-        for group, wanted in network.gradients(reference).items():
+        matrices = {g: m.clone().requires_grad_() for g, m in pair.matrices.items()}
+        gradients = torch.autograd.grad(objective(matrices), list(matrices.values()), allow_unused=True)
+        for (group, matrix), gradient in zip(matrices.items(), gradients, strict=True):
+            wanted = torch.zeros_like(matrix) if gradient is None else gradient
             torch.testing.assert_close(sum(pair.similarities[group]), wanted)
         _, sources, gap, scale = pair.vertex()
         if gap <= 1e-9 * scale:  # it stands on the best vertex, and rounding says on which side
             assert step
             break
-        orders = network.orders(sources)
-        before = copy.deepcopy(network)
         ratio = pair.advance(sources, gap)
-        values = []
-        for trial in (ratio, *torch.linspace(0, 1, 21).tolist()):
-            network = copy.deepcopy(before)
-            network.step(sources, orders, trial)
-            values.append(value())
+        ends = {g: torch.eye(len(source), dtype=torch.float64)[source] for g, source in sources.items()}
+        values = [
+            float(objective({g: torch.lerp(m.detach(), ends[g], trial) for g, m in matrices.items()}))
+            for trial in (ratio, *torch.linspace(0, 1, 21).tolist())
+        ]
         assert values[0] >= max(values) - 1e-9 * abs(values[0])
-        network = before
-        network.step(sources, orders, ratio)
-        for group, matrix in network.matrices.items():
-            torch.testing.assert_close(pair.matrices[group], matrix)
+        for group, matrix in matrices.items():
+            torch.testing.assert_close(pair.matrices[group], torch.lerp(matrix.detach(), ends[group], ratio))
 
 
 @pytest.mark.parametrize("start", ["none", "good", "random", "far"])
@@ -222,124 +221,18 @@ def test_priced_assignment_is_the_optimum(start: str) -> None:
         assert all(bool(torch.isfinite(p).all()) for p in kept.values())
 
 
-@pytest.mark.parametrize("name", ["mlp_relu", "DenseConcat"])
-def test_synchronized_step_is_the_best_of_a_line_search(name: str) -> None:
-    """The quartic's closed form against the objective itself, evaluated on the tensors at many lengths of the step."""
-    model, graph = case_of(name)
-    generator = torch.Generator().manual_seed(12)
-    plan = plan_moves(graph, families(graph))
-    states = [working(graph, random_state(model, generator)) for _ in range(4)]
-    networks = [_RelaxedNetwork(plan, s, fixed=k == 0) for k, s in enumerate(states)]
-    free = networks[1:]
-
-    def objective() -> float:
-        total = 0.0
-        for n in plan.moves:
-            moved = [network.mixed[n][plan.axes(n)] for network in networks]
-            total += float(torch.stack(moved).sum(0).square().sum() - sum(m.square().sum() for m in moved)) / 2
-        return total
-
-    inside = 0
-    for _ in range(6):
-        totals = {n: sum(network.mixed[n][plan.axes(n)] for network in networks) for n in plan.moves}
-        sources = [
-            network.vertex(network.gradients({n: t - network.mixed[n][plan.axes(n)] for n, t in totals.items()}))[0]
-            for network in free
-        ]
-        orders = [network.orders(s) for network, s in zip(free, sources, strict=True)]
-        ratio = _synchronized_step(plan, networks[0], free, orders)
-        before = copy.deepcopy(free)
-        values = {}
-        for trial in (*torch.linspace(0, 1, 11).tolist(), ratio):  # the last one is the step that is kept
-            free = copy.deepcopy(before)
-            for network, s, o in zip(free, sources, orders, strict=True):
-                network.step(s, o, trial)
-            networks = [networks[0], *free]
-            values[trial] = objective()
-        assert values[ratio] >= max(values.values()) - 1e-9 * abs(values[ratio])
-        inside += 0 < ratio < 1
-    assert inside
-
-
-def relaxed_pair(name: str) -> tuple[_RelaxedNetwork, dict[str, Tensor], dict[str, Tensor]]:
-    """A relaxed network two steps away from the barycenter, its parameters, and a reference."""
-    model, graph = case_of(name)
-    generator = torch.Generator().manual_seed(3)
-    reference, state = (working(graph, random_state(model, generator)) for _ in range(2))
-    network = _RelaxedNetwork(plan_moves(graph, families(graph)), state)
-    for ratio in (0.3, 0.6):
-        element = tus.random_permutation(graph, generator=generator)
-        sources = {g.name: flat_source(g, element) for g in graph.permutations}
-        network.step(sources, network.orders(sources), ratio)
-    return network, state, reference
-
-
-@pytest.mark.parametrize("name", ["mlp_relu", "cnn_flatten", "DenseConcat", "resnet_batchnorm", "transformer_fused"])
-def test_relaxed_tensors_are_dense_matrices_times_tensors(name: str) -> None:
-    network, state, reference = relaxed_pair(name)
-    gradients = network.gradients(reference)
-    expected = {g: torch.zeros_like(m) for g, m in network.matrices.items()}
-    for matrix in network.matrices.values():
-        for axis in (0, 1):
-            torch.testing.assert_close(matrix.sum(axis), torch.ones(len(matrix), dtype=torch.float64))
-    for tensor, moves in network.plan.moves.items():
-        dense = {}
-        for axis, parts in moves.items():
-            dense[axis] = torch.eye(state[tensor].shape[axis], dtype=torch.float64)
-            for group, index in parts:
-                for place in index.T:
-                    dense[axis][place[:, None], place] = network.matrices[group]
-        for subset, mixed in network.mixed[tensor].items():
-            wanted = state[tensor]
-            for axis in subset:
-                wanted = torch.tensordot(dense[axis], wanted, dims=([1], [axis])).movedim(0, axis)
-            torch.testing.assert_close(mixed, wanted)
-        for axis, parts in moves.items():
-            others = network.mixed[tensor][tuple(a for a in network.plan.axes(tensor) if a != axis)]
-            rows = [t.movedim(axis, 0).reshape(t.shape[axis], -1) for t in (reference[tensor], others)]
-            pairs = rows[0] @ rows[1].T
-            for group, index in parts:
-                expected[group] += sum(pairs[c[:, None], c] for c in index.T)
-    for group, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[group])
-
-
-def test_a_step_is_the_polynomial_that_the_line_search_maximizes() -> None:
-    network, _, _ = relaxed_pair("resnet_batchnorm")
-    _, graph = case_of("resnet_batchnorm")
-    element = tus.random_permutation(graph, generator=torch.Generator().manual_seed(9))
-    sources = {g.name: flat_source(g, element) for g in graph.permutations}
-    orders = network.orders(sources)
-    axes = {n: network.plan.axes(n) for n in network.plan.moves}
-    parts = {n: [c.clone() for c in network.bernstein(n, orders[n], a)] for n, a in axes.items()}
-    network.step(sources, orders, 0.25)
-    for name, coefficients in parts.items():
-        degree = len(coefficients) - 1
-        wanted = sum(math.comb(degree, k) * 0.25**k * 0.75 ** (degree - k) * c for k, c in enumerate(coefficients))
-        torch.testing.assert_close(network.mixed[name][axes[name]], wanted)
-
-
-def test_best_ratio_is_the_best_of_a_fine_grid() -> None:
-    generator = torch.Generator().manual_seed(0)
-    grid = torch.linspace(0, 1, 10_001, dtype=torch.float64).numpy()
-    for _ in range(50):
-        objective = Polynomial(torch.randn(5, generator=generator, dtype=torch.float64).numpy())
-        assert float(objective(_best_ratio(objective))) >= float(objective(grid).max()) - 1e-12
-    assert _best_ratio(Polynomial([1.0, -1.0])) == 0.0
-
-
-def test_synchronized_matching_recovers_many_planted_copies() -> None:
+def test_a_universe_recovers_many_planted_copies() -> None:
     """With noise between the copies, and for the first network as the frame that the others are brought to."""
     model, graph = case_of("resnet_frn")
     generator = torch.Generator().manual_seed(4)
-    base = working(graph, random_state(model, generator))
+    base = random_state(model, generator)
     noisy = [
         {n: t + 0.1 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in base.items()}
-        for _ in range(5)
+        for _ in "12345"
     ]
     planted = [identity_permutation(graph), *(tus.random_permutation(graph, generator=generator) for _ in range(4))]
     states = [permute_tensors(graph, p, s) for p, s in zip(planted, noisy, strict=True)]
-    found, _ = synchronized_frank_wolfe(graph, states, families(graph), threads=2)
+    found = tus.align(graph, states, reference="universe", threads=2).permutations
     for p, q in zip(planted, found, strict=True):
         assert all(torch.equal(tus.invert(p)[n], q[n]) for n in p)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from toy_networks import net
 
 from tu_symmetry import cli
-from tu_symmetry.checkpoints.files import AlignFilesError, refuse_foreign
-from tu_symmetry.checkpoints.merge import Progress
-from tu_symmetry.files import SCRATCH
+from tu_symmetry.checkpoints.files import refuse_foreign
+from tu_symmetry.checkpoints.merge import working_folder
+from tu_symmetry.files import SCRATCH, FileError
 
 MODEL = ["--model", "toy_networks.net", "--input", "1,4"]
 
@@ -119,7 +118,7 @@ def test_where_letters_have_no_case_the_files_number_tells(tmp_path: Path, monke
     path.write_bytes(b"x")
     real = Path.stat
     monkeypatch.setattr(Path, "stat", lambda p, **k: real(p.with_name("R.safetensors") if p.stem == "r" else p))
-    with pytest.raises(AlignFilesError, match="is read by this command"):
+    with pytest.raises(FileError, match="is read by this command"):
         refuse_foreign([tmp_path / "r.safetensors"], {}, [path])
 
 
@@ -141,20 +140,6 @@ def test_reports_figures_and_parts_of_an_index_are_read_too(here: Path, capsys: 
         assert cli.main([*words, *MODEL]) == 2, words
         assert "is read by this command" in capsys.readouterr().err, words
         assert tree(here) == before
-
-
-def test_configurations_of_adapters_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for k, folder in enumerate(("a", "b")):
-        (tmp_path / folder).mkdir()
-        factors = {"q.lora_A.weight": torch.ones(2, 6) + k, "q.lora_B.weight": torch.ones(4, 2)}
-        save_file(factors, tmp_path / folder / "adapter_model.safetensors")
-        (tmp_path / folder / "adapter_config.json").write_text('{"r": 2, "lora_alpha": 8}')
-    a, b, c = (str(tmp_path / name) for name in ("a", "b", "c"))
-    assert cli.main(["merge", a, b, "--out", f"{c}/adapter_model.safetensors"]) == 0
-    before = tree(tmp_path)
-    for out in (f"{c}/adapter_model.safetensors", f"{c}/other.safetensors"):
-        assert cli.main(["merge", a, c, "--out", out]) == 2
-        assert "is read by this command" in capsys.readouterr().err and tree(tmp_path) == before
 
 
 def test_drawings_do_not_take_the_place_of_other_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +167,7 @@ def test_what_a_killed_merge_leaves_is_taken_away(here: Path) -> None:
     for name in ("r.safetensors", "r.report.md", "r.report.json"):
         half_written(here, name)
     (here / ".r.merging.1a2b3c4d.tmp").mkdir()  # killed while it took its folder away
-    (here / ".r.merging.1a2b3c4d.tmp" / "merge.json").write_text("{}")
+    (here / ".r.merging.1a2b3c4d.tmp" / "scores-0.json").write_text("{}")
     half_written(here, "another.safetensors")  # of somebody else
     assert cli.main(words) == 0
     after = {n: c for n, c in tree(here).items() if "another" not in n}
@@ -190,7 +175,7 @@ def test_what_a_killed_merge_leaves_is_taken_away(here: Path) -> None:
     assert (here / ".another.safetensors.1a2b3c4d.tmp").exists()
 
 
-@pytest.mark.parametrize("left", [[], [".lock"], [".lock", ".merge.json.1a2b3c4d.tmp"], [".lock", "scores-0.json"]])
+@pytest.mark.parametrize("left", [[], [".lock"], [".lock", ".scores-0.json.1a2b3c4d.tmp"]])
 def test_a_folder_of_a_merge_that_was_killed_anywhere_is_its_own(left: list[str], here: Path) -> None:
     (here / "r.merging").mkdir()
     for name in left:
@@ -209,17 +194,6 @@ def test_the_folder_goes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         raise Killed
 
     monkeypatch.setattr("shutil.rmtree", killed)
-    with pytest.raises(Killed), Progress.of(tmp_path / "m.merging", "key") as kept:
+    with pytest.raises(Killed), working_folder(tmp_path / "m.merging", "key") as kept:
         kept["scores/0"] = {"loss": 0.1}
-        kept.finished = True
     assert not (tmp_path / "m.merging").exists()
-
-
-def test_adapters_leave_nothing_behind(tmp_path: Path) -> None:
-    for k in range(2):
-        factors = {"q.lora_A.weight": torch.ones(2, 6) + k, "q.lora_B.weight": torch.ones(4, 2)}
-        save_file(factors, tmp_path / f"{k}.safetensors")
-    half_written(tmp_path, "m.safetensors")
-    files = [str(tmp_path / f"{k}.safetensors") for k in range(2)]
-    assert cli.main(["merge", *files, "--out", str(tmp_path / "m.safetensors")]) == 0
-    assert {p.name for p in tmp_path.iterdir()} == {"0.safetensors", "1.safetensors", "m.safetensors"}

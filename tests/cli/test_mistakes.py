@@ -71,7 +71,6 @@ VALUES: list[tuple[list[str], str, list[str]]] = [
     (MERGE, "--weights", ["", "x", "1", "nan", "-1", "greedy"]),
     (MERGE, "--alpha", ["", "x", "2", "nan", "nothing=0.5"]),
     (MERGE, "--solver", ["", "foo"]),
-    (MERGE, "--rank", ["0", "x", "2"]),
     (MERGE, "--correction", ["foo", "repair"]),
     (MERGE, "--only", ["nothing"]),
     (MERGE, "--dtype", ["foo", "int8"]),

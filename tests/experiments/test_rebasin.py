@@ -18,8 +18,8 @@ from rich.console import Console
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tu_symmetry.alignment.barrier import loss_barrier, mean_model_loss, tempered_loss_barrier
-from tu_symmetry.alignment.repair import repair
+from tu_symmetry.alignment.barrier import loss_barrier, mean_loss, tempered_loss_barrier
+from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.configs import ConfigError, read_mapping
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches, logits
@@ -30,7 +30,7 @@ from tu_symmetry.experiments.rebasin.report import answers
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
-from tu_symmetry.states import stack_states
+from tu_symmetry.states import mean_state, stack_states
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_permutation
@@ -303,7 +303,8 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
         assert ours["barrier"] == pytest.approx(theirs.barrier, rel=1e-4, abs=1e-6)
         assert ours["tempered_barrier"] == pytest.approx(tuned.barrier, rel=1e-4, abs=1e-6)
         assert ours["temperature"] == pytest.approx(tuned.temperatures, rel=1e-4)
-    mean = mean_model_loss(model, aligned, part, cross_entropy, recalibrate=statistics)
+    average = reestimate_batchnorm(model, mean_state(aligned), statistics)
+    mean = mean_loss(model, average, part, cross_entropy)
     assert found["mean"]["batchnorm"]["loss"] == pytest.approx(mean, rel=1e-5)
     accuracy = (logits(model, members.states[0], part).argmax(-1) == part.y).double().mean().item()
     assert results["vgg_barriers"]["members"][0]["accuracy"] == pytest.approx(accuracy)

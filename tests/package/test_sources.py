@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from tu_symmetry.checkpoints.files import AlignFilesError, find_checkpoints
+from tu_symmetry.checkpoints.files import find_checkpoints
+from tu_symmetry.files import FileError
 from tu_symmetry.sources import SourceError, locate
 from tu_symmetry.states import SampleFileError
 
@@ -59,7 +60,7 @@ def test_folders(tmp_path: Path) -> None:
     for source, message in ((tmp_path / "empty", "without weights"), (tmp_path / "none.pt", "no file and no folder")):
         with pytest.raises(SourceError, match=message):
             locate(source)
-    with pytest.raises(AlignFilesError, match="no file"):
+    with pytest.raises(FileError, match="no file"):
         find_checkpoints([tmp_path / "*.none"])
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tu_symmetry as tus
 from tu_symmetry import cli
-from tu_symmetry.alignment.repair import corrected
+from tu_symmetry.alignment.repair import correct
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.compact import prune
 from tu_symmetry.states import as_given, open_state, stack_states, unstack
@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "mean_state": lambda states: [tus.mean_state(states)],
     "reestimate_batchnorm": of_one(lambda s: tus.reestimate_batchnorm(NETWORK, s, DATA)),
     "repair": lambda states: [tus.repair(NETWORK, states, [0.5, 0.25, 0.25], states[0], DATA)],
-    "corrected": lambda states: [corrected(NETWORK, states, [1, 0, 0], states[0], DATA, "none")],
+    "corrected": lambda states: [correct(NETWORK, states, [1, 0, 0], states[0], DATA, "none")],
     "stack and unstack": stacked(lambda s: s),
     "compact mean": lambda states: [tus.CompactPosterior.from_states(states, GRAPH, align=True).mean],
     "compact samples": lambda states: unstack(tus.CompactPosterior.from_states(states, GRAPH, align=True).sample(2)),

@@ -15,7 +15,7 @@ from zoo import assert_equal_states, every_case, named, outputs, relative, scale
 
 import tu_symmetry as tus
 from tu_symmetry.scaling import canonical as canonical_module
-from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
+from tu_symmetry.scaling import normalization_epsilons, scale_with_epsilon
 from tu_symmetry.scaling.masses import MassTables, counted_parameters
 from tu_symmetry.symmetry.running.weights import random_state
 

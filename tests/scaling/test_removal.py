@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from zoo import assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
 
 import tu_symmetry as tus
-from tu_symmetry.scaling.epsilon import normalization_epsilons, scale_with_epsilon
-from tu_symmetry.scaling.units import incoming_weights
+from tu_symmetry.scaling import normalization_epsilons, scale_with_epsilon
+from tu_symmetry.scaling.removal import incoming_member, unit_rows
 
 
 @every_case
@@ -43,7 +43,7 @@ def test_every_key_gives_one_order(name: str, sort: Any) -> None:
     assert_equal_states(one, two)
     for group in graph.permutations:
         if group.parent is None and not graph.children(group.name):
-            rows = incoming_weights(graph, group, one)
+            rows = unit_rows(graph, group, incoming_member(graph, group), one)
             key = {"max": rows.amax(-1), "first": rows[:, 0], "mean": rows.mean(-1), "median": rows.median(-1).values}
             assert torch.equal(key[sort], key[sort].sort(descending=True).values), group.name
 

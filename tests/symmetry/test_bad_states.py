@@ -118,8 +118,7 @@ ONE: dict[str, Callable[[State], Any]] = {
     "loss_barrier from": lambda s: tus.loss_barrier(MODEL, s, state(1), loader(), F.cross_entropy, points=3),
     "tempered_loss_barrier": lambda s: barrier.tempered_loss_barrier(MODEL, state(1), s, loader(), points=3),
     "barrier_matrix": lambda s: barrier.barrier_matrix(MODEL, [state(1), s], loader(), F.cross_entropy, points=3),
-    "mean_model_loss": lambda s: barrier.mean_model_loss(MODEL, [state(1), s], loader(), F.cross_entropy),
-    "mean_state": lambda s: barrier.mean_state([state(1), s]),
+    "mean_state": lambda s: tus.mean_state([state(1), s]),
     "reestimate_batchnorm": lambda s: repair.reestimate_batchnorm(MODEL, s, loader()),
     "repair": lambda s: repair.repair(MODEL, [state(1), s], [0.5, 0.5], state(2), loader()),
     "repair merged": lambda s: repair.repair(MODEL, [state(1), state(2)], [0.5, 0.5], s, loader()),
@@ -173,7 +172,7 @@ def test_a_stack_of_another_kind_is_named(kind: str) -> None:
 def test_without_a_network_what_is_no_dense_tensor_is_named(kind: str) -> None:
     good, bad = state(), spoiled(kind, state())
     calls: list[Callable[[], Any]] = [
-        lambda: barrier.mean_state([bad, bad]),
+        lambda: tus.mean_state([bad, bad]),
         lambda: stack_states([bad, bad]),
         lambda: barrier.interpolate(bad, bad, 0.5),
         lambda: prune(bad, {}),

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
-from tu_symmetry.alignment.consensus import AlignSolver, Consensus, medoid_candidates, medoid_of, of_ordinary_size
-from tu_symmetry.alignment.matching import Matching, Progress, weight_distance, weight_matching
+from tu_symmetry.alignment.consensus import Match, bounded, find_target
+from tu_symmetry.alignment.consensus import Reference as Reference
+from tu_symmetry.alignment.matching import Matching, Progress, Solver, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
 from tu_symmetry.states import State, as_given, check_number, mean_state, read_state, unstack
@@ -23,7 +22,6 @@ from tu_symmetry.symmetry.elements import Permutation, identity_permutation, tra
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
-Reference = Literal["first", "medoid", "mean", "universe"]
 MatchOn = Literal["weights", "activations"]
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | nn.Module] | nn.Module")
 
@@ -76,7 +74,7 @@ def align(
     *,
     reference: Reference | Mapping[str, Tensor] | nn.Module = "first",
     match_on: MatchOn = "weights",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     restarts: int = 1,
     similarity: Similarity = "product",
     model: nn.Module | None = None,
@@ -104,8 +102,7 @@ def align(
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
         solver: how weights are matched: ``frank_wolfe``, or ``descent``, from the identity, which misses more
-            where networks were permuted. For a universe also ``synchronized``: it begins with the relaxation of all
-            networks together, which often ends higher on trained networks, and takes four copies of all in memory.
+            where networks were permuted.
         restarts: starts of each ``descent``, see :func:`weight_matching`.
         similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
@@ -144,45 +141,33 @@ def align(
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
-    if match_on == "activations":
-        if model is None or dataloader is None:
-            raise ValueError(
-                "match_on='activations' needs model= and dataloader=: units are matched by what they compute"
-            )
-        dataloader = reusable(dataloader)
-
-    seed = None if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
-
-    def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
-        if match_on == "activations":
-            assert model is not None and dataloader is not None
-            return activation_matching(graph, model, target, member, dataloader, similarity=similarity)
-        own = None if seed is None else torch.Generator().manual_seed(seed + job)
-        assert solver != "synchronized"
-        return weight_matching(graph, target, member, solver=solver, restarts=restarts, generator=own)
-
-    runner = _Runner(1 if match_on == "activations" else threads, progress)
-    identity = identity_permutation(graph)
-    index: int | None = None
-    iterations = 1
-    if given or reference == "first":
-        target: Mapping[str, Tensor] = reference if isinstance(reference, Mapping) else members[0]
-        if given:
-            graph.check_state(target, name="reference")
-        index = None if given else 0
-        todo = list(range(len(members))) if given else list(range(1, len(members)))
-        found = runner(lambda k: match(target, members[k], k).permutation, todo)
-        permutations = [identity] * (len(members) - len(todo)) + found
-    elif reference == "medoid":
-        index, permutations = _medoid(graph, members, match, runner, candidates)
-        target = members[index]
-    else:
-        permutations, iterations = _consensus(
-            graph, members, reference, solver, match, max_iterations=max_iterations, threads=threads, progress=progress
-        )
-        target = mean_state([permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)])
-
+    match = matcher(graph, match_on, solver, restarts, similarity, model, dataloader, generator)
+    target = find_target(
+        graph,
+        members,
+        cast("Reference | Mapping[str, Tensor]", reference),
+        match,
+        candidates=candidates,
+        max_iterations=max_iterations,
+        threads=1 if match_on == "activations" else threads,
+        progress=progress,
+    )
+    if given:
+        graph.check_state(target.state, name="reference")
+    known = dict(target.permutations)
+    todo = [k for k in range(len(members)) if k not in known]
+    found = bounded(
+        lambda k: match(target.state, members[k], target.jobs + k).permutation,
+        todo,
+        1 if match_on == "activations" else threads,
+    )
+    for done, (k, permutation) in enumerate(found, 1):
+        known[k] = permutation
+        if progress is not None:
+            progress({"step": "aligning", "done": done, "total": len(todo), "iteration": 1})
+    permutations = [known[k] for k in range(len(members))]
     aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
+    anchor = mean_state(aligned) if reference in ("mean", "universe") else target.state
     certificates, uncertified = _certificates(graph, members, aligned, permutations, certify)
     result: Any = aligned
     if isinstance(states, Mapping):
@@ -191,13 +176,46 @@ def align(
         states=result,
         permutations=permutations,
         transpositions=[transposition_count(p) for p in permutations],
-        distances_before=[weight_distance(graph, target, m) for m in members],
-        distances_after=[weight_distance(graph, target, a) for a in aligned],
-        reference=index,
-        iterations=iterations,
+        distances_before=[weight_distance(graph, anchor, m) for m in members],
+        distances_after=[weight_distance(graph, anchor, a) for a in aligned],
+        reference=target.index,
+        iterations=target.iterations,
         certificates=certificates,
         uncertified=uncertified,
     )
+
+
+def matcher(
+    graph: SymmetryGraph,
+    match_on: MatchOn,
+    solver: Solver,
+    restarts: int,
+    similarity: Similarity,
+    model: nn.Module | None,
+    dataloader: Iterable[Any] | None,
+    generator: torch.Generator | None,
+) -> Match:
+    """How two networks are matched; of random starts the seed is counted on from one matching to the next.
+
+    Raises:
+        ValueError: matching by activations without a model and data.
+    """
+    if match_on == "activations":
+        if model is None or dataloader is None:
+            raise ValueError(
+                "match_on='activations' needs model= and dataloader=: units are matched by what they compute"
+            )
+        data = reusable(dataloader)
+        return lambda target, member, job: activation_matching(
+            graph, model, target, member, data, similarity=similarity
+        )
+    seed = None if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
+
+    def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
+        own = None if seed is None else torch.Generator().manual_seed(seed + job)
+        return weight_matching(graph, target, member, solver=solver, restarts=restarts, generator=own)
+
+    return match
 
 
 def _check_words(
@@ -210,10 +228,8 @@ def _check_words(
         raise ValueError(
             f"unknown match_on {match_on!r}: 'weights' or 'activations' (straight_through_matching aligns one network)"
         )
-    if solver not in ("frank_wolfe", "descent", "synchronized"):
-        raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe', 'descent', or, for a universe, 'synchronized'")
-    if solver == "synchronized" and not (isinstance(reference, str) and reference == "universe"):
-        raise ValueError("solver='synchronized' relaxes all networks together, for reference='universe' only")
+    if solver not in ("frank_wolfe", "descent"):
+        raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe' or 'descent'")
     for value, what in ((candidates, "candidates"), (max_iterations, "max_iterations"), (restarts, "restarts")):
         check_number(value, what, whole=True)
     if candidates < 2 or max_iterations < 1 or restarts < 1:
@@ -235,6 +251,15 @@ def _check_words(
         raise ValueError(f"restarts= counts the starts of solver='descent'; {solver!r} does not read it")
 
 
+UNMOVED = Certificate(0.0, 0.0, torch.float64, 0)  # of a network that stayed as it is
+
+
+def is_identity(graph: SymmetryGraph, permutation: Permutation) -> bool:
+    """Whether a permutation leaves every unit where it is."""
+    identity = identity_permutation(graph)
+    return all(torch.equal(p, identity[name]) for name, p in permutation.items())
+
+
 def _certificates(
     graph: SymmetryGraph,
     members: Sequence[State],
@@ -243,90 +268,13 @@ def _certificates(
     wanted: bool,
 ) -> tuple[list[Certificate], str]:
     """A certificate of each network, or why there is none."""
-    identity = identity_permutation(graph)
     certificates: list[Certificate] = []
     for k, (before, after, permutation) in enumerate(zip(members, aligned, permutations, strict=True)):
-        if wanted and graph.probe is not None and all(torch.equal(p, identity[n]) for n, p in permutation.items()):
-            certificates.append(Certificate(0.0, 0.0, torch.float64, 0))  # it stayed as it is
+        if wanted and graph.probe is not None and is_identity(graph, permutation):
+            certificates.append(UNMOVED)
             continue
         found, reason = measured(graph, before, after, f"align: states[{k}]", wanted=wanted, rounded=False)
         if found is None:
             return [], reason
         certificates.append(found)
     return certificates, ""
-
-
-T = TypeVar("T")
-
-
-class _Runner:
-    """Applies a function to many items, in threads where asked, and reports progress."""
-
-    def __init__(self, threads: int, progress: Progress | None) -> None:
-        self.threads, self.progress = threads, progress
-
-    def __call__(self, function: Callable[[int], T], items: Sequence[int]) -> list[T]:
-        results: list[T] = []
-
-        def done(result: T) -> None:
-            results.append(result)
-            if self.progress is not None:
-                self.progress({"done": len(results), "total": len(items), "iteration": 1})
-
-        if self.threads <= 1:
-            for item in items:
-                done(function(item))
-        else:
-            with ThreadPoolExecutor(self.threads) as pool:
-                for result in pool.map(function, items):
-                    done(result)
-        return results
-
-
-def _medoid(
-    graph: SymmetryGraph, members: list[State], match: Callable[..., Matching], runner: _Runner, candidates: int
-) -> tuple[int, list[Permutation]]:
-    """The medoid, and what aligns each network to it; each pair of candidates is matched once."""
-    chosen = medoid_candidates(len(members), candidates)
-    pairs = list(itertools.combinations(chosen, 2))
-    found = dict(
-        zip(
-            pairs,
-            runner(lambda k: match(members[pairs[k][0]], members[pairs[k][1]], k), range(len(pairs))),
-            strict=True,
-        )
-    )
-    best, _ = medoid_of(chosen, {pair: matching.distance_after for pair, matching in found.items()})
-    todo = [k for k in range(len(members)) if k != best and (best, k) not in found]
-    matched = runner(lambda k: match(members[best], members[k], len(pairs) + k).permutation, todo)
-    permutations = {best: identity_permutation(graph), **dict(zip(todo, matched, strict=True))}
-    return best, [permutations[k] if k in permutations else found[best, k].permutation for k in range(len(members))]
-
-
-def _consensus(
-    graph: SymmetryGraph,
-    members: list[State],
-    reference: Any,
-    solver: AlignSolver,
-    match: Callable[..., Matching],
-    *,
-    max_iterations: int,
-    threads: int,
-    progress: Progress | None,
-) -> tuple[list[Permutation], int]:
-    """What aligns each network to the mean or universe, and the number of passes over the networks."""
-    networks = of_ordinary_size(graph, members)
-    run = Consensus(
-        graph,
-        len(members),
-        reference,
-        solver,
-        lambda target, member, k: match(target, member, k).permutation,
-        max_iterations=max_iterations,
-        threads=threads,
-    )
-    while not run.finished:
-        k = run.step(networks.__getitem__)
-        if progress is not None:
-            progress({"done": k + 1, "total": len(members), "iteration": run.sweep + 1})
-    return [run.permutation(k) for k in range(len(members))], run.iterations + run.sweep + (not run.relaxed)

@@ -21,7 +21,7 @@ from tu_symmetry.evaluation import (
     on_device,
     reusable,
 )
-from tu_symmetry.states import as_given, check_number, mean_state, require_state, unstack
+from tu_symmetry.states import as_given, check_number, require_state, unstack
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -116,11 +116,11 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
     Raises:
         ValueError: an empty loader, batches without targets, or a loss that is no single number.
     """
-    return mean_scores(model, state, dataloader, {"loss": loss})["loss"]
+    return measure(model, state, dataloader, {"loss": loss})["loss"]
 
 
 @leaves_randomness
-def mean_scores(
+def measure(
     model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], functions: Mapping[str, Loss]
 ) -> dict[str, float]:
     """Means of several functions of (outputs, targets) over the samples of a loader, in one pass.
@@ -356,19 +356,3 @@ def barrier_matrix(
         if progress is not None:
             progress({"done": done, "total": len(pairs)})
     return matrix
-
-
-@leaves_randomness
-def mean_model_loss(
-    model: nn.Module,
-    states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-    dataloader: Iterable[Any],
-    loss: Loss,
-    *,
-    recalibrate: Iterable[Any] | None = None,
-) -> float:
-    """Loss of the network whose weights are the mean of all, running statistics re-estimated where asked."""
-    state = mean_state(states)
-    if recalibrate is not None:
-        state = reestimate_batchnorm(model, state, recalibrate)
-    return mean_loss(model, state, dataloader, loss)

@@ -1,202 +1,269 @@
-"""What many networks are aligned to when no network is given: their medoid, their running mean, their universe.
+"""What networks are aligned to: one of them, a given one, their medoid, their running mean, or their universe.
 
-One definition of each, for networks in memory (:func:`~tu_symmetry.align`) as for files (``tu-symmetry align``):
+``medoid`` is the network with the least sum of distances to the others after matching. Matching all pairs is quadratic
+in their number, so at most so many networks are compared, a fixed sample if there are more.
 
-``medoid``: the network with the least sum of distances to the others after matching. Matching all pairs is quadratic in
-their number, so at most so many networks are compared, a fixed sample if there are more.
+``mean`` is one pass, in which each network is matched to the mean of those aligned before it. Further passes against
+the mean of all change nothing, since a network is a part of that mean, in the place that it has.
 
-``mean``: one pass, each network matched to the mean of those aligned before it. (Further passes against the mean of all
-change nothing: a network is a part of that mean, in the place that it has.) It needs the sum of the networks only.
-
-``universe``: the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024, C2M3,
-eq. 5), which is consistent along every cycle of networks by construction. It starts at the running mean, by the solver
-``frank_wolfe`` or ``descent``; by ``synchronized`` it starts at the relaxation of all networks together, which takes
-four copies of all in memory, and ends up to a few percent higher on trained networks, lower on random ones. Then sweeps
-of block-coordinate ascent: each network descends against the mean of all others from the permutation that it has, so
-the sum never decreases, and a sweep that moves nothing ends them.
+``universe`` maximizes the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
+C2M3, eq. 5), which is consistent along every cycle of networks by construction. From the running mean on come sweeps of
+block-coordinate ascent: each network descends against the mean of all others from the permutation that it has, so the
+sum never decreases, and a sweep that moves nothing ends them.
 
 A permutation of all networks alike changes no distance: the one is chosen that leaves the first network as it is.
+
+Networks are read when their turn comes, and only the sum of them is kept. What takes long (matchings) is looked up in a
+mapping and left there, so that a search that was interrupted goes further: everything else is computed again, in the
+same order, and ends in the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.alignment.gram import families, resized, size_exponent, working
-from tu_symmetry.alignment.matching import Solver, weight_matching
-from tu_symmetry.alignment.relaxation import synchronized_frank_wolfe
-from tu_symmetry.states import State
+from tu_symmetry.alignment.gram import exponent_of, parameter_sizes, resized
+from tu_symmetry.alignment.matching import Matching, Progress, weight_matching
+from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Consensual = Literal["mean", "universe"]
-AlignSolver = Literal[Solver, "synchronized"]
-Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int], Permutation]
+Reference = Literal["first", "medoid", "mean", "universe"]
+Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int], Matching]
+Kept = MutableMapping[str, Any]
+T = TypeVar("T")
 
 
-def medoid_candidates(count: int, candidates: int) -> list[int]:
-    """Indices of the networks that are compared for a medoid: all, or a sample that depends on their number only."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0), device="cpu")
-    return sorted(order[:candidates].tolist())
-
-
-def medoid_of(chosen: Sequence[int], distances: Mapping[tuple[int, int], float]) -> tuple[int, list[float]]:
-    """The medoid of the candidates, and for each its distances to the others, summed.
-
-    Args:
-        chosen: indices of the candidates.
-        distances: after matching, of each pair ``(i, j)`` with ``i < j``.
-    """
-    totals = [sum(distances[min(i, j), max(i, j)] for j in chosen if j != i) for i in chosen]
-    return chosen[min(range(len(chosen)), key=totals.__getitem__)], totals
-
-
-class Consensus:
-    """Networks on their way to a common mean or universe: the sum of the aligned ones, and what comes next.
-
-    Example:
-        >>> run = Consensus(graph, 5, "mean", "frank_wolfe", match, max_iterations=20)       # doctest: +SKIP
-        >>> while not run.finished:                                                          # doctest: +SKIP
-        ...     run.step(lambda k: states[k])
-        >>> permutations = [run.permutation(k) for k in range(5)]                            # doctest: +SKIP
+@dataclass(frozen=True)
+class Target:
+    """What networks are aligned to.
 
     Attributes:
-        total: sums of floating-point tensors, float64; other tensors are the first network's.
-        sweep: number of the pass, 0 for the first.
-        done: networks of this pass that are done.
-        moved: whether this pass has changed a permutation.
-        iterations: passes of the relaxation of all networks together, if there was one.
+        state: the network to match the others to; of a mean and a universe the mean of all that are aligned.
+        index: its number among the networks; None for a mean, a universe and a given network.
+        permutations: those that are known already: the identity of the network itself, all for a mean and a universe.
+        iterations: passes over the networks.
+        jobs: matchings that were made, from which the seeds of the next ones are counted.
+        search: how it was found: ``candidates`` and ``totals`` of a medoid, ``sweeps`` and ``converged`` otherwise.
     """
 
-    def __init__(
-        self,
-        graph: SymmetryGraph,
-        count: int,
-        reference: Consensual,
-        solver: AlignSolver,
-        match: Match,
-        *,
-        max_iterations: int,
-        threads: int = 1,
-    ) -> None:
-        """Begin.
+    state: Mapping[str, Tensor]
+    index: int | None = None
+    permutations: Mapping[int, Permutation] = field(default_factory=dict)
+    iterations: int = 1
+    jobs: int = 0
+    search: Mapping[str, Any] = field(default_factory=dict)
 
-        Args:
-            graph: the symmetry graph.
-            count: number of networks, at least two.
-            reference: ``mean`` or ``universe``.
-            solver: the solver of the first pass; ``synchronized`` for a universe only.
-            match: ``(reference state, state, index)`` to a permutation, with that solver; for the running mean.
-            max_iterations: bound on the sweeps of a universe.
-            threads: networks whose assignments are solved at the same time in the relaxation.
-        """
-        self.graph, self.count = graph, count
-        self.last_sweep = max_iterations if reference == "universe" else 0
-        self.relaxed = solver == "synchronized"
-        self.total: dict[str, Tensor] = {}
-        self.sweep, self.done, self.moved, self.iterations = 0, 0, False, 0
-        self._match, self._threads = match, threads
-        self._start: list[Permutation] | None = None
-        self._held: dict[int, Permutation] = {}
 
-    @property
-    def next_sweep(self) -> int:
-        """The pass that the next step belongs to."""
-        return self.sweep + (self.done == self.count)
+def find_target(
+    graph: SymmetryGraph,
+    networks: Sequence[State],
+    reference: Reference | Mapping[str, Tensor],
+    match: Match,
+    *,
+    candidates: int = 16,
+    max_iterations: int = 20,
+    threads: int = 1,
+    kept: Kept | None = None,
+    progress: Progress | None = None,
+) -> Target:
+    """Find what networks are to be aligned to.
 
-    @property
-    def finished(self) -> bool:
-        """Whether there is no next step."""
-        if self.done < self.count:
-            return False
-        return self.sweep == self.last_sweep or (self.sweep > 0 and not self.moved)
+    Args:
+        graph: the symmetry graph, verified.
+        networks: read when they are asked for, two at a time.
+        reference: what is looked for, or a network.
+        match: ``(target, state, number)`` to a matching; of pairs, and of the running mean.
+        candidates: bound on the networks that are compared for a medoid.
+        max_iterations: bound on the sweeps of a universe.
+        threads: networks that are matched at the same time.
+        kept: what an earlier search has found, by ``distance/I/J``, ``mean/K`` and ``sweep/S/K``.
+        progress: called after each network with ``{"step", "done", "total", "iteration"}``.
+    """
+    identity = identity_permutation(graph)
+    if not isinstance(reference, str):
+        return Target(reference)
+    if reference == "first":
+        return Target(networks[0], 0, {0: identity})
+    kept = {} if kept is None else kept
+    if reference == "medoid":
+        return _medoid(graph, networks, match, candidates, threads, kept, progress)
+    sweeps = max_iterations if reference == "universe" else 0
+    return _consensus(graph, networks, match, sweeps, kept, progress)
 
-    @property
-    def converged(self) -> bool:
-        """Whether the last sweep moved nothing (True without sweeps)."""
-        return self.sweep == 0 or not self.moved
 
-    def permutation(self, k: int) -> Permutation:
-        """What aligns a network to the first one as it is."""
-        return compose(invert(self.held(0)), self.held(k))
+def once(kept: Kept, key: str, compute: Callable[[], Any]) -> Any:
+    """What an earlier run has found, or what is found now, which is kept."""
+    if key not in kept:
+        kept[key] = compute()
+    return kept[key]
 
-    def held(self, k: int) -> Permutation:
-        """The permutation with which a network is in the sum."""
-        return self._held[k]
 
-    def keep(self, k: int, permutation: Permutation, *, moved: bool) -> None:
-        """Take note of a step (a subclass may write it down)."""
-        self._held[k] = permutation
+def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:
+    """Results as they come, with never more than ``threads`` items begun; the first error ends it."""
+    if threads <= 1:
+        for item in items:
+            yield item, function(item)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        running: dict[Future[T], int] = {}
+        waiting = iter(items)
+        while True:
+            while len(running) < threads and (following := next(waiting, None)) is not None:
+                running[pool.submit(function, following)] = following
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                yield running.pop(future), future.result()
 
-    def step(self, load: Callable[[int], State]) -> int:
-        """Match the next network, and bring the sum up to date; returns its index.
 
-        Args:
-            load: gives the network with an index.
-        """
-        sweep = self.next_sweep
-        k = self.done if sweep == self.sweep else 0
-        state = load(k)
-        old = self.held(k) if sweep else None
-        new = self._matched(load, k, state, old)
-        moved = old is None or any(not torch.equal(new[g], old[g]) for g in new)
-        if moved:
-            self._replace(state, new, old)
-        self.moved = sweep > 0 and (moved or (self.moved and sweep == self.sweep))
-        self.sweep, self.done = sweep, k + 1
-        self.keep(k, new, moved=moved)
-        return k
+def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
+    """One of the networks, which belongs to the graph."""
+    state = networks[k]
+    graph.check_state(state, name=f"states[{k}]")
+    return state
 
-    def _matched(self, load: Callable[[int], State], k: int, state: State, old: Permutation | None) -> Permutation:
-        """The network's new permutation; ``old`` is the one that it has, None in the first pass."""
-        if old is not None:
-            others = self._mean_of_others(state, old, self.count - 1)
-            return weight_matching(self.graph, others, state, solver="descent", look_again=False, init=old).permutation
-        if self.relaxed:
-            if self._start is None:
-                networks = _parameters(self.graph, [load(j) for j in range(self.count)])
-                self._start, self.iterations = synchronized_frank_wolfe(
-                    self.graph, networks, families(self.graph), threads=self._threads
-                )
-            return self._start[k]
-        if k == 0:
-            return identity_permutation(self.graph)
-        return self._match(self._mean_of_others(state, None, k), state, k)
 
-    def _mean_of_others(self, state: State, own: Permutation | None, count: int) -> State:
-        """The mean of ``count`` networks in the sum, without the one whose permutation is given."""
-        mine = {} if own is None else permute_tensors(self.graph, own, state)
+def _medoid(
+    graph: SymmetryGraph,
+    networks: Sequence[State],
+    match: Match,
+    candidates: int,
+    threads: int,
+    kept: Kept,
+    progress: Progress | None,
+) -> Target:
+    """Each pair of candidates is matched once; the sample of candidates depends on the number of networks only."""
+    order = torch.randperm(len(networks), generator=torch.Generator().manual_seed(0), device="cpu")
+    chosen = sorted(order[:candidates].tolist())
+    pairs = {(i, j): n for n, (i, j) in enumerate((i, j) for i in chosen for j in chosen if i < j)}
+    found: dict[tuple[int, int], Permutation] = {}
+    distances = {
+        pair: float(kept[key]["distance"]) for pair in pairs if (key := "distance/{}/{}".format(*pair)) in kept
+    }
+    total, done = len(pairs) - len(distances), 0
+    for i in chosen:
+        partners = [b for a, b in pairs if a == i and (a, b) not in distances]
+        target = read(graph, networks, i) if partners else {}
+
+        def matching(j: int, i: int = i, target: Mapping[str, Tensor] = target) -> Matching:
+            return match(target, read(graph, networks, j), pairs[i, j])
+
+        for j, one in bounded(matching, partners, threads):
+            found[i, j], distances[i, j] = one.permutation, one.distance_after
+            kept[f"distance/{i}/{j}"] = {"distance": one.distance_after}
+            done += 1
+            if progress is not None:
+                progress({"step": "comparing pairs", "done": done, "total": total, "iteration": 1})
+    totals = [sum(distances[min(i, j), max(i, j)] for j in chosen if j != i) for i in chosen]
+    best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
+    known = {best: identity_permutation(graph), **{j: p for (i, j), p in found.items() if i == best}}
+    search = {"candidates": chosen, "totals": totals}
+    return Target(networks[best], best, known, jobs=len(pairs), search=search)
+
+
+def _consensus(
+    graph: SymmetryGraph,
+    networks: Sequence[State],
+    match: Match,
+    max_sweeps: int,
+    kept: Kept,
+    progress: Progress | None,
+) -> Target:
+    """The running mean, and sweeps from there; the sum is of floating-point tensors, in float64."""
+    count = len(networks)
+    like, exponent = _likeness(graph, networks)
+    total: dict[str, Tensor] = {}
+    held: list[Permutation] = []
+    sweep, moved = 0, True
+
+    def load(k: int) -> State:
+        return resized(graph, networks[k], exponent) if exponent else networks[k]
+
+    def mean_of_others(state: State, own: Mapping[str, Tensor], others: int) -> State:
         mean = dict(state)
         for name, tensor in state.items():
             if tensor.is_floating_point():
-                total = self.total[name] - mine[name].to(self.total[name].device) if mine else self.total[name]
-                mean[name] = (total / count).to(torch.promote_types(tensor.dtype, torch.float32))
+                sums = total[name] - own[name].to(total[name].device) if own else total[name]
+                mean[name] = (sums / others).to(torch.promote_types(tensor.dtype, torch.float32))
         return mean
 
-    def _replace(self, state: State, new: Permutation, old: Permutation | None) -> None:
-        before = {} if old is None else permute_tensors(self.graph, old, state)
-        for name, tensor in permute_tensors(self.graph, new, state).items():
-            if not tensor.is_floating_point():
-                self.total.setdefault(name, tensor)
-                continue
-            change = tensor.double() - before[name] if before else tensor.double()
-            total = self.total.get(name)
-            self.total[name] = change if total is None else total + change.to(total.device)
+    def enter(state: State, permutation: Permutation, own: Mapping[str, Tensor]) -> None:
+        for name, tensor in permute_tensors(graph, permutation, state).items():
+            if tensor.is_floating_point():
+                change = tensor.double() - own[name] if own else tensor.double()
+                total[name] = total[name] + change.to(total[name].device) if name in total else change
+            else:
+                total.setdefault(name, tensor)
+
+    def first_pass(k: int) -> None:
+        state, key = load(k), f"mean/{k}"
+        if key not in kept:
+            kept[key] = match(mean_of_others(state, {}, k), state, k).permutation if k else identity_permutation(graph)
+        held.append(kept[key])
+        enter(state, held[k], {})
+
+    def improve(k: int) -> bool:
+        """One step of a sweep; whether it has moved the network. One that did not move before is not even read."""
+        key = f"sweep/{sweep}/{k}"
+        if key in kept and not _differ(kept[key], held[k]):
+            return False
+        state = load(k)
+        own = permute_tensors(graph, held[k], state)
+        if key not in kept:
+            others = mean_of_others(state, own, count - 1)
+            found = weight_matching(graph, others, state, solver="descent", look_again=False, init=held[k])
+            kept[key] = found.permutation
+        old, held[k] = held[k], kept[key]
+        if not _differ(held[k], old):
+            return False
+        enter(state, held[k], own)
+        return True
+
+    def tell(step: str, k: int) -> None:
+        if progress is not None:
+            progress({"step": step, "done": k + 1, "total": count, "iteration": sweep + 1})
+
+    for k in range(count):
+        first_pass(k)
+        tell("aligning to the running mean", k)
+    while sweep < max_sweeps and moved:
+        sweep, moved = sweep + 1, False
+        for k in range(count):
+            moved |= improve(k)
+            tell(f"aligning to all others, sweep {sweep}", k)
+    back = invert(held[0])
+    mean = permute_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
+    mean = resized(graph, mean, -exponent) if exponent else mean
+    return Target(
+        as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
+        permutations={k: compose(back, permutation) for k, permutation in enumerate(held)},
+        iterations=sweep + 1,
+        search={"sweeps": sweep, "converged": sweep == 0 or not moved},
+    )
 
 
-def of_ordinary_size(graph: SymmetryGraph, members: Sequence[State]) -> list[State]:
-    """The networks, divided by one power of two if sums of their squares would leave the range of their dtype."""
-    exponent = size_exponent(graph, *members)
-    return [resized(graph, m, exponent) for m in members] if exponent else list(members)
+def _differ(a: Permutation, b: Permutation) -> bool:
+    return any(not torch.equal(a[name], b[name]) for name in a)
 
 
-def _parameters(graph: SymmetryGraph, members: Sequence[State]) -> list[State]:
-    """What the relaxation computes with: parameters in one dtype, on one device, of ordinary size."""
-    members = of_ordinary_size(graph, members)
-    first = working(graph, members[0])
-    return [{n: t.to(first[n].device, first[n].dtype) for n, t in working(graph, m).items()} for m in members]
+def _likeness(graph: SymmetryGraph, networks: Sequence[State]) -> tuple[State, int]:
+    """A state without values of the first network's type and dtypes, and the power of two that all are divided by.
+
+    It is 0 but where sums of squares of the weights would leave the range of their dtype.
+    """
+    like: State = {}
+    sizes: list[float] = []
+    for k in range(len(networks)):
+        state = read(graph, networks, k)
+        like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
+        sizes += parameter_sizes(graph, state)
+        del state  # before the next one is read
+    return like, exponent_of(sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -200,22 +200,31 @@ def each_working(
             yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
-def size_exponent(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> int:
-    """0 for weights of ordinary size; else the binary exponent of the largest parameter of some states.
+def parameter_sizes(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> list[float]:
+    """The largest magnitude of each parameter that is not zero."""
+    tensors = [state[n].detach() for n in graph.shapes if n not in graph.buffers and state[n].is_floating_point()]
+    tensors = [t for t in tensors if t.numel()]
+    ends = numbers([end for t in tensors for end in torch.aminmax(t)])
+    pairs = zip(tensors, ends[::2], ends[1::2], strict=True)
+    largest = (max(-low, high) if math.isfinite(low - high) else largest_entry(t) for t, low, high in pairs)
+    return [size for size in largest if size > 0]
+
+
+def exponent_of(sizes: Sequence[float]) -> int:
+    """0 for weights of ordinary size; else the binary exponent of the largest.
 
     Single precision holds neither the squares of weights of 1e30 nor those of 1e-30: inner products of such weights are
     infinite, or zero without a word. Weights of this size are divided by this power of two, which is exact, and are
     compared in double precision (:func:`resized`).
     """
-    tensors = [s[n] for s in states for n in graph.shapes if n not in graph.buffers and s[n].is_floating_point()]
-    tensors = [t.detach() for t in tensors if t.numel()]
-    ends = numbers([end for t in tensors for end in torch.aminmax(t)])
-    pairs = zip(tensors, ends[::2], ends[1::2], strict=True)
-    largest = (max(-low, high) if math.isfinite(low - high) else largest_entry(t) for t, low, high in pairs)
-    sizes = [size for size in largest if size > 0]
     if all(1 / _ORDINARY < size < _ORDINARY for size in sizes):
         return 0
     return math.frexp(max(sizes))[1] or 1
+
+
+def size_exponent(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> int:
+    """The exponent of :func:`exponent_of` for the parameters of some states."""
+    return exponent_of([size for state in states for size in parameter_sizes(graph, state)])
 
 
 def resized(graph: SymmetryGraph, state: Mapping[str, Tensor], exponent: int) -> dict[str, Tensor]:

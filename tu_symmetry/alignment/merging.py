@@ -1,13 +1,13 @@
-"""Merging networks: align them, average their weights, correct the statistics, and say what each step is worth.
+"""Merging networks: align them, average their weights, correct the statistics, and measure what each step is worth.
 
 The average of trained networks is a poor network, since their hidden units stand in different orders. After alignment
 it lies in one basin; what is left is mostly the variance of its activations, which collapses under averaging, and which
-re-estimated BatchNorm statistics or REPAIR restore. For three networks of 81 % accuracy (Fashion-MNIST), by way of
-example: averaged as they are 19 %, aligned 74 %, with statistics re-estimated 77 %, with REPAIR 78 %.
+re-estimated BatchNorm statistics or REPAIR restore. Each step is a function of its own: :func:`~tu_symmetry.align`,
+:func:`average`, :func:`.correct` and :func:`.measure`; :func:`merge` is all of them.
 
-Networks may be given by their files or in a sample store. Then they are read when their turn comes: two of them are in
-memory at a time: the one that is read and the reference (while matching), or the sum (while averaging) and, in a greedy
-soup, the one that is tried. While averaging, safetensors files are read tensor by tensor.
+Networks may be given by their files or in a sample store. Then two of them are in memory at a time: the one that is
+read and the reference (while matching), or the sum (while averaging) and, in a greedy soup, the one that is tried.
+While averaging, safetensors files are read tensor by tensor.
 
 Laws (tests/alignment/test_merge.py, float64): copies of one network with permuted units merge into a network of the
 same function; a weight of one gives the aligned member itself; networks from files merge into the same as from memory.
@@ -16,36 +16,32 @@ same function; a weight of one gives the aligned member itself; networks from fi
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tu_symmetry.alignment.activations import Similarity
-from tu_symmetry.alignment.align import MatchOn, Reference, align
-from tu_symmetry.alignment.barrier import Loss, LossBarrier, barrier_of, between, mean_loss, mean_scores
-from tu_symmetry.alignment.consensus import AlignSolver
-from tu_symmetry.alignment.matching import Progress
-from tu_symmetry.alignment.repair import Correction, corrected
+from tu_symmetry.alignment.align import UNMOVED, MatchOn, Reference, is_identity, matcher
+from tu_symmetry.alignment.barrier import Loss, LossBarrier, barrier_of, between, mean_loss, measure
+from tu_symmetry.alignment.consensus import Kept, Match, find_target, once, read
+from tu_symmetry.alignment.matching import Progress, Solver
+from tu_symmetry.alignment.networks import Network, Networks, StateSource, read_network
+from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.evaluation import reusable
-from tu_symmetry.modules import is_source
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, as_given, check_number, load_state, open_state, read_state, unstack
-from tu_symmetry.symmetry.action import Permuted, permute_entries, permute_tensors
+from tu_symmetry.states import State, as_given, check_number
+from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
-Network = Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module
-Networks = Mapping[str, Tensor] | Sequence[Network] | nn.Module
 Weights = Literal["equal", "greedy"] | Sequence[float] | Mapping[str, Sequence[float]]
 Scores = dict[str, float]
 
@@ -121,15 +117,14 @@ def merge(
     weights: Weights = "equal",
     reference: Reference | Network | None = "first",
     match_on: MatchOn = "weights",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     only: Sequence[str] = (),
-    similarity: Similarity = "product",
     loss: Loss | None = None,
     metrics: Mapping[str, Loss] | None = None,
     validation: Iterable[Any] | None = None,
     points: int = 0,
     certify: bool = True,
-    resume: MutableMapping[str, Any] | None = None,
+    resume: Kept | None = None,
     progress: Progress | None = None,
 ) -> Merged:
     """Align networks of one architecture, average them, and correct the statistics of the average.
@@ -157,7 +152,6 @@ def merge(
         solver: how weights are matched, see :func:`~tu_symmetry.align`.
         only: patterns of tensors' names: align partially, by the groups alone all of whose tensors match one of them
             (``["down_blocks.*"]``); everything is aligned without any.
-        similarity: how activations are compared, see :func:`~tu_symmetry.activation_matching`.
         loss: mean loss over a batch of (outputs, targets). With it the networks, and what is merged of them after each
             step, are measured.
         metrics: further means over a batch, by name (``{"accuracy": ...}``), measured beside the loss.
@@ -182,87 +176,121 @@ def merge(
             network whose loss is NaN, or statistics that are NaN or infinite (the message names the batch).
     """
     graph = permutations_alone(graph, only) if only else graph
-    members = _Networks(states)
-    _check(len(members), correction, weights, dataloader, loss, metrics, validation, points)
-    done: MutableMapping[str, Any] = {} if resume is None else resume
-    plan = None if weights == "greedy" else _plan(graph, weights, len(members))
-    data = None if dataloader is None else reusable(dataloader)
+    networks = StateSource(states)
+    _check(len(networks), correction, weights, dataloader, loss, metrics, validation, points)
+    kept: Kept = {} if resume is None else resume
+    plan = None if weights == "greedy" else _plan(graph, weights, len(networks))
+    data = [] if dataloader is None else reusable(dataloader)
     held = data if validation is None else reusable(validation)
     functions = {} if loss is None else {"loss": loss, **(metrics or {})}
 
-    def measure(state: Mapping[str, Tensor]) -> Scores:
-        assert held is not None
-        return mean_scores(model, state, held, functions)
-
-    def measure_member(k: int) -> Scores:
-        network = members[k]
-        graph.check_state(network, name=f"states[{k}]")
-        found = measure(network)
-        if math.isnan(found["loss"]):
-            assert held is not None and loss is not None
-            raise ValueError(f"states[{k}]: {_nan_batch(model, network, held, loss)}")
-        return found
-
     def tell(step: str, done: int) -> None:
         if progress is not None:
-            progress({"step": step, "done": done, "total": len(members)})
+            progress({"step": step, "done": done, "total": len(networks)})
 
-    options: dict[str, Any] = {
-        "match_on": match_on,
-        "solver": solver,
-        "similarity": similarity,
-        "model": model,
-        "dataloader": data,
-    }
-    options["certify"] = certify
+    def score(state: Mapping[str, Tensor]) -> Scores:
+        return measure(model, state, held, functions)
+
+    def score_member(k: int) -> Scores:
+        state = read(graph, networks, k)
+        found = score(state)
+        if math.isnan(found["loss"]):
+            raise ValueError(f"states[{k}]: {_nan_batch(model, state, held, functions['loss'])}")
+        return found
+
+    def finish(state: State, ends: Sequence[State], ratios: Sequence[float]) -> State:
+        return state if len(ends) == 1 else correct(model, ends, ratios, state, data, correction)
+
     own: list[Scores] = []
-    for k in range(len(members) if functions else 0):  # before the long work: the data may be of no use
-        own.append(_once(done, f"scores/{k}", partial(measure_member, k)))
+    for k in range(len(networks) if functions else 0):  # before the long work: the data may be of no use
+        own.append(once(kept, f"scores/{k}", partial(score_member, k)))
         tell("measure", k + 1)
-    permutations, certificates, uncertified = _align(graph, members, reference, options, done, tell)
-    aligned = members.permuted(graph, permutations)
-
-    def correct(state: State, chosen: Sequence[int], ratios: Sequence[float]) -> State:
-        if correction == "none" or len(chosen) == 1:
-            return state
-        assert data is not None
-        return corrected(model, aligned.only(chosen), ratios, state, data, correction)
-
+    if reference is None:  # nothing is permuted, and so nothing is verified
+        for k in range(len(networks)):
+            read(graph, networks, k)
+            tell("align", k + 1)
+        found = _Found([identity_permutation(graph)] * len(networks), [], "the networks were merged as they are")
+    else:
+        match = matcher(graph, match_on, solver, 1, "product", model, dataloader, None)
+        found = _find(graph, networks, reference, match, certify, kept, tell)
+    aligned = networks.permuted(graph, found.permutations)
     if plan is None:
-        order = sorted(range(len(members)), key=lambda i: own[i]["loss"])
-        soup = _greedy(aligned, order, own, lambda state, chosen, ratios: measure(correct(state, chosen, ratios)), done)
-        plan = _plan(graph, soup, len(members))
-    chosen = [i for i in range(len(members)) if any(part.weights[i] > 0 for part in plan)]
+        order = sorted(range(len(networks)), key=lambda i: own[i]["loss"])
+        soup = _greedy(aligned, order, own, lambda state, *rest: score(finish(state, *rest)), kept)
+        plan = _plan(graph, soup, len(networks))
+    chosen = [i for i in range(len(networks)) if any(part.weights[i] > 0 for part in plan)]
     fixed = plan[0].weights
+    counts = [transposition_count(p) for p in found.permutations]
+    moved = any(counts[i] for i in chosen)
     scores: dict[str, Scores] = {}
-    moved = any(transposition_count(permutations[i]) for i in chosen)
     if functions and moved and len(chosen) > 1:
-        scores["naive"] = measure(_average(members, plan))
+        scores["naive"] = score(_average(networks, plan))
     state = _average(aligned, plan, lambda done: tell("average", done))
     if functions:
-        scores["aligned"] = measure(state)
+        scores["aligned"] = score(state)
     if correction != "none" and len(chosen) > 1:
-        state = correct(state, chosen, [fixed[i] for i in chosen])
+        state = finish(state, aligned.only(chosen), [fixed[i] for i in chosen])
         if functions:
-            scores["corrected"] = measure(state)
+            scores["corrected"] = score(state)
     lines: dict[str, list[LossBarrier]] = {}
     if points:
-        assert held is not None and loss is not None
-        walk = partial(_lines, model, held, loss, points, chosen)
-        lines = {"naive": walk(members)} if moved else {}
+        walk = partial(_lines, model, held, functions["loss"], points, chosen)
+        lines = {"naive": walk(networks)} if moved else {}
         lines["aligned"] = walk(aligned)
         if correction != "none":
-            statistics = cast("Iterable[Any]", data)
-            lines["corrected"] = walk(aligned, partial(corrected, model, dataloader=statistics, correction=correction))
-    counts = [transposition_count(p) for p in permutations]
-    return Merged(state, fixed, permutations, counts, correction, own, scores, lines, certificates, uncertified)
+            lines["corrected"] = walk(aligned, finish)
+    certificates, uncertified = found.certificates, found.uncertified
+    return Merged(state, fixed, found.permutations, counts, correction, own, scores, lines, certificates, uncertified)
 
 
-def _once(done: MutableMapping[str, Any], key: str, compute: Callable[[], Any]) -> Any:
-    """What an earlier run has found, or what is found now, which is kept."""
-    if key not in done:
-        done[key] = compute()
-    return done[key]
+class _Found(NamedTuple):
+    permutations: list[Permutation]
+    certificates: list[Certificate]
+    uncertified: str
+
+
+def _find(
+    graph: SymmetryGraph,
+    networks: StateSource,
+    reference: Reference | Network,
+    match: Match,
+    certify: bool,
+    kept: Kept,
+    tell: Callable[[str, int], None],
+) -> _Found:
+    """Permutations of all networks; one of them is in memory beside what it is matched to."""
+    graph.require_verified()
+    word = isinstance(reference, str) and reference in get_args(Reference)
+    anchor: Any = reference if word else read_network(reference, "reference")
+    if not word:
+        graph.check_state(anchor, name="reference")
+    target = find_target(graph, networks, anchor, match, kept=kept)
+    certificates: list[Certificate] = []
+    reasons: list[str] = []
+
+    def one(k: int) -> Permutation:
+        state = read(graph, networks, k)
+        permutation: Permutation = (
+            target.permutations[k]
+            if k in target.permutations
+            else once(kept, f"permutation/{k}", lambda: match(target.state, state, target.jobs + k).permutation)
+        )
+        if reference == "first" and k == 0:
+            return permutation
+        if certify and graph.probe is not None and is_identity(graph, permutation):
+            certificates.append(UNMOVED)
+            return permutation
+        moved = permute_tensors(graph, permutation, state)
+        certificate, why = measured(graph, state, moved, f"states[{k}], aligned", wanted=certify, rounded=False)
+        certificates.extend([] if certificate is None else [certificate])
+        reasons.extend([why] if why else [])
+        return permutation
+
+    permutations = []
+    for k in range(len(networks)):
+        permutations.append(one(k))
+        tell("align", k + 1)
+    return _Found(permutations, certificates, next(iter(reasons), ""))
 
 
 def _lines(
@@ -271,8 +299,8 @@ def _lines(
     loss: Loss,
     points: int,
     chosen: Sequence[int],
-    networks: _Networks,
-    correct: Callable[..., State] | None = None,
+    networks: StateSource,
+    finish: Callable[[State, Sequence[State], Sequence[float]], State] | None = None,
 ) -> list[LossBarrier]:
     """Losses along the lines from the first of the chosen networks to the others; inner points are corrected."""
     found = []
@@ -282,8 +310,8 @@ def _lines(
             ratio = number / (points - 1)
             shares = [1 - ratio, ratio]
             state = _average(ends, [_Part(None, shares)])
-            if correct is not None and 0 < ratio < 1:
-                state = correct(states=ends, ratios=shares, merged_state=state)
+            if finish is not None and 0 < ratio < 1:
+                state = finish(state, ends, shares)
             line.append((ratio, mean_loss(model, state, data, loss), 1.0))
             del state
         found.append(barrier_of(line))
@@ -308,67 +336,6 @@ def permutations_alone(graph: SymmetryGraph, only: Sequence[str] = ()) -> Symmet
             f"only={list(only)}: no permutation group has all its tensors there" + (f"; {why}" if why else "")
         )
     return replace(graph.without(*out), scales=(), normalizations=(), scale_terms={})
-
-
-class _Networks(Sequence[State]):
-    """Networks that are read when they are asked for, as they were given or with permuted units, and kept by nobody."""
-
-    def __init__(
-        self,
-        source: Networks,
-        graph: SymmetryGraph | None = None,
-        permutations: Sequence[Permutation] = (),
-        chosen: Sequence[int] | None = None,
-    ) -> None:
-        self.source: Sequence[Network]
-        if isinstance(source, Mapping) or (isinstance(source, nn.Module) and is_source(source)):
-            self.source = unstack(source)
-        elif hasattr(source, "__len__") and hasattr(source, "__getitem__") and not isinstance(source, (str, bytes)):
-            self.source = cast("Sequence[Network]", source)
-        else:
-            raise TypeError(
-                f"states is a {type(source).__name__}, not a list of state dicts or files, a sample store, or a stack"
-            )
-        self.graph, self.permutations = graph, permutations
-        self.chosen = range(len(self.source)) if chosen is None else chosen
-
-    def only(self, chosen: Sequence[int]) -> _Networks:
-        """Some of the networks, in another order."""
-        return _Networks(self.source, self.graph, self.permutations, [self.chosen[k] for k in chosen])
-
-    def permuted(self, graph: SymmetryGraph, permutations: Sequence[Permutation]) -> _Networks:
-        """All of the networks with permuted units."""
-        return _Networks(self.source, graph, permutations)
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        state = _read(self.source[self.chosen[index]], f"states[{self.chosen[index]}]")
-        if self.graph is not None:
-            permute_entries(self.graph, self.permutations[self.chosen[index]], state)
-        return state
-
-    def by_tensor(self, index: int) -> Mapping[str, Tensor] | None:
-        """A network whose tensors are read and permuted one by one; None where it has to be read as a whole."""
-        k = self.chosen[index]
-        lazily = getattr(self.source, "by_tensor", None)
-        network: Any = None
-        if callable(lazily):
-            network = lazily(k)
-        elif isinstance(self.source, (list, tuple)):
-            network = self.source[k]
-            if isinstance(network, (str, os.PathLike)):
-                network = open_state(network)
-            elif is_source(network):
-                network = read_state(network, f"states[{k}]")
-        return Permuted(self.graph, self.permutations[k], network) if self.graph is not None and network else network
-
-
-def _read(network: Network, name: str) -> State:
-    return read_state(load_state(network) if isinstance(network, (str, os.PathLike)) else network, name)
 
 
 def _check(
@@ -442,66 +409,34 @@ def _normalized(weights: Any, count: int) -> list[float]:
     return [w / sum(numbers) for w in numbers]
 
 
-def _align(
-    graph: SymmetryGraph,
-    members: Sequence[State],
-    reference: Reference | Network | None,
-    options: dict[str, Any],
-    done: MutableMapping[str, Any],
-    tell: Callable[[str, int], None],
-) -> tuple[list[Permutation], list[Certificate], str]:
-    """Permutations of all networks; one of them is in memory beside the reference, where it is a single network."""
-    if reference is None:  # nothing is permuted, and so nothing is verified
-        for k in range(len(members)):
-            graph.check_state(members[k], name=f"states[{k}]")
-            tell("align", k + 1)
-        return [identity_permutation(graph)] * len(members), [], "the networks were merged as they are"
-    graph.require_verified()
-    identity = identity_permutation(graph)
-    together = isinstance(reference, str) and reference in get_args(Reference) and reference != "first"
-    if together and not all(f"permutation/{k}" in done for k in range(len(members))):
-        found = align(
-            graph,
-            list(members),
-            reference=cast(Reference, reference),
-            progress=lambda at: tell("align", at["done"]),
-            **options,
-        )
-        for k, permutation in enumerate(found.permutations):
-            done[f"permutation/{k}"] = permutation
-        return found.permutations, found.certificates, found.uncertified
-    first = isinstance(reference, str) and reference == "first"
-    anchor: State = {}
-    if not together:
-        anchor = members[0] if first else _read(reference, "reference")
-        graph.check_state(anchor, name="states[0]" if first else "reference")
-    permutations, certificates, uncertified = [identity] if first else [], [], ""
-    for k in range(len(permutations), len(members)):
-        member = members[k]
-        graph.check_state(member, name=f"states[{k}]")
-        if f"permutation/{k}" in done:
-            permutation = {n: t.to(next(iter(member.values())).device) for n, t in done[f"permutation/{k}"].items()}
-            moved = permute_tensors(graph, permutation, member)
-            certificate, why = measured(
-                graph, member, moved, f"states[{k}], aligned", wanted=options["certify"], rounded=False
-            )
-            permutations.append(permutation)
-            certificates += [] if certificate is None else [certificate]
-            uncertified = uncertified or why
-            del moved
-        else:
-            one = align(graph, [member], reference=anchor, **options)
-            done[f"permutation/{k}"] = one.permutations[0]
-            permutations += one.permutations
-            certificates += one.certificates
-            uncertified = uncertified or one.uncertified
-            del one
-        del member  # before the next one is read
-        tell("align", k + 1)
-    return permutations, certificates, uncertified
+def average(
+    states: Networks,
+    weights: Sequence[float] | Mapping[str, Sequence[float]] | Literal["equal"] = "equal",
+    *,
+    graph: SymmetryGraph | None = None,
+) -> State:
+    """The weighted mean of networks, computed in single precision at least.
+
+    Args:
+        states: at least one network, as for :func:`merge`; files are read one by one, or tensor by tensor.
+        weights: a share of each, or shares for patterns of tensors' names, as for :func:`merge`.
+        graph: the architecture's symmetry graph, for shares by name.
+
+    Returns:
+        A state on the device and in the dtypes of the first network that is part of it.
+
+    Raises:
+        ValueError: weights that do not fit, or weights by name without a graph.
+    """
+    networks = StateSource(states)
+    if isinstance(weights, Mapping) and graph is None:
+        raise ValueError("weights for patterns of names need graph=, which knows the names of tied tensors")
+    if graph is None:
+        return _average(networks, [_Part(None, _normalized(weights, len(networks)))])
+    return _average(networks, _plan(graph, weights, len(networks)))
 
 
-def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], None] = lambda done: None) -> State:
+def _average(networks: StateSource, plan: Sequence[_Part], tell: Callable[[int], None] = lambda done: None) -> State:
     """The weighted mean: the sum so far moves towards each network by its share in both, in single precision at least.
 
     Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter. Networks that can be
@@ -514,7 +449,7 @@ def _average(networks: _Networks, plan: Sequence[_Part], tell: Callable[[int], N
         weights = part_of.get(name, plan[0]).weights
         return weights[k] / sum(weights[: k + 1]) if weights[k] > 0 else 0.0
 
-    opened = {k: networks.by_tensor(k) for k in chosen}
+    opened = {k: networks.open(k) for k in chosen}
     first = opened[chosen[0]]
     mean: State = {} if first is None else as_given(first, {})
     if first is not None and all(network is not None for network in opened.values()):
@@ -577,11 +512,11 @@ def _nan_batch(model: nn.Module, state: Mapping[str, Tensor], data: Iterable[Any
 
 
 def _greedy(
-    aligned: _Networks,
+    aligned: StateSource,
     order: Sequence[int],
     own: Sequence[Scores],
-    measure: Callable[[State, Sequence[int], Sequence[float]], Scores],
-    done: MutableMapping[str, Any],
+    score: Callable[[State, Sequence[State], Sequence[float]], Scores],
+    kept: Kept,
 ) -> list[float]:
     """Equal weights for the networks of a greedy soup, zero for the others.
 
@@ -593,14 +528,14 @@ def _greedy(
     for k in order[1:]:
         trial = [*chosen, k]
         share, key = 1 / len(trial), f"soup/{'+'.join(map(str, trial))}"
-        if key in done and done[key]["loss"] > best:
+        if key in kept and kept[key]["loss"] > best:
             continue  # known to be worse: it is not even read
         if soup is None or any(t.dtype in _HALF for t in soup.values()):
             soup = None
             candidate = _average(aligned.only(trial), [_Part(None, [share] * len(trial))])
         else:
             candidate = _step(soup, aligned, k, share)
-        found = _once(done, key, partial(measure, candidate, trial, [share] * len(trial)))
+        found = once(kept, key, partial(score, candidate, aligned.only(trial), [share] * len(trial)))
         if math.isnan(found["loss"]):
             warnings.warn(f"the mean of the networks {trial} has a loss of NaN: {k} is left out", stacklevel=3)
         if found["loss"] <= best:
@@ -609,9 +544,9 @@ def _greedy(
     return [1 / len(chosen) if k in chosen else 0.0 for k in range(len(aligned))]
 
 
-def _step(mean: State, networks: _Networks, k: int, share: float) -> State:
+def _step(mean: State, networks: StateSource, k: int, share: float) -> State:
     """The mean with one more network, which is let go tensor by tensor."""
-    network = networks.by_tensor(k)
+    network = networks.open(k)
     if network is not None:
         return as_given(mean, {n: _towards(_towards(None, t, 1.0), network[n], share) for n, t in mean.items()})
     whole = networks[k]

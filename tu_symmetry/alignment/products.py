@@ -21,6 +21,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.transfer import moved
 
 Axes = tuple[int, ...]
+_MOST_AXES = 2
 _MOSTLY_NEW = 0.8  # above this share of changed positions a product is computed anew
 
 
@@ -32,14 +33,14 @@ class MovePlan:
         families: the families of groups.
         moves: tensor to axis to ``(group, positions [units, copies])``; every position is moved by one group at most.
         sizes: number of units of each group, blocks flattened.
-        skipped: tensors that do not fit: two nested groups move them at the same positions, or a group moves them in
-            some rows only.
+
+    Tensors that do not fit are left out: two nested groups move them at the same positions, a group moves them in some
+    rows only, or they are moved along more than two axes.
     """
 
     families: list[Family]
     moves: dict[str, dict[int, list[tuple[str, Tensor]]]]
     sizes: dict[str, int] = field(default_factory=dict)
-    skipped: frozenset[str] = frozenset()
 
     def axes(self, tensor: str) -> Axes:
         """The axes along which a tensor is moved."""
@@ -71,8 +72,7 @@ def plan_moves(graph: SymmetryGraph, family_list: list[Family]) -> MovePlan:
                     if any(torch.isin(index, other).any() for _, other in axis_moves):
                         skipped.add(member.parameter)
                     axis_moves.append((group.name, index))
-    plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped}
-    plan.skipped = frozenset(skipped)
+    plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped and len(m) <= _MOST_AXES}
     return plan
 
 
@@ -104,7 +104,7 @@ class Part:
 
 
 class PairProducts:
-    """Gram matrices between a reference and a state, for the tensors that are moved along at most two axes.
+    """Gram matrices between a reference and a state.
 
     Of each group three sums are kept: over tensors that are moved along one axis, which never change, and over those
     that are moved along two, for the first and for the second of them.
@@ -115,8 +115,6 @@ class PairProducts:
         self.parts: dict[str, list[Part]] = {group: [] for group in plan.sizes}
         for name, moves in plan.moves.items():
             axes = plan.axes(name)
-            if len(axes) > 2:
-                continue
             for axis in axes:
                 other = next((a for a in axes if a != axis), None)
                 for group, index in moves[axis]:
@@ -253,7 +251,7 @@ class KeptSimilarities(WeightSimilarities):
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As :meth:`WeightSimilarities.grams`, in the dtype of the state."""
-        if any(n not in self.plan.moves or len(self.plan.moves[n]) > 2 for n in family.tensors):
+        if any(n not in self.plan.moves for n in family.tensors):
             return super().grams(family, permutation)
         groups = [f for f in self.plan.families if f.tensors & family.tensors]
         sources = {g.name: flat_source(g, permutation) for f in groups for g in f.groups}

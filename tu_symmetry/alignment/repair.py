@@ -181,7 +181,7 @@ def repair(
     return result
 
 
-def corrected(
+def correct(
     model: nn.Module,
     states: Sequence[Mapping[str, Tensor]],
     ratios: Sequence[float],

@@ -1,7 +1,7 @@
 """Aligning many checkpoint files, a few in memory at a time, and resuming after an interruption.
 
 The reference is one of the files, any other file, their medoid, their running mean, or their universe (see
-:mod:`~tu_symmetry.checkpoints.references`). For every checkpoint the folder takes ``NAME.safetensors``, the aligned
+:mod:`~tu_symmetry.alignment.consensus`). For every checkpoint the folder takes ``NAME.safetensors``, the aligned
 weights, and ``NAME.permutation.safetensors``, the permutation; what they were made of stands in their headers. With
 a mean it also takes ``mean.safetensors``, the mean of the aligned networks. The folder ``state`` holds what a killed
 run needs to resume; it may be removed when a run is done.
@@ -11,28 +11,26 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from tu_symmetry.alignment.align import Reference
-from tu_symmetry.alignment.consensus import AlignSolver
-from tu_symmetry.alignment.matching import weight_distance, weight_matching
+from tu_symmetry.alignment.align import matcher
+from tu_symmetry.alignment.consensus import Reference, Target, bounded, find_target
+from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
+from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.checkpoints.files import (
     FORMAT,
     MEAN,
     PERMUTATION,
     STATE,
     VERSION,
-    AlignFilesError,
     Checkpoint,
+    Kept,
     Track,
-    bounded,
     check_checkpoints,
     check_owned,
     clear_left,
@@ -40,24 +38,23 @@ from tu_symmetry.checkpoints.files import (
     locked,
     output_names,
     owned_header,
-    read_owned,
     refuse_foreign,
     sha256,
+    shown,
     silent,
     write_owned,
 )
-from tu_symmetry.checkpoints.references import MEDOID, SUM, find_consensus, find_medoid, pairwise
-from tu_symmetry.files import digest_of, other_versions, read_json, without_nan, write_json, write_text
+from tu_symmetry.files import FileError, digest_of, other_versions, read_json, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State, check_number
+from tu_symmetry.states import check_number
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import measured
-from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
+from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "<!-- tu_symmetry.aligned -->"
 BARRIERS_MARK = "<!-- tu_symmetry.aligned barriers -->"
-BARRIERS_FIGURE, BARRIERS_KEPT = "barriers.png", "barriers.json"
+BARRIERS_FIGURE = "barriers.png"
 _FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
@@ -172,7 +169,7 @@ def align_files(
     *,
     reference: Path | Reference = "first",
     prefix: str = "",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     candidates: int = 16,
     max_iterations: int = 20,
     threads: int = 1,
@@ -189,8 +186,8 @@ def align_files(
         out: folder of the results.
         reference: what all are aligned to. A path: that file. ``first``: the first checkpoint. ``medoid``: the one
             with the least sum of distances to the others after matching, among at most ``candidates`` of them.
-            ``mean``: each to the mean of those before it. ``universe``: as ``mean`` (or, by ``synchronized``,
-            all networks together, in memory), then each to the mean of all others, in sweeps, until nothing moves.
+            ``mean``: each to the mean of those before it. ``universe``: as ``mean``, then each to the mean of all
+            others, in sweeps, until nothing moves.
             The results are those of :func:`tu_symmetry.align`.
         prefix: of the names in the checkpoints, for example ``model.``; files whose names have none are read as they
             are.
@@ -206,113 +203,82 @@ def align_files(
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; it is not written.
         TypeError: counts that are no whole numbers.
-        AlignFilesError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
+        FileError: checkpoints that are truncated or foreign, of another architecture, or with NaN or infinite
             weights; two that would have the same name; a file in ``out`` that this function has not written, that was
             changed since, or that is read; another run in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
-    if mode != "universe":
-        pairwise(solver)
     _check_arguments(checkpoints, mode, candidates, max_iterations, threads)
     names = output_names(checkpoints)
     tensors, texts = _outputs(out, names)
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
-    others = [out / BARRIERS_FIGURE, out / STATE / BARRIERS_KEPT]
+    others = [out / BARRIERS_FIGURE, out / STATE]
     refuse_foreign(tensors, texts, inputs, others=others)
     with ExitStack() as stack:
         if out.is_dir():
             stack.enter_context(locked(out))
         graph.require_verified()
         files = check_checkpoints(graph, checkpoints, names, prefix, track)
-        if isinstance(reference, Path):
-            load_checkpoint(graph, reference, prefix)
+        given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
         if not out.is_dir():  # nothing is written before the checks
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(out))
             refuse_foreign(tensors, texts, inputs, others=others)
         clear_left(tensors, texts)
-        alignment = _align(graph, files, out, reference, prefix, solver, candidates, max_iterations, threads, track)
+        options = {"solver": solver, "prefix": prefix}
+        kept = Kept(out / STATE, partial(_made_of, [graph.architecture, options], [(f.name, f.sha256) for f in files]))
+        with shown(track) as progress:
+            target = find_target(
+                graph,
+                StateSource([file.path for file in files], prefix=prefix),
+                given,
+                matcher(graph, "weights", solver, 1, "product", None, None, None),
+                candidates=candidates,
+                max_iterations=max_iterations,
+                threads=threads,
+                kept=kept,
+                progress=progress,
+            )
+        kept.tidy()
+        path, search = reference, dict(target.search)
+        if mode in ("mean", "universe"):
+            path = out / MEAN
+            write_owned(path, target.state, {"mean_of": len(files)})
+        elif target.index is not None:
+            path = files[target.index].path
+        if mode == "medoid":
+            search["candidates"] = [str(files[k].path) for k in search["candidates"]]
+        alignment = FileAlignment(
+            architecture=graph.architecture,
+            mode=mode,
+            reference=MEAN if path == out / MEAN else str(path),
+            reference_sha256=sha256(Path(path)),
+            search=search,
+            options=options,
+            files=(),
+            skipped=0,
+        )
+        alignment = _permute_files(graph, files, out, alignment, target, threads, track)
         more, text, note = _kept_barriers(out, alignment)
         write_reports(out, alignment, more, text)
     return replace(alignment, notes=(note,) if note else ())
 
 
-def _align(
-    graph: SymmetryGraph,
-    files: Sequence[Checkpoint],
-    out: Path,
-    reference: Path | Reference,
-    prefix: str,
-    solver: AlignSolver,
-    candidates: int,
-    max_iterations: int,
-    threads: int,
-    track: Track,
-) -> FileAlignment:
-    """Find the reference and write the aligned networks; arguments as for :func:`align_files`."""
-    mode = reference if isinstance(reference, str) else "file"
-    state = out / STATE
-    if mode in ("medoid", "mean", "universe"):
-        state.mkdir(exist_ok=True)
-
-    def load(path: Path) -> State:
-        return load_checkpoint(graph, path, prefix)
-
-    target_path, search = files[0].path, {}
-    stored: Callable[[int], Permutation] | None = None
-    if isinstance(reference, Path):
-        target_path = reference
-    elif mode == "medoid":
-        medoid = find_medoid(
-            graph,
-            files,
-            state,
-            load,
-            solver=pairwise(solver),
-            prefix=prefix,
-            candidates=candidates,
-            threads=threads,
-            track=track,
-        )
-        target_path = files[medoid.index].path
-        search = {"candidates": [str(files[k].path) for k in medoid.candidates], "totals": medoid.totals}
-    elif mode in ("mean", "universe"):
-        consensus = find_consensus(
-            graph,
-            files,
-            state,
-            load,
-            reference="universe" if mode == "universe" else "mean",
-            solver=solver,
-            prefix=prefix,
-            max_iterations=max_iterations,
-            threads=threads,
-            track=track,
-        )
-        stored, target_path = consensus.permutation, out / MEAN
-        write_owned(target_path, consensus.mean(load(files[0].path)), {"mean_of": len(files)})
-        search = {"sweeps": consensus.sweep, "converged": consensus.converged}
-    alignment = FileAlignment(
-        architecture=graph.architecture,
-        mode=mode,
-        reference=MEAN if stored else str(target_path),
-        reference_sha256=sha256(target_path),
-        search=search,
-        options={"solver": solver, "prefix": prefix},
-        files=(),
-        skipped=0,
-    )
-    target = load_checkpoint(graph, target_path, "") if stored else load(target_path)
-    return _permute_files(graph, files, out, alignment, target, stored, threads, track)
+def _made_of(options: Any, sources: Sequence[Any], key: str) -> Any:
+    """What a piece of a search depends on; a running mean, which goes on with more files, on those before."""
+    kind, *numbers = key.split("/")
+    if kind == "distance":
+        return [options, [sources[int(number)][1] for number in numbers]]
+    return [options, sources[: int(numbers[0]) + 1] if kind == "mean" else sources]
 
 
 def _check_arguments(
     checkpoints: Sequence[Path], mode: str, candidates: int, max_iterations: int, threads: int
 ) -> None:
     if not checkpoints:
-        raise AlignFilesError("no checkpoints to align")
+        raise FileError("no checkpoints to align")
     if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
-        raise AlignFilesError(f"a {mode} needs at least two checkpoints, got one")
+        raise FileError(f"a {mode} needs at least two checkpoints, got one")
     for name, value, least in (
         ("threads", threads, 1),
         ("candidates", candidates, 2),
@@ -320,7 +286,7 @@ def _check_arguments(
     ):
         check_number(value, name, whole=True)
         if value < least:
-            raise AlignFilesError(f"{name} must be at least {least}, got {value}")
+            raise FileError(f"{name} must be at least {least}, got {value}")
 
 
 def _permute_files(
@@ -328,17 +294,17 @@ def _permute_files(
     files: Sequence[Checkpoint],
     out: Path,
     alignment: FileAlignment,
-    target: State,
-    stored: Callable[[int], Permutation] | None,
+    target: Target,
     threads: int,
     track: Track,
 ) -> FileAlignment:
-    """Write each network and its permutation, which is matched to the target if none is ``stored``."""
+    """Write each network and its permutation, which is matched to the target where it is not known."""
     prefix, solver = alignment.options["prefix"], alignment.options["solver"]
+    averaged = alignment.mode in ("mean", "universe")
     keys = [
         {
             "architecture": graph.architecture,
-            "mode": "mean" if stored else "file",
+            "mode": "mean" if averaged else "file",
             "reference_sha256": alignment.reference_sha256,
             "options": alignment.options,
             "source_sha256": file.sha256,
@@ -354,18 +320,17 @@ def _permute_files(
 
     def one(k: int) -> Aligned:
         state = load_checkpoint(graph, files[k].path, prefix)
-        if stored is not None:
-            permutation = stored(k)
-        elif files[k].sha256 == alignment.reference_sha256:
+        permutation = target.permutations.get(k)
+        if files[k].sha256 == alignment.reference_sha256:
             permutation = identity_permutation(graph)
-        else:
-            permutation = weight_matching(graph, target, state, solver=pairwise(solver)).permutation
+        elif permutation is None:
+            permutation = weight_matching(graph, target.state, state, solver=solver).permutation
         moved = permute_tensors(graph, permutation, state)
         certificate, _ = measured(graph, state, moved, f"{files[k].path}, aligned", rounded=False)
         figures = {
             "transpositions": transposition_count(permutation),
-            "distance_before": weight_distance(graph, target, state),
-            "distance_after": weight_distance(graph, target, moved),
+            "distance_before": weight_distance(graph, target.state, state),
+            "distance_after": weight_distance(graph, target.state, moved),
             "output_change": None if certificate is None else certificate.change,
             "output_change_allowed": None if certificate is None else certificate.allowed,
         }
@@ -384,38 +349,12 @@ def _permute_files(
     skipped = len(results)
     todo = [k for k in range(len(files)) if k not in results]
     before = f" ({skipped} done before)" if skipped else ""
-    with track(f"{'writing' if stored else 'aligning'}{before}", len(todo)) as tracker:
+    with track(f"{'writing' if averaged else 'aligning'}{before}", len(todo)) as tracker:
         for k, result in bounded(one, todo, threads):
             results[k] = result
             tracker.update(len(results) - skipped, file=files[k].path.name)
     found = tuple(results[k] for k in range(len(files)))
-    if stored is not None:
-        _check_mean(out, target, found, track)
     return replace(alignment, files=found, skipped=skipped, kept_from=dict(kept))
-
-
-def _check_mean(out: Path, mean: State, files: Sequence[Aligned], track: Track) -> None:
-    """The mean that was found is that of the files that were written.
-
-    Raises:
-        AlignFilesError: they do not agree to the rounding of the networks' precision.
-    """
-    total: dict[str, Tensor] = {}
-    size: dict[str, Tensor] = {}
-    with track("checking the mean", len(files)) as tracker:
-        for k, file in enumerate(files, 1):
-            for name, t in read_owned(out / file.aligned, "delete it to have it made again").items():
-                if t.is_floating_point():
-                    total[name] = total[name] + t if name in total else t.double()
-                    size[name] = size[name] + t.abs() if name in size else t.double().abs()
-            tracker.update(k)
-    for name, t in total.items():
-        allowed = 4 * torch.finfo(mean[name].dtype).eps * size[name] / len(files)
-        if ((t / len(files) - mean[name].double()).abs() > allowed).any():
-            raise AlignFilesError(
-                f"{out / MEAN} is not the mean of the aligned files (they differ in {name!r}); remove the folder "
-                f"{out / STATE} and run again"
-            )
 
 
 def _done_before(weights: Path, permutation: Path, key: dict[str, Any]) -> dict[str, Any] | None:
@@ -429,21 +368,19 @@ def _done_before(weights: Path, permutation: Path, key: dict[str, Any]) -> dict[
 def _outputs(out: Path, names: Sequence[str]) -> tuple[list[Path], dict[Path, str]]:
     """All files that a run may write, those of tensors and the others, see :func:`refuse_foreign`."""
     if out.exists() and not out.is_dir():
-        raise AlignFilesError(f"{out} is a file, and the results need a folder; choose another name with --out")
+        raise FileError(f"{out} is a file, and the results need a folder; choose another name with --out")
     results = [out / f"{name}{suffix}" for name in names for suffix in (".safetensors", PERMUTATION)]
-    kept = [out / STATE / SUM, *(out / STATE / f"{name}{PERMUTATION}" for name in names)]
     texts = {
         out / "report.json": f'"format": "{FORMAT}"',
         out / "report.md": MARK,
-        out / STATE / MEDOID: '"distances"',
     }
-    return [*results, out / MEAN, *kept], texts
+    return [*results, out / MEAN], texts
 
 
 def _kept_barriers(out: Path, alignment: FileAlignment) -> tuple[dict[str, Any], str, str]:
     """Barriers that the reports hold already: their JSON and Markdown if they are of this alignment, else a note.
 
-    They have cost time, and what they were measured in (``state/barriers.json``) may have been removed.
+    They have cost time, and what they were measured in (``state/barriers``) may have been removed.
     """
     try:
         barriers = read_json(out / "report.json")[0].get("barriers")

@@ -60,7 +60,7 @@ class Architecture:
             module = build_module(self.model, self.init).to(dtype).eval()
         inputs = tuple(parse_input(text, dtype, self._generator) for text in self.inputs)
         shaped = [text for text in self.kwargs if ":" in text.partition("=")[2]]
-        kwargs = _arguments([text for text in self.kwargs if text not in shaped], "--kwargs")
+        kwargs = parse_assignments([text for text in self.kwargs if text not in shaped], "--kwargs")
         for text in shaped:
             key, _, value = text.partition("=")
             kwargs[key] = parse_input(value, dtype, self._generator)
@@ -102,7 +102,7 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
     Raises:
         ArchitectureError: no such name, or what it returns is no module.
     """
-    arguments = _arguments(init, "--init")
+    arguments = parse_assignments(init, "--init")
     if Path(dotted).is_file() or dotted.endswith(_CHECKPOINTS):
         raise ArchitectureError(
             f"{dotted} is a checkpoint, and a checkpoint is no architecture: it holds weights, not what computes with "
@@ -193,13 +193,6 @@ def parse_input(text: str, dtype: torch.dtype, generator: torch.Generator) -> Te
         return torch.randint(2, shape, generator=generator, device="cpu").to(wanted)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ArchitectureError(f"{text!r}: torch makes no such input ({_first_line(error)})") from error
-
-
-def _arguments(texts: Sequence[str], option: str) -> dict[str, Any]:
-    try:
-        return parse_assignments(texts, option)
-    except ConfigError as error:
-        raise ArchitectureError(str(error)) from error
 
 
 def _first_line(error: Exception) -> str:

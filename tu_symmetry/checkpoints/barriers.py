@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
-from tu_symmetry.alignment.repair import Correction, corrected, reestimate_batchnorm
+from tu_symmetry.alignment.consensus import once
+from tu_symmetry.alignment.repair import Correction, correct, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
-from tu_symmetry.checkpoints.align import BARRIERS_KEPT as KEPT
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import (
     STATE,
-    AlignFilesError,
+    Kept,
     Track,
     locked,
     owned_header,
@@ -35,7 +36,7 @@ from tu_symmetry.checkpoints.files import (
     silent,
 )
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
-from tu_symmetry.files import FileError, digest_of, read_json, write_json
+from tu_symmetry.files import FileError, read_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 
@@ -162,14 +163,11 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
         dtype: that floating-point inputs are converted to.
 
     Raises:
-        AlignFilesError: no such name, or what it returns gives no such batches.
+        FileError: no such name, or what it returns gives no such batches.
     """
     if num_samples < 1:
-        raise AlignFilesError(f"num_samples must be at least 1, got {num_samples}")
-    try:
-        values = parse_assignments(arguments, "--data-init")
-    except ConfigError as error:
-        raise AlignFilesError(str(error)) from error
+        raise FileError(f"num_samples must be at least 1, got {num_samples}")
+    values = parse_assignments(arguments, "--data-init")
     try:
         build = resolve(name)
         with torch.random.fork_rng(devices=[]):  # loaders may shuffle
@@ -178,12 +176,12 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
             labeled = [(_inputs(b, dtype), b[1]) for b in _first(_batches(evaluation, name), num_samples)]
             inputs = labeled if statistics is evaluation else _first(_batches(statistics, name), num_samples)
             unlabeled = [_inputs(b, dtype) for b in inputs]
-    except AlignFilesError:
+    except FileError:
         raise
     except ConfigError as error:
-        raise AlignFilesError(f"--data {name}: {error}") from error
+        raise FileError(f"--data {name}: {error}") from error
     except Exception as error:
-        raise AlignFilesError(
+        raise FileError(
             f"--data {name} fails: {type(error).__name__}: {error}. It is called with {values} (option --data-init) "
             "and has to be a LightningDataModule, or return a loader of batches (inputs, targets), or two loaders"
         ) from error
@@ -212,7 +210,7 @@ def _batches(loader: Iterable[Any], name: str) -> Iterable[tuple[Tensor, Tensor]
     for batch in loader:
         if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
             kinds = [type(t).__name__ for t in batch] if isinstance(batch, (list, tuple)) else type(batch).__name__
-            raise AlignFilesError(f"--data {name}: a batch has to be (inputs, targets), two tensors, but it is {kinds}")
+            raise FileError(f"--data {name}: a batch has to be (inputs, targets), two tensors, but it is {kinds}")
         yield batch[0], batch[1]
 
 
@@ -225,7 +223,7 @@ def _first(batches: Iterable[tuple[Tensor, Tensor]], num_samples: int) -> list[t
         if left <= 0:
             break
     if not taken:
-        raise AlignFilesError("the data are empty: the loader gave no batch")
+        raise FileError("the data are empty: the loader gave no batch")
     return taken
 
 
@@ -237,23 +235,23 @@ def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> 
     """The loss, tried on the first batch, so that a wrong one is known before anything is aligned.
 
     Raises:
-        AlignFilesError: no such function, or it fails on the network's outputs.
+        FileError: no such function, or it fails on the network's outputs.
     """
     unknown = [m for m in options.corrections if m not in CORRECTIONS]
     if unknown or options.points < 3 or (options.pairs is not None and options.pairs < 1):
-        raise AlignFilesError(
+        raise FileError(
             f"points must be at least 3, pairs at least 1 and corrections among {', '.join(CORRECTIONS)}; got {options}"
         )
     if "batchnorm" in options.corrections and not _has_batchnorm(model):
-        raise AlignFilesError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
+        raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
     if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
-        raise AlignFilesError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
+        raise FileError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
     try:
         loss: Loss = resolve(options.loss)
         mean_loss(model, model.state_dict(), data.evaluation[:1], loss)
     except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in data.evaluation[0])
-        raise AlignFilesError(
+        raise FileError(
             f"{options.loss} of the network's outputs cannot be computed on a batch of --data {data.name} ({shapes}): "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -288,7 +286,7 @@ def measure_barriers(
 ) -> BarrierReport:
     """Measure barriers between files before and after their alignment, and write them into the reports.
 
-    Each pair is kept in ``state/barriers.json`` when it is measured, so a killed run resumes to the same result.
+    Each pair is kept in ``state/barriers`` when it is measured, so a killed run resumes to the same result.
 
     Args:
         model: the module, in the dtype of the data.
@@ -299,7 +297,7 @@ def measure_barriers(
         track: shows progress.
 
     Raises:
-        AlignFilesError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
+        FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
             folder, results that are not those of this alignment any more.
     """
     with locked(out):
@@ -310,19 +308,19 @@ def _measure(
     model: nn.Module, alignment: FileAlignment, out: Path, data: BarrierData, options: BarrierOptions, track: Track
 ) -> BarrierReport:
     if len(alignment.files) < 2:
-        raise AlignFilesError("barriers are between networks, so there must be two checkpoints at least")
-    kept = out / STATE / KEPT
-    if (out / FIGURE).exists() and not kept.exists() and not _reported(out):
-        raise AlignFilesError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
+        raise FileError("barriers are between networks, so there must be two checkpoints at least")
+    folder = out / STATE / "barriers"
+    if (out / FIGURE).exists() and not folder.is_dir() and not _reported(out):
+        raise FileError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
     corrections = options.corrections or (("none", "batchnorm") if _has_batchnorm(model) else ("none",))
-    key = {
-        "files": [f.source_sha256 for f in alignment.files],
-        "aligned": [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
-        "measured": [data.digest, options.loss, options.points, str(next(model.parameters()).dtype)],
-        "corrections": list(corrections),
-    }
-    results = _Results(kept, digest_of(key))
+    made_of = [
+        [f.source_sha256 for f in alignment.files],
+        [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
+        [data.digest, options.loss, options.points, str(next(model.parameters()).dtype)],
+        list(corrections),
+    ]
+    kept = Kept(folder, lambda key: made_of)
 
     def states(k: int) -> dict[str, State]:
         file = alignment.files[k]
@@ -331,40 +329,42 @@ def _measure(
             file.source_sha256,
             alignment.reference_sha256,
         ]:
-            raise AlignFilesError(f"{out / file.aligned} was changed by another run; run the command again")
+            raise FileError(f"{out / file.aligned} was changed by another run; run the command again")
         return {
             "before": read_state(Path(file.source), alignment.options["prefix"]),
             "after": read_state(out / file.aligned, ""),
         }
 
     pairs = sampled_pairs(len(alignment.files), options.pairs)
-    todo = [(i, j) for i, j in pairs if f"{i}-{j}" not in results.pairs]
+    found = {(i, j): kept[f"pair/{i}/{j}"] for i, j in pairs if f"pair/{i}/{j}" in kept}
+    todo = [pair for pair in pairs if pair not in found]
     with track("measuring barriers", len(todo)) as tracker:
         for done, (i, j) in enumerate(todo, 1):
             first, second = states(i), states(j)
             try:
-                found = {
+                found[i, j] = {
                     w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in corrections}
                     for w in WHEN
                 }
             except ValueError as error:
                 sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
-                raise AlignFilesError(f"no barrier between {sources}: {error}") from error
-            results.pairs[f"{i}-{j}"] = found
-            results.write()
-            tracker.update(
-                done, before=found["before"][corrections[0]]["barrier"], after=found["after"][corrections[0]]["barrier"]
-            )
-    if not results.mean:
-        for w in WHEN:
-            with track(f"averaging, {w} the alignment", len(alignment.files)) as tracker:
-                mean = _mean((states(k)[w] for k in range(len(alignment.files))), tracker.update)
-            results.mean[w] = {"none": mean_loss(model, mean, data.evaluation, loss)}
-            if "batchnorm" in corrections:
-                corrected = reestimate_batchnorm(model, mean, data.statistics)
-                results.mean[w]["batchnorm"] = mean_loss(model, corrected, data.evaluation, loss)
-        results.write()
-    measured = [results.pairs[f"{i}-{j}"] for i, j in pairs]
+                raise FileError(f"no barrier between {sources}: {error}") from error
+            kept[f"pair/{i}/{j}"] = found[i, j]
+            shown = {w: found[i, j][w][corrections[0]]["barrier"] for w in WHEN}
+            tracker.update(done, **shown)
+
+    def of_the_mean(when: str) -> dict[str, float]:
+        with track(f"averaging, {when} the alignment", len(alignment.files)) as tracker:
+            mean = _mean((states(k)[when] for k in range(len(alignment.files))), tracker.update)
+        losses = {"none": mean_loss(model, mean, data.evaluation, loss)}
+        if "batchnorm" in corrections:
+            again = reestimate_batchnorm(model, mean, data.statistics)
+            losses["batchnorm"] = mean_loss(model, again, data.evaluation, loss)
+        return losses
+
+    means = {when: once(kept, f"mean/{when}", partial(of_the_mean, when)) for when in WHEN}
+    kept.tidy()
+    measured = [found[pair] for pair in pairs]
     single = {
         k: p["before"][corrections[0]]["losses"][end]
         for pair, p in zip(pairs, measured, strict=True)
@@ -378,7 +378,7 @@ def _measure(
         networks=len(alignment.files),
         pairs=pairs,
         barriers={w: {m: [p[w][m] for p in measured] for m in corrections} for w in WHEN},
-        mean_losses=results.mean,
+        mean_losses=means,
         single_loss=fmean(single.values()),
     )
     draw_matrices(out / STATE / FIGURE, report)
@@ -401,26 +401,6 @@ def _reported(out: Path) -> bool:
         return False
 
 
-class _Results:
-    """What has been measured so far, on disk."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        self.path, self.key = path, key
-        self.pairs: dict[str, Any] = {}
-        self.mean: dict[str, dict[str, float]] = {}
-        try:
-            content = read_json(path)[0] if path.exists() else {}
-        except FileError as error:
-            raise AlignFilesError(f"{error}; delete it to have its barriers measured again") from error
-        if content.get("key") == key:
-            self.pairs, self.mean = content["pairs"], content["mean"]
-
-    def write(self) -> None:
-        content = {"key": self.key, "pairs": dict(sorted(self.pairs.items())), "mean": self.mean}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, content, seal=True)
-
-
 def _measured(
     model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
 ) -> dict[str, Any]:
@@ -429,7 +409,7 @@ def _measured(
     how: Correction = also if correction == "tempered" else correction  # type: ignore[assignment]
 
     def merge(state: State, ratio: float) -> State:
-        return corrected(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
+        return correct(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
 
     found: LossBarrier
     if correction == "tempered":

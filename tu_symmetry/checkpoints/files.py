@@ -10,13 +10,13 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -25,23 +25,17 @@ from tu_symmetry.files import (
     FolderInUseError,
     check_file,
     clear_scratch,
+    digest_of,
     lock_folder,
     read_header,
     read_json,
     read_safetensors,
+    write_json,
     write_safetensors,
 )
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.sources import files_of, is_remote, locate
-from tu_symmetry.states import (
-    Gathered,
-    SampleFileError,
-    State,
-    SymmetryError,
-    load_state,
-    open_state,
-    without_prefix,
-)
+from tu_symmetry.states import State, SymmetryError, load_state, without_prefix
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -49,12 +43,10 @@ VERSION = 4
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
 STATE = "state"
-
-T = TypeVar("T")
-
-
-class AlignFilesError(ValueError):
-    """Files that cannot be aligned, or that would be overwritten; the message names them."""
+PIECE = re.compile(
+    r"((permutation|scores|soup|mean|start|sweep|distance|pair)-[a-z\d+-]+|[0-9a-f]{64})\.(json|safetensors)"
+)
+_OF, _LONG = "tu_symmetry.made_of", 60
 
 
 @dataclass(frozen=True)
@@ -82,6 +74,22 @@ def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
     return nullcontext(_Silent())
 
 
+@contextmanager
+def shown(track: Track) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function for ``progress=`` that shows each step in turn."""
+    with ExitStack() as stack:
+        step, tracker = "", _Silent()
+
+        def show(at: dict[str, Any]) -> None:
+            nonlocal step, tracker
+            if at["step"] != step:
+                stack.close()
+                step, tracker = at["step"], stack.enter_context(track(at["step"], at["total"]))  # type: ignore[assignment]
+            tracker.update(at["done"])
+
+        yield show
+
+
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Files of weights, in the order given, each once however it is written.
 
@@ -91,7 +99,7 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
             ``timm://``.
 
     Raises:
-        AlignFilesError: a path or pattern that stands for no file, or weights that cannot be fetched.
+        FileError: a path or pattern that stands for no file, or weights that cannot be fetched.
     """
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
@@ -101,12 +109,9 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
         folders = [m for m in matches if Path(m).is_dir()]
         if not here and len(folders) < len(matches):  # a glob of files that also meets folders
             matches = [m for m in matches if m not in folders]
-        try:
-            files = [file for match in matches for file in locate(match)]
-        except FileError as error:
-            raise AlignFilesError(str(error)) from error
+        files = [file for match in matches for file in locate(match)]
         if not files:
-            raise AlignFilesError(f"{pattern} is no file")
+            raise FileError(f"{pattern} is no file")
         for file in files:
             found.setdefault(os.path.abspath(file), file)
     return list(found.values())
@@ -116,7 +121,7 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
     """A name for each checkpoint's results: its stem, with its folders or suffix where stems are not unique.
 
     Raises:
-        AlignFilesError: names that agree even then.
+        FileError: names that agree even then.
     """
     absolute = [Path(os.path.abspath(p)) for p in checkpoints]
     shared = Path(os.path.commonpath([p.parent for p in absolute]))
@@ -131,14 +136,14 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
         if max(counts.values()) == 1 and not taken:
             return style
     twice = sorted(name for name, n in counts.items() if n > 1)
-    raise AlignFilesError(f"the checkpoints' names do not tell them apart ({(twice or taken)[:3]}); rename them")
+    raise FileError(f"the checkpoints' names do not tell them apart ({(twice or taken)[:3]}); rename them")
 
 
 def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
     """Read a network as :func:`read_state` does, and check that it belongs to the architecture.
 
     Raises:
-        AlignFilesError: another architecture, NaN or infinite weights, a stack of networks, a file that is truncated,
+        FileError: another architecture, NaN or infinite weights, a stack of networks, a file that is truncated,
             foreign or not there.
     """
     state = read_state(path, prefix)
@@ -146,9 +151,9 @@ def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
         found = _prefix_of(graph, state)
-        raise AlignFilesError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
+        raise FileError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
     if stacked:
-        raise AlignFilesError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
+        raise FileError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
     return state
 
 
@@ -158,36 +163,13 @@ def read_state(path: Path, prefix: str) -> State:
     A file without any such name is read as it is, so that files with and without a prefix can be mixed.
 
     Raises:
-        AlignFilesError: a file that is truncated, foreign or not there.
+        FileError: a file that is truncated, foreign or not there.
     """
-    with _refused(path):
-        state = load_state(path)
-    return without_prefix(state, prefix) or state
-
-
-def open_checkpoint(path: Path, prefix: str) -> Mapping[str, Tensor] | None:
-    """As :func:`read_state`, tensor by tensor; None where the file has to be read as a whole.
-
-    Raises:
-        AlignFilesError: as :func:`read_state`.
-    """
-    with _refused(path):
-        found = open_state(path)
-    if found is None:
-        return None
-    names = {n.removeprefix(prefix): n for n in found if n.startswith(prefix)}
-    return Gathered({name: (found, n) for name, n in names.items()}, prefix) or found
-
-
-@contextmanager
-def _refused(path: Path) -> Iterator[None]:
-    """Errors of reading a file as errors of this room."""
     try:
-        yield
-    except SampleFileError as error:
-        raise AlignFilesError(str(error)) from error
+        state = load_state(path)
     except OSError as error:
-        raise AlignFilesError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise FileError(f"{path} cannot be read: {error.strerror or error}") from error
+    return without_prefix(state, prefix) or state
 
 
 def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:
@@ -205,7 +187,7 @@ def check_checkpoints(
     """Read every file once, before anything is written, so that a bad one is known at the start and not after hours.
 
     Raises:
-        AlignFilesError: names every file that is truncated, foreign, of another architecture, or holds NaN.
+        FileError: names every file that is truncated, foreign, of another architecture, or holds NaN.
     """
     found, errors = [], []
     with track("checking the files", len(paths)) as tracker:
@@ -213,14 +195,14 @@ def check_checkpoints(
             try:
                 load_checkpoint(graph, path, prefix)
                 found.append(Checkpoint(path, name, sha256(path)))
-            except AlignFilesError as error:
+            except FileError as error:
                 errors.append(str(error))
             tracker.update(k, file=path.name)
     if len(errors) == 1:
-        raise AlignFilesError(errors[0])
+        raise FileError(errors[0])
     if errors:
         shown = "".join(f"\n  {e}" for e in errors[:10]) + (f"\n  and {len(errors) - 10} more" * (len(errors) > 10))
-        raise AlignFilesError(f"{len(errors)} of {len(paths)} files cannot be aligned:{shown}")
+        raise FileError(f"{len(errors)} of {len(paths)} files cannot be aligned:{shown}")
     return found
 
 
@@ -228,7 +210,7 @@ def sha256(path: Path) -> str:
     """Digest of a file's bytes.
 
     Raises:
-        AlignFilesError: no such file.
+        FileError: no such file.
     """
     digest = hashlib.sha256()
     try:
@@ -236,7 +218,7 @@ def sha256(path: Path) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     except OSError as error:
-        raise AlignFilesError(f"{path} cannot be read: {error.strerror}") from error
+        raise FileError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 
@@ -249,7 +231,7 @@ def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, 
 def owned_header(path: Path) -> dict[str, Any] | None:
     """What :func:`write_owned` wrote about a file; None if there is no file, or it is not its own.
 
-    Only its head is read; :func:`read_owned` and :func:`check_owned` compare its content with its seal.
+    Only its head is read; :func:`check_owned` compares its content with its seal.
     """
     try:
         content = json.loads(read_header(path).metadata.get(FORMAT, "null"))
@@ -262,28 +244,89 @@ def check_owned(path: Path) -> dict[str, str]:
     """Compare a result with its seal; the versions that wrote it.
 
     Raises:
-        AlignFilesError: it was changed after it was written.
+        FileError: it was changed after it was written.
     """
     try:
         return check_file(path).versions
     except (FileError, OSError) as error:
-        raise AlignFilesError(f"{error} (deleting it has it made again)") from error
+        raise FileError(f"{error} (deleting it has it made again)") from error
 
 
-def read_owned(path: Path, remedy: str) -> dict[str, Tensor]:
-    """The tensors of a file that :func:`write_owned` wrote.
+class Kept(MutableMapping[str, Any]):
+    """What a run has found so far, each piece in a sealed file of its own that says what it was made of.
+
+    Permutations are safetensors files, everything else is JSON. A piece that was made of other files or with other
+    options counts as not there, and is replaced.
 
     Args:
-        path: of the file.
-        remedy: what to do where it is damaged.
+        folder: of the pieces; it is made when the first one is.
+        made_of: what a piece depends on, by its key (``sweep/1/0``).
+    """
+
+    def __init__(self, folder: Path, made_of: Callable[[str], Any]) -> None:
+        self.folder, self._made_of = folder, made_of
+        self._used: set[str] = set()
+
+    def _name(self, key: str) -> str:
+        return key.replace("/", "-") if len(key) < _LONG else digest_of(key)
+
+    def _digest(self, key: str) -> str:
+        return digest_of([VERSION, key, self._made_of(key)])
+
+    def __getitem__(self, key: str) -> Any:
+        self._used.add(self._name(key))
+        for path in (self.folder / f"{self._name(key)}{suffix}" for suffix in (".safetensors", ".json")):
+            if path.is_file():
+                made_of, value = _piece(path)
+                if made_of == self._digest(key):
+                    return value
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._used.add(self._name(key))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, made_of = self.folder / self._name(key), self._digest(key)
+        if value and all(isinstance(part, Tensor) for part in value.values()):
+            tensors = {n: t.contiguous() for n, t in value.items()}
+            write_safetensors(path.with_name(f"{path.name}.safetensors"), tensors, {_OF: made_of})
+        else:
+            write_json(path.with_name(f"{path.name}.json"), {_OF: made_of, "value": value}, seal=True)
+
+    def __delitem__(self, key: str) -> None:
+        for path in self.folder.glob(f"{glob.escape(self._name(key))}.*"):
+            path.unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (path.name for path in self.folder.glob("*") if PIECE.fullmatch(path.name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def tidy(self) -> None:
+        """Take away the pieces of earlier runs that this one has not asked for, and what killed ones have left."""
+        clear_scratch(self.folder)
+        for name in list(self):
+            if name.rpartition(".")[0] not in self._used and _piece(self.folder / name):
+                (self.folder / name).unlink()
+
+
+def _piece(path: Path) -> tuple[str, Any]:
+    """What a piece was made of, and its value.
 
     Raises:
-        AlignFilesError: it is damaged or gone.
+        FileError: it is damaged, or of another program.
     """
     try:
-        return read_safetensors(path)[0]
+        if path.suffix == ".safetensors":
+            value, header = read_safetensors(path)
+            content: dict[str, Any] = {**header.metadata, "value": value}
+        else:
+            content = read_json(path)[0]
     except (FileError, OSError) as error:
-        raise AlignFilesError(f"{path} is missing or damaged ({error}); {remedy}") from error
+        raise FileError(f"{error} (deleting it has it found again)") from error
+    if _OF not in content:
+        raise FileError(f"{path} was not written by this command; move it away or choose another --out")
+    return content[_OF], content["value"]
 
 
 @contextmanager
@@ -291,13 +334,13 @@ def locked(out: Path) -> Iterator[None]:
     """Keep other runs from writing the folder of the results.
 
     Raises:
-        AlignFilesError: another run does.
+        FileError: another run does.
     """
     try:
         with lock_folder(out):
             yield
     except FolderInUseError as error:
-        raise AlignFilesError(f"{error} with --out") from None
+        raise FileError(f"{error} with --out") from None
 
 
 def clear_left(tensors: Sequence[Path], texts: Mapping[Path, str]) -> None:
@@ -321,28 +364,25 @@ def refuse_foreign(
         others: files that it will write or delete, and folders that it will delete, which are looked at elsewhere.
 
     Raises:
-        AlignFilesError: names the file that is in the way.
+        FileError: names the file that is in the way.
     """
-    try:
-        read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
-    except FileError as error:
-        raise AlignFilesError(str(error)) from error
+    read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
     within = {folder for file in read if isinstance(file, Path) for folder in file.parents}
     for path in (*tensors, *texts, *others):
         found = next((str(read[file]) for file in _identities(path) if file in read), "")
         if found or (path in others and path.resolve() in within):
             named = f" (as {found})" if found not in ("", str(path)) else ""
-            raise AlignFilesError(
+            raise FileError(
                 f"{path} is read by this command{named} and would be overwritten; choose another place with --out"
             )
     for path in tensors:
         if path.exists() and owned_header(path) is None:
-            raise AlignFilesError(
+            raise FileError(
                 f"{path} was not written by this command, or is damaged; move it away or choose another folder"
             )
     for path, mark in texts.items():
         if path.exists() and not _marked(path, mark):
-            raise AlignFilesError(f"{path} was not written by this command; move it away or choose another folder")
+            raise FileError(f"{path} was not written by this command; move it away or choose another folder")
 
 
 def _identities(path: Path) -> list[Any]:
@@ -359,21 +399,3 @@ def _marked(path: Path, mark: str) -> bool:
         return mark.encode() in path.read_bytes() and (path.suffix != ".json" or bool(read_json(path)))
     except FileError:
         return False
-
-
-def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:
-    """Results as they come, with never more than ``threads`` items begun; the first error ends it."""
-    if threads == 1:
-        for item in items:
-            yield item, function(item)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        running: dict[Future[T], int] = {}
-        waiting = iter(items)
-        while True:
-            while len(running) < threads and (following := next(waiting, None)) is not None:
-                running[pool.submit(function, following)] = following
-            if not running:
-                return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                yield running.pop(future), future.result()

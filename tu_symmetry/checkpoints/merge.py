@@ -13,9 +13,8 @@ import ctypes
 import gc
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,65 +23,34 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Reference
 from tu_symmetry.alignment.barrier import Loss
-from tu_symmetry.alignment.consensus import AlignSolver
+from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
+from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
 from tu_symmetry.checkpoints.files import (
-    AlignFilesError,
+    PIECE,
     Checkpoint,
+    Kept,
     Track,
     check_checkpoints,
     clear_left,
     load_checkpoint,
     locked,
-    open_checkpoint,
     output_names,
     refuse_foreign,
     sha256,
     silent,
     write_owned,
 )
-from tu_symmetry.files import (
-    FileError,
-    clear_scratch,
-    digest_of,
-    read_json,
-    read_safetensors,
-    remove_folder,
-    without_nan,
-    write_json,
-    write_safetensors,
-    write_text,
-)
+from tu_symmetry.files import FileError, clear_scratch, remove_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import SampleFileError, State
+from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
-_PIECE = re.compile(  # the files of a working folder, also those that a killed process leaves
-    r"merge\.json|\.lock|permutation-\d+\.safetensors|(scores|soup)-[\d+]+\.json|[0-9a-f]{64}\.json|\..*\.tmp"
-)
+_OWN = re.compile(rf"{PIECE.pattern}|\.lock|\..*\.tmp")  # also what a killed process leaves
 STEPS = {"naive": "averaged as they are", "aligned": "aligned and averaged", "corrected": "statistics corrected"}
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Networks that are read from their files when their turn comes, without their prefix."""
-
-    graph: SymmetryGraph
-    paths: Sequence[Path]
-    prefix: str
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> State:
-        return load_checkpoint(self.graph, self.paths[index], self.prefix)
-
-    def by_tensor(self, index: int) -> Mapping[str, Tensor] | None:
-        """One of the networks, tensor by tensor; None where its file has to be read as a whole."""
-        return open_checkpoint(self.paths[index], self.prefix)
 
 
 def merge_files(
@@ -96,7 +64,7 @@ def merge_files(
     weights: Weights = "equal",
     correction: Correction = "none",
     reference: Reference | Path | None = "first",
-    solver: AlignSolver = "frank_wolfe",
+    solver: Solver = "frank_wolfe",
     only: Sequence[str] = (),
     points: int = 0,
     prefix: str = "",
@@ -126,16 +94,16 @@ def merge_files(
 
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
-        AlignFilesError: fewer than two files, files that cannot be used, arguments that do not fit together, data on
+        FileError: fewer than two files, files that cannot be used, arguments that do not fit together, data on
             which a loss or a statistic is NaN, or something in the place of a result that this function has not
             written, or reads.
     """
     if out.suffix != ".safetensors" or out.is_dir():
-        raise AlignFilesError(f"{out} is no name for the merged network: give a file NAME.safetensors")
+        raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
-        raise AlignFilesError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
+        raise FileError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
     if data is None and (correction != "none" or weights == "greedy" or points):
-        raise AlignFilesError("corrections, greedy weights and points measure networks on data: pass --data")
+        raise FileError("corrections, greedy weights and points measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     working = out.with_name(f"{out.stem}.merging")
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
@@ -144,7 +112,7 @@ def merge_files(
     try:
         graph = permutations_alone(graph, only)
     except ValueError as error:
-        raise AlignFilesError(str(error)) from error
+        raise FileError(str(error)) from error
     _give_back()
     if reference is not None:
         with track("verifying the permutations in float64", 1) as tracker:
@@ -152,22 +120,19 @@ def merge_files(
             tracker.update(1)
         _give_back()
     files = check_checkpoints(graph, checkpoints, output_names(checkpoints), prefix, track)
-    networks: Any = _Files(graph, [file.path for file in files], prefix)
     if data is not None:
-        _check_precision(model, networks[0], files[0].path)
+        _check_precision(model, load_checkpoint(graph, files[0].path, prefix), files[0].path)
     anchor = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
-    key = digest_of(
-        {
-            "architecture": graph.architecture,
-            "files": [file.sha256 for file in files],
-            "reference": sha256(reference) if isinstance(reference, Path) else reference,
-            "options": [prefix, solver, list(only), correction, loss],
-            "data": None if data is None else data.digest,
-        }
-    )
+    made_of = {
+        "architecture": graph.architecture,
+        "files": [file.sha256 for file in files],
+        "reference": sha256(reference) if isinstance(reference, Path) else reference,
+        "options": [prefix, solver, list(only), correction, loss],
+        "data": None if data is None else data.digest,
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
-        Progress.of(working, key) as kept,
+        working_folder(working, made_of) as kept,
         track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker,
     ):
         clear_left([out], dict.fromkeys(reports, MARK))
@@ -177,12 +142,12 @@ def merge_files(
             nonlocal done
             done += 1
             tracker.update(done)
-            _give_back()
+            _give_back(collect=False)
 
         try:
             merged = merge(
                 graph,
-                networks,
+                StateSource([file.path for file in files], prefix=prefix),
                 model,
                 None if data is None else data.statistics,
                 correction=correction,
@@ -197,22 +162,22 @@ def merge_files(
                 resume=kept,
                 progress=show,
             )
-        except (AlignFilesError, SampleFileError):
+        except FileError:
             raise
         except ValueError as error:
-            raise AlignFilesError(str(error)) from error
+            raise FileError(str(error)) from error
         _write(out, reports, merged, files, weights, reference, data, loss)
-        kept.finished = True
     return merged
 
 
-def _give_back() -> None:
+def _give_back(*, collect: bool = True) -> None:
     """Return memory that is free to the system.
 
     The C library of Linux keeps what is freed in small pieces: after the symmetries of SDXL were found that was 5 GB,
     as much as one of the networks that are to be read next.
     """
-    gc.collect()
+    if collect:
+        gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -253,79 +218,27 @@ def _write(
     write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
 
 
-class Progress(MutableMapping[str, Any]):
-    """What a merge has found so far, each piece in a file of its own, written whole or not at all.
+@contextmanager
+def working_folder(folder: Path, made_of: Any) -> Iterator[Kept]:
+    """What a merge keeps while it works, in a locked folder, which goes when the block ends without an error.
 
-    Permutations are safetensors files, scores JSON files; both carry seals. The folder belongs to one merge, whose
-    digest stands in ``merge.json``: another one begins anew.
+    Raises:
+        FileError: another run works there, or the folder is of something else.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.finished = False
-
-    @classmethod
-    @contextmanager
-    def of(cls, folder: Path, key: str) -> Iterator[Progress]:
-        """The folder, locked; it goes when the block ends and the merge is finished.
-
-        Raises:
-            AlignFilesError: another run works there, or the folder is of something else.
-        """
-        about = folder / "merge.json"
-        if folder.exists() and not (folder.is_dir() and all(_PIECE.fullmatch(p.name) for p in folder.iterdir())):
-            raise AlignFilesError(f"{folder} was not written by this command; move it away or choose another --out")
-        folder.mkdir(exist_ok=True)
-        made = cls(folder)
-        with locked(folder):
-            clear_scratch(folder.parent, of={folder.name})
-            try:
-                known = read_json(about)[0] if about.is_file() else {}
-            except FileError:
-                known = {}
-            if known != {"what": MARK, "merge": key}:
-                for name in made:
-                    (folder / name).unlink()
-                write_json(about, {"what": MARK, "merge": key}, seal=True)
-            clear_scratch(folder)
-            try:
-                yield made
-            finally:  # also where it failed before anything was found
-                if made.finished or not len(made):
-                    remove_folder(folder)
-
-    def _path(self, key: str) -> Path:
-        suffix = ".safetensors" if key.startswith("permutation/") else ".json"
-        name = key.replace("/", "-") if len(key) < 60 else digest_of(key)
-        return self.folder / f"{name}{suffix}"
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and self._path(key).is_file()
-
-    def __getitem__(self, key: str) -> Any:
-        path = self._path(key)
-        if not path.is_file():
-            raise KeyError(key)
+    if folder.exists() and not (folder.is_dir() and all(_OWN.fullmatch(p.name) for p in folder.iterdir())):
+        raise FileError(f"{folder} was not written by this command; move it away or choose another --out")
+    folder.mkdir(exist_ok=True)
+    kept = Kept(folder, lambda key: made_of)
+    with locked(folder):
+        clear_scratch(folder.parent, of={folder.name})
+        clear_scratch(folder)
         try:
-            return read_safetensors(path)[0] if path.suffix == ".safetensors" else read_json(path)[0]
-        except (FileError, OSError) as error:
-            raise AlignFilesError(f"{error} (deleting it has it found again)") from error
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        path = self._path(key)
-        if path.suffix == ".safetensors":
-            write_safetensors(path, {n: t.cpu().contiguous() for n, t in value.items()})
-        else:
-            write_json(path, value, seal=True)
-
-    def __delitem__(self, key: str) -> None:
-        self._path(key).unlink()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(path.name for path in self.folder.glob("*.*") if path.name not in ("merge.json", ".lock"))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+            yield kept
+        except BaseException:
+            if not len(kept):  # it failed before anything was found
+                remove_folder(folder)
+            raise
+        remove_folder(folder)
 
 
 def _check_precision(model: nn.Module, state: State, path: Path) -> None:
@@ -335,7 +248,7 @@ def _check_precision(model: nn.Module, state: State, path: Path) -> None:
         for one in (model.state_dict(), state)
     )
     if wanted != found:
-        raise AlignFilesError(
+        raise FileError(
             f"{path} holds {', '.join(sorted(found))}, and the network and its data are {', '.join(sorted(wanted))}: "
             f"pass --dtype {min(found, default='float32')}"
         )

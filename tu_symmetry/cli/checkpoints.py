@@ -132,10 +132,9 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
     parser.add_argument(
         "--solver",
-        choices=["frank_wolfe", "descent", "synchronized"],
+        choices=["frank_wolfe", "descent"],
         default="frank_wolfe",
-        help="of matching (default: frank_wolfe); synchronized relaxes all networks together, for the universe only, "
-        "and holds all of them in memory",
+        help="of matching (default: frank_wolfe)",
     )
     parser.add_argument(
         "--candidates",
@@ -202,8 +201,8 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     parser.description = (
         "Merges networks into one: permutes their hidden units so that they lie in one basin, averages the weights, "
         "and corrects the statistics. With data it says what each step is worth. Two networks are in memory at a time. "
-        "After an interruption the same command goes further. Files of LoRA adapters are merged as what they add to a "
-        "network, and folders of diffusers say themselves what network they hold: neither takes --model."
+        "After an interruption the same command goes further. Folders of diffusers say themselves what network they "
+        "hold, and take no --model."
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
@@ -242,7 +241,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
     parser.add_argument(
         "--solver",
-        choices=["frank_wolfe", "descent", "synchronized"],
+        choices=["frank_wolfe", "descent"],
         default="frank_wolfe",
         help="of matching, as for `align` (default: frank_wolfe)",
     )
@@ -252,11 +251,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         default=[],
         metavar="PATTERN",
         help="align partially: permute only the units all of whose tensors match one of these patterns",
-    )
-    parser.add_argument(
-        "--rank",
-        type=whole_number(1),
-        help="of LoRA adapters: rank of the merged one, which is then the best of that rank (default: exact)",
     )
     group = parser.add_argument_group("data", "for the statistics, and for the scores of each step")
     _add_data(group)
@@ -276,7 +270,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     def run(arguments: argparse.Namespace) -> int | None:
         import torch
 
-        from tu_symmetry.checkpoints.adapters import are_adapters, merge_adapter_files
         from tu_symmetry.checkpoints.architecture import build_module, parse_precision, weightless
         from tu_symmetry.checkpoints.barriers import load_data
         from tu_symmetry.checkpoints.files import find_checkpoints
@@ -288,13 +281,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         display = Display()
         checkpoints = find_checkpoints(arguments.checkpoints)
         weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))
-        if arguments.model is None and are_adapters(checkpoints):
-            adapters = merge_adapter_files(checkpoints, Path(arguments.out), weights=weights, rank=arguments.rank)
-            adapters.grid().print(display.console)
-            print(f"{len(checkpoints)} adapters merged into {arguments.out}")
-            return 0
-        if arguments.rank is not None:
-            return fail("--rank is of LoRA adapters, and these files are whole networks")
         reference = None if arguments.reference == "none" else arguments.reference
         if reference not in (None, "first", "medoid", "mean", "universe"):
             reference = _one_file(reference)
@@ -339,15 +325,14 @@ def _one_file(source: str) -> Path:
     """What ``--reference`` names.
 
     Raises:
-        AlignFilesError: nothing, or several files.
+        FileError: nothing, or several files.
     """
-    from tu_symmetry.checkpoints.files import AlignFilesError, find_checkpoints
+    from tu_symmetry.checkpoints.files import find_checkpoints
+    from tu_symmetry.files import FileError
 
     found = find_checkpoints([source])
     if len(found) > 1:
-        raise AlignFilesError(
-            f"--reference {source} stands for {len(found)} files, as {found[0].name}; name one of them"
-        )
+        raise FileError(f"--reference {source} stands for {len(found)} files, as {found[0].name}; name one of them")
     return found[0]
 
 
@@ -355,30 +340,28 @@ def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
     """What ``--weights`` and ``--alpha`` say.
 
     Raises:
-        AlignFilesError: no numbers, or not between 0 and 1; alpha for more than two networks.
+        FileError: no numbers, or not between 0 and 1; alpha for more than two networks.
     """
-    from tu_symmetry.checkpoints.files import AlignFilesError
+    from tu_symmetry.files import FileError
 
     def number(text: str, option: str) -> float:
         try:
             return float(text)
         except ValueError:
-            raise AlignFilesError(f"{option} {text!r} is no number") from None
+            raise FileError(f"{option} {text!r} is no number") from None
 
     if not alpha:
         if weights in (["equal"], ["greedy"]):
             return "equal" if weights == ["equal"] else "greedy"
         return [number(text, "--weights") for text in weights]
     if count != 2:
-        raise AlignFilesError(
-            f"--alpha is the share of the second of two networks, and there are {count}: use --weights"
-        )
+        raise FileError(f"--alpha is the share of the second of two networks, and there are {count}: use --weights")
     shares: dict[str, list[float]] = {"*": [0.5, 0.5]}
     for text in alpha:
         pattern, _, value = text.rpartition("=")
         share = number(value, "--alpha")
         if not 0 <= share <= 1:
-            raise AlignFilesError(f"--alpha {text}: a share is between 0 and 1")
+            raise FileError(f"--alpha {text}: a share is between 0 and 1")
         shares[pattern or "*"] = [1 - share, share]
     return shares if len(shares) > 1 else shares["*"]
 
@@ -437,10 +420,10 @@ def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignme
 
     from tu_symmetry.checkpoints.architecture import build_module, parse_precision
     from tu_symmetry.checkpoints.barriers import BarrierOptions, check_loss, load_data, measure_barriers
-    from tu_symmetry.checkpoints.files import AlignFilesError
+    from tu_symmetry.files import FileError
 
     if arguments.barriers != "all" and not (arguments.barriers.isdecimal() and int(arguments.barriers) > 0):
-        raise AlignFilesError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
+        raise FileError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
     options = BarrierOptions(
         loss=arguments.loss,
         pairs=None if arguments.barriers == "all" else int(arguments.barriers),

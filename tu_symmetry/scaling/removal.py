@@ -15,13 +15,12 @@ from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
-from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.states import as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import PermutationGroup
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 
 Key = Literal["max", "first", "mean", "median"]
 _TIE_BREAKERS = 8
@@ -59,7 +58,7 @@ def remove_symmetries(
             function is unchanged up to epsilon where there are normalizations.
         certify: measure on the example inputs that the graph was discovered with that the outputs of each network stay
             the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no network to run
-            (it was unpickled), an :class:`~tu_symmetry.symmetry.measured.UncertifiedWarning` says so.
+            (it was unpickled), an :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
 
     Returns:
         A new state dict (or stack) that computes the same function.
@@ -69,44 +68,24 @@ def remove_symmetries(
             rounding explains.
         ValueError: an unknown key, or a stack with several sample axes.
     """
-    graph.require_verified()
-    if sort not in ("max", "first", "mean", "median"):
-        raise ValueError(f"unknown key {sort!r}: 'max', 'first', 'mean' or 'median'")
-    lead = graph.check_state(state)
+    lead = _lead(graph, state, sort)
     if lead > 1:
         raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
 
     def canonical(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if scale is None:
-            return as_given(given, given)
-        form = canonicalize(
-            graph,
-            given,
-            method=scale,
-            normalizations=normalizations,
-            degenerate=degenerate,
-            epsilons=epsilons,
-            certify=False,  # the whole is certified below
-        )
-        return form.state
+        return _scaled(graph, given, scale, normalizations, degenerate, epsilons)[1]
 
     target = None if reference is None else canonical(reference)
 
     def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        current = ordered(canonical(given))
+        current = canonical(given)
+        current = permute_tensors(graph, _ordering(graph, current, sort, target), current)
         name = "remove_symmetries"
         if scale is not None and normalizations == "unit_norm" and not epsilons:
             name += " (if there are normalizations: pass epsilons=normalization_epsilons(model) to fold theirs)"
         _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None)
         if reason and certify:
             warnings.warn(f"remove_symmetries is not certified: {reason}", UncertifiedWarning, stacklevel=3)
-        return current
-
-    def ordered(current: dict[str, Tensor]) -> dict[str, Tensor]:
-        if target is not None:
-            return permute_tensors(graph, weight_matching(graph, target, current).permutation, current)
-        for group in _inner_first(graph):
-            current = permute_tensors(graph, _order(graph, group, current, sort), current)
         return current
 
     if not lead:
@@ -135,29 +114,92 @@ def removal_element(
         SymmetryError: a state of another architecture, NaN or infinite weights.
         ValueError: an unknown key, or a stack.
     """
-    graph.require_verified()
-    if sort not in ("max", "first", "mean", "median"):
-        raise ValueError(f"unknown key {sort!r}: 'max', 'first', 'mean' or 'median'")
-    if graph.check_state(state):
+    if _lead(graph, state, sort):
         raise ValueError("removal_element takes one state, this is a stack: call it for each of its networks")
 
     def scaled(given: Mapping[str, Tensor]) -> tuple[LogScale, dict[str, Tensor]]:
-        if scale is None:
-            return {}, dict(given)
-        form = canonicalize(
-            graph, given, method=scale, normalizations=normalizations, degenerate=degenerate, certify=False
-        )
-        return form.log_scale, form.state
+        return _scaled(graph, given, scale, normalizations, degenerate, None)
 
     log_scale, current = scaled(state)
-    if reference is not None:
-        return log_scale, weight_matching(graph, scaled(reference)[1], current).permutation
-    whole = identity_permutation(graph)
+    return log_scale, _ordering(graph, current, sort, None if reference is None else scaled(reference)[1])
+
+
+def _lead(graph: SymmetryGraph, state: Mapping[str, Tensor], sort: Key) -> int:
+    """The number of sample axes of a state, which belongs to the graph."""
+    graph.require_verified()
+    if sort not in ("max", "first", "mean", "median"):
+        raise ValueError(f"unknown key {sort!r}: 'max', 'first', 'mean' or 'median'")
+    return graph.check_state(state)
+
+
+def _scaled(
+    graph: SymmetryGraph,
+    state: Mapping[str, Tensor],
+    scale: Method | None,
+    normalizations: Convention,
+    degenerate: Convention,
+    epsilons: Mapping[str, float] | None,
+) -> tuple[LogScale, dict[str, Tensor]]:
+    """A network in canonical scale, without a certificate: the whole removal is certified."""
+    if scale is None:
+        return {}, as_given(state, state)
+    form = canonicalize(
+        graph,
+        state,
+        method=scale,
+        normalizations=normalizations,
+        degenerate=degenerate,
+        epsilons=epsilons,
+        certify=False,
+    )
+    return form.log_scale, form.state
+
+
+def _ordering(
+    graph: SymmetryGraph, state: dict[str, Tensor], sort: Key, target: Mapping[str, Tensor] | None
+) -> Permutation:
+    """What brings the units of a network into canonical order, or into that of a target."""
+    if target is not None:
+        return weight_matching(graph, target, state).permutation
+    identity = whole = identity_permutation(graph)
     for group in _inner_first(graph):
-        order = _order(graph, group, current, sort)
-        current = permute_tensors(graph, order, current)
-        whole = compose(identity_permutation(graph) | order, whole)
-    return log_scale, whole
+        order = _order(graph, group, state, sort)
+        state = permute_tensors(graph, order, state)
+        whole = compose(identity | order, whole)
+    return whole
+
+
+def incoming_member(graph: SymmetryGraph, group: PermutationGroup) -> PermutationMember:
+    """What makes the units of a group: of the parameters that have them on their leading axis the first.
+
+    Where no parameter has, the first that they index will do.
+    """
+    order = {name: k for k, name in enumerate(graph.shapes)}
+    members = [m for m in group.members if m.parameter not in graph.buffers and m.within_axis is None]
+    return min(members or group.members, key=lambda m: (m.axis != 0, order[m.parameter]))
+
+
+def unit_rows(
+    graph: SymmetryGraph, group: PermutationGroup, member: PermutationMember, state: Mapping[str, Tensor]
+) -> Tensor:
+    """The entries of one member's tensor that belong to each unit: float64 ``[*samples, *group.shape, entries]``."""
+    tensor = state[member.parameter].detach().to("cpu", torch.float64)
+    lead = tensor.ndim - len(graph.shapes[member.parameter])
+    samples = tensor.shape[:lead]
+    tensor = tensor.flatten(0, lead - 1) if lead else tensor.unsqueeze(0)
+    axis = member.axis + 1
+    if member.within_axis is None:
+        rows = tensor.movedim(axis, 1)[:, member.index.reshape(-1)]
+    else:
+        assert member.within is not None
+        blocks = member.within.reshape(-1, member.within.shape[-1])
+        index = member.index.reshape(len(blocks), -1) if member.index.ndim > 2 else member.index.reshape(1, -1)
+        moved = tensor.movedim((member.within_axis + 1, axis), (1, 2))
+        parts = [
+            moved[:, within][:, :, own].transpose(1, 2) for within, own in zip(blocks, index, strict=True)
+        ]  # each [samples, units of the block, rows, ...]
+        rows = torch.cat([p.flatten(2) for p in parts], dim=1)
+    return rows.reshape(*samples, *group.shape, -1)
 
 
 def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tu_symmetry.alignment.barrier import chord_excess, classifier_scores, interpolate
-from tu_symmetry.alignment.repair import Correction, corrected
+from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.rebasin.matching import matched, read_permutations
@@ -172,7 +172,7 @@ class Judge:
         Where every hidden layer feeds a BatchNorm layer, REPAIR has nothing to do but to re-estimate statistics, and
         the network is scored once for both.
         """
-        states = {c: corrected(self.model, ends, ratios, state, self.statistics, c) for c in CORRECTIONS}
+        states = {c: correct(self.model, ends, ratios, state, self.statistics, c) for c in CORRECTIONS}
         found = {c: self.scores(states[c]) for c in ("none", "batchnorm")}
         same = all(torch.equal(states["repair"][name], t) for name, t in states["batchnorm"].items())
         return found | {"repair": found["batchnorm"] if same else self.scores(states["repair"])}

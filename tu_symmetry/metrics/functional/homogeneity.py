@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.units import incoming_member, unit_rows
+from tu_symmetry.scaling.removal import incoming_member, unit_rows
 from tu_symmetry.states import check_tensor
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
