@@ -26,7 +26,7 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
     ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
     ("scale", lambda: tus.callbacks.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
     ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
-    ("rank", lambda: tus.callbacks.FitCompactPosterior("x", rank="3")),  # type: ignore[arg-type]
+    ("num_samples", lambda: tus.callbacks.FitCompactPosterior("x", num_samples="3")),  # type: ignore[arg-type]
     ("memory", lambda: tus.FitLaplace(memory="5")),  # type: ignore[arg-type]
     ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
     ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from drawn import generator, normal
 from scipy.stats import energy_distance as scipy_energy
 from scipy.stats import spearmanr, wasserstein_distance
 from torch import Tensor, nn
@@ -24,14 +25,6 @@ from tu_symmetry.metrics.functional import (
 )
 from tu_symmetry.metrics.functional import quotient as quotient_module
 from tu_symmetry.metrics.functional.quotient import vector_distances
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_energy_distance_by_scipy() -> None:
@@ -119,7 +112,7 @@ def test_diversity_of_networks() -> None:
     a, b = pairwise_mutual_information(inside), pairwise_mutual_information(outside)
     upper = np.triu_indices(9, 1)
     first, second = a.numpy()[upper], b.numpy()[upper]
-    found = metric.summary()
+    found = metric.summary(generator=generator())
     assert found.id_mean == pytest.approx(first.mean()) and found.ood_mean == pytest.approx(second.mean())
     assert found.id_dispersion == pytest.approx(first.std(ddof=1) / first.mean())
     assert found.correlation == pytest.approx(np.corrcoef(first, second)[0, 1])

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from tu_symmetry.files import read_safetensors, replacing, write_safetensors
-from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
+from tu_symmetry.metrics.means import PredictiveAgreement, PredictiveTotalVariation
 from tu_symmetry.routines.predictive import PredictiveRoutine
 
 _COLLECTIONS = ("test_cls_metrics", "post_cls_metrics")

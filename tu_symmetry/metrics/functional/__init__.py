@@ -23,7 +23,7 @@ from tu_symmetry.metrics.functional.quotient import (
 )
 from tu_symmetry.metrics.functional.removal import Removal, removal
 from tu_symmetry.metrics.functional.representation import RepresentationCosts, representation_costs
-from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, discrepancy_test, stream_discrepancy
+from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, discrepancy_test
 
 __all__ = [
     "DiscrepancyTest",
@@ -49,6 +49,5 @@ __all__ = [
     "removal",
     "representation_costs",
     "sliced_wasserstein",
-    "stream_discrepancy",
     "unit_samples",
 ]

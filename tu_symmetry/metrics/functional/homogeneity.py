@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tu_symmetry.metrics.functional.resampling import p_value
 from tu_symmetry.scaling.units import incoming_member, unit_rows
 from tu_symmetry.states import check_tensor
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -105,9 +106,8 @@ def marginal_homogeneity(
     for k in range(num_resamples):
         labels = torch.rand(indicators.shape[:3], generator=source, device=source.device).argsort(-1).cpu()
         null[k] = summary(differences(torch.take_along_dim(indicators, labels.unsqueeze(-1), dim=2)))
-    # Sums of the same numbers in another order differ by rounding errors, which must not break ties.
-    at_least = int((null >= observed * (1 - 1e-5)).sum())
-    return HomogeneityTest(observed, (1 + at_least) / (1 + num_resamples), null, deviation.reshape(*blocks, units))
+    p = p_value(null, observed, rounding=1e-5 * observed)  # of sums of the same numbers in another order
+    return HomogeneityTest(observed, p, null, deviation.reshape(*blocks, units))
 
 
 def unit_samples(
@@ -232,11 +232,10 @@ def uniform_counts(
     """Test whether indices ``[S]`` are independent and uniform over ``units``, by Monte Carlo."""
     counts = torch.bincount(index, minlength=units)
     source = own_generator(generator)
-    null = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
+    drawn = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
     expected = len(index) / units
     statistic = float((counts - expected).square().sum())
-    by_draw = torch.zeros(num_resamples, units, device="cpu").scatter_add_(
-        1, null, torch.ones(null.shape, device="cpu")
-    )
-    more = int(((by_draw - expected).square().sum(1) >= statistic * (1 - 1e-6)).sum())
-    return LargestWeight(index, counts, (1 + more) / (1 + num_resamples))
+    ones = torch.ones(drawn.shape, device="cpu")
+    by_draw = torch.zeros(num_resamples, units, device="cpu").scatter_add_(1, drawn, ones)
+    null = (by_draw - expected).square().sum(1)
+    return LargestWeight(index, counts, p_value(null, statistic, rounding=1e-6 * statistic))
