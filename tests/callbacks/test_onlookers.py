@@ -99,6 +99,9 @@ ONLOOKERS: dict[str, Callable[[Path], Callback]] = {
 }
 ACTING: dict[str, Callable[[Path], Callback]] = {  # what they change is the weights, or what the optimizer does
     "Rebasin": lambda folder: Rebasin(every_n_steps=3),
+    "Rebasin in place": lambda folder: Rebasin(
+        in_place=True, every_n_epochs=1, barrier_loader="val", match_on="activations", dataloader="val"
+    ),
     "Rebasin at the end": lambda folder: Rebasin(reference="previous", every_n_epochs=1),
     "ScaleCanonicalization": lambda folder: ScaleCanonicalization(every_n_steps=3, at_start=True),
     "EvidenceWeightDecay": lambda folder: EvidenceWeightDecay(every_n_epochs=1),
@@ -109,7 +112,7 @@ ELSEWHERE = {"ReferencePredictive": ReferencePredictive, "TrueTemperature": True
 def ensemble(name: str) -> int:
     """How many networks a callback is tried with."""
     return 2 if name in ("PosteriorSnapshots", "FitCompactPosterior", "FitCompactPosterior by activations", "Rebasin",
-                         "PosteriorDraws") else 1  # fmt: skip
+                         "Rebasin in place", "PosteriorDraws") else 1  # fmt: skip
 
 
 def test_every_callback_is_among_them() -> None:

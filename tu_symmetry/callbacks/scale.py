@@ -75,25 +75,18 @@ class ScaleCanonicalization(SymmetryCallback):
         members: where the network is: an attribute path (``"model.backbone"``) or a callable of the LightningModule.
             Default: TorchUncertainty's ``core_models`` where there are some, else the routine's ``model`` without
             averaging wrappers, else its only submodule with weights.
-        every_n_epochs: act at the end of every n-th epoch.
-        every_n_steps: act after every n-th optimizer step.
-        at_end: act when training ends.
         at_start: act before the first step too (with the first batch there, so that the symmetries are known).
-        in_place: rescale the weights themselves, with everything that belongs to them.
         method: canonical scale that ``in_place`` brings the weights to, see :func:`~tu_symmetry.canonicalize`. What is
             logged as minimal mass is that of ``min_mass`` in any case.
         parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
             them; all parameters if left out.
         profile: natural-log factors at which the mass profile of every group is taken
             (:func:`~tu_symmetry.scaling.mass_profile`); none if empty.
-        example_input: an input of the network, to discover the symmetries with. Default: the LightningModule's
-            ``example_input_array``, else the first batch of training (its first tensor).
-        graph: the network's symmetry graph, instead of discovering it.
-        averages: further copies of the weights that must follow in place: attribute paths or callables as for
-            ``members``, each finding as many modules as there are members.
         prefix: first part of the logged names.
         log_layers: log the scalars of layers and groups too; they are in :attr:`history` in any case, and loggers of
             images (TensorBoard, Weights & Biases, MLflow, Comet) get a figure of the layers' masses each time.
+        **common: the schedule, ``in_place``, ``example_input``, ``graph`` and ``averages`` of
+            :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
@@ -107,31 +100,15 @@ class ScaleCanonicalization(SymmetryCallback):
         self,
         members: ModuleSource | None = None,
         *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
-        at_end: bool = True,
         at_start: bool = False,
-        in_place: bool = False,
         method: Method = "min_mass",
         parameters: Sequence[str] | None = None,
         profile: Sequence[float] = (),
-        example_input: Tensor | tuple[Any, ...] | None = None,
-        graph: SymmetryGraph | None = None,
-        averages: Sequence[ModuleSource] = (),
         prefix: str = "scale",
         log_layers: bool = False,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            members,
-            every_n_epochs=every_n_epochs,
-            every_n_steps=every_n_steps,
-            at_end=at_end,
-            in_place=in_place,
-            example_input=example_input,
-            graph=graph,
-            averages=averages,
-            prefix=prefix,
-        )
+        super().__init__(members, prefix=prefix, **common)
         self.log_layers = log_layers
         if method not in get_args(Method):
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}; got {method!r}")
@@ -183,12 +160,7 @@ class ScaleCanonicalization(SymmetryCallback):
         self.log_scales = [log_scale for log_scale, _ in found]
         if self.in_place:
             for i, log_scale in enumerate(self.log_scales):
-                scale_in_place(
-                    graph,
-                    log_scale,
-                    members[i],
-                    **self.followers(trainer, pl_module, members, i),
-                )
+                scale_in_place(graph, log_scale, members[i], **self.followers(trainer, pl_module, members, i))
         record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         keys = [key for key in found[0][1] if all(key in numbers for _, numbers in found)]
         record |= {key: [numbers[key] for _, numbers in found] for key in keys}

@@ -17,8 +17,9 @@ from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain, RunningMoments, SignedSums, chain_diagnostics
 from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_numbers, require_positive
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, evenly
+from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine
 from tu_symmetry.routines.runs import StoredRun, fingerprint_of
+from tu_symmetry.states import evenly
 
 _STATE = "hamiltonian_monte_carlo"
 
@@ -121,9 +122,10 @@ class HMCRoutine(PredictiveRoutine):
         self.model = model
         self.burn_in = burn_in
         self.thinning = thinning
-        first, last, count = stored or (0, 0, 0)
-        chosen = torch.linspace(first, last, count, dtype=torch.float64, device="cpu").round().long().tolist()
-        self.stored = None if stored is None else frozenset(chosen)
+        self.stored: frozenset[int] | None = None
+        if stored is not None:
+            first, last, count = stored
+            self.stored = frozenset(first + k for k in evenly(last - first + 1, count))
         self.prior_precision = prior_precision
         adapting = adapt_step_size or adapt_mass_matrix
         self.kernel_options: dict[str, Any] = {

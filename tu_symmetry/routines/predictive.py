@@ -215,10 +215,3 @@ def optimizer_config(
     schedule = scheduler(made)
     interval = "step" if isinstance(schedule, (OneCycleLR, CyclicLR)) else "epoch"
     return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
-
-
-def evenly(count: int, wanted: int | None) -> list[int]:
-    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
-    if wanted is None or wanted >= count:
-        return list(range(count))
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64, device="cpu").round().long().tolist()

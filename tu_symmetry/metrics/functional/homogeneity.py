@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tu_symmetry.metrics.functional.resampling import p_value
 from tu_symmetry.scaling.units import incoming_member, unit_rows
-from tu_symmetry.states import check_tensor
+from tu_symmetry.states import check_tensor, evenly
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 
@@ -149,17 +149,9 @@ def unit_samples(
             for m in group.members
             if m is not incoming and m.parameter not in graph.buffers and len(graph.shapes[m.parameter]) == 1
         ]
-        rows = torch.cat([rows[..., _steps(rows.shape[-1], max_weights)], *vectors], dim=-1)
-        found[group.name] = rows[..., _steps(group.size, max_units), :]
+        rows = torch.cat([rows[..., evenly(rows.shape[-1], max_weights)], *vectors], dim=-1)
+        found[group.name] = rows[..., evenly(group.size, max_units), :]
     return found
-
-
-def _steps(size: int, most: int | None) -> Tensor:
-    return (
-        torch.arange(size, device="cpu")
-        if most is None or size <= most
-        else torch.linspace(0, size - 1, most, device="cpu").round().long()
-    )
 
 
 @dataclass(frozen=True)
