@@ -70,7 +70,7 @@ class PlantPermutations(Callback):
 
 
 def test_planted_permutations_are_found_and_logged() -> None:
-    module = ensemble(optimizer=lambda p: torch.optim.AdamW(p, lr=0.02))
+    module = ensemble(optimizer=lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True))
     plant, rebasin = PlantPermutations(), Rebasin(barrier_loader="val")
     fit(module, plant, rebasin, max_epochs=1)
     (record,) = rebasin.history
