@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from drawn import generator
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +34,35 @@ def trainer(*callbacks: Callback, folder: Path | None = None, **options: Any) ->
     saves = any(isinstance(c, Checkpoint) for c in callbacks)
     defaults = {**QUIET, "default_root_dir": folder, "enable_checkpointing": saves}
     return Trainer(callbacks=list(callbacks), **(defaults | options))
+
+
+class Killed(Exception):
+    """What ends a run as a signal would."""
+
+
+class Kill(Callback):
+    """Ends a run before the batch behind an optimizer step: between a step and its checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise Killed
+
+
+def run_cli(
+    folder: Path, text: str, *words: str, commands: Sequence[str] = ("fit",), uncertainty: bool = False
+) -> Iterator[Any]:
+    """Commands of LightningCLI, or of TorchUncertainty's, with a configuration; one after the other."""
+    made: Any = LightningCLI
+    if uncertainty:
+        from torch_uncertainty.utils.cli import TULightningCLI as made
+    (folder / "config.yaml").write_text(text)
+    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
+    for command in commands:
+        args = [command, "--config", str(folder / "config.yaml"), *words]
+        yield made(LightningModule, LightningDataModule, args=args, **common)
 
 
 # --- five inputs or images of 6 x 6, three classes, float64

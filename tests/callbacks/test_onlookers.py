@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from randomness import seed_all, states
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import trainer
 
 import tu_symmetry.callbacks
 from tu_symmetry.callbacks import (
@@ -75,12 +76,8 @@ def fit(
     seed_all(3)
     callbacks = [] if make is None else [make(folder)]
     module = Drawing(members)
-    trainer = Trainer(
-        max_epochs=2, accelerator="auto", devices=1, logger=False, callbacks=callbacks, default_root_dir=folder,
-        enable_checkpointing=any(isinstance(c, LastCheckpoint) for c in callbacks), enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, loader(True), loader(False))
+    made = trainer(*callbacks, folder=folder, max_epochs=2, accelerator="auto")
+    made.fit(module, loader(True), loader(False))
     return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}, states()
 
 
