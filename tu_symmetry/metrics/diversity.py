@@ -144,17 +144,6 @@ class FunctionalDiversity(BaseMetric):
         values = {name: getattr(found, name) for name in (*names, "collapsed", "distinct")}
         return {name: torch.tensor(float(value), dtype=torch.float64, device="cpu") for name, value in values.items()}
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Each pair's mutual information in against out of distribution; with values, these as torchmetrics does."""
-        if val is not None:
-            return self._plot(val, ax)
-        figure, ax = new_axes(ax)
-        upper = torch.triu_indices(self.num_members, self.num_members, 1, device="cpu")
-        inside, outside = (m.cpu()[upper[0], upper[1]] for m in self.matrices())
-        ax.scatter(inside, outside, s=4, alpha=0.4)
-        ax.set(xlabel="mutual information in distribution (nats)", ylabel="out of distribution (nats)")
-        return figure, ax
-
 
 def _information(probs: Tensor, members: int) -> Tensor:
     information = pairwise_mutual_information(probs)

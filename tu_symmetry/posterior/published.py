@@ -117,8 +117,9 @@ def collect_checkpoints(
         raise ValueError(f"per_shard must be at least 1, got {per_shard}")
     files = files[start : None if count is None else start + count]
     out = Path(out)
-    if out.is_dir() and any(out.iterdir()):
-        store = SampleStore.open(out, like=like)
+    there = SampleStore.open_if_there(out, like=like)
+    if there is not None:
+        store = there
         if (store.metadata.get("source"), store.metadata.get("subfolder")) != (str(source), key):
             raise SampleFileError(f"{out} holds samples of {store.metadata}, not of {folder} of {source}")
     else:

@@ -217,6 +217,14 @@ class SampleStore(Sequence[State]):
             require_same(found, layout_of(like), str(folder), "the state that was given", SampleFileError)
         return store
 
+    @classmethod
+    def open_if_there(
+        cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None
+    ) -> SampleStore | None:
+        """:meth:`open` where the folder holds something, else None."""
+        there = Path(folder).is_dir() and any(Path(folder).iterdir())
+        return cls.open(folder, like=like) if there else None
+
     def append(
         self,
         states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],

@@ -294,16 +294,8 @@ class HMCRoutine(PredictiveRoutine):
         series = torch.stack(self._series)
         return chain_diagnostics({"projections": series[:, :-1], "potential": series[:, -1]})
 
-    def on_predict_start(self) -> None:
-        """Choose the stored samples that predict."""
-        self.on_test_start()
-
-    def on_predict_end(self) -> None:
-        """Let go of the samples."""
-        self._tested = None
-
     def on_test_start(self) -> None:
-        """Choose the stored samples that are tested; without a store the chain's position is."""
+        """Choose the stored samples that are measured; without a store the chain's position is."""
         self._tested = None
         if self.samples is not None:
             store = SampleStore.open(self.samples, like=self.model.state_dict())
@@ -314,6 +306,8 @@ class HMCRoutine(PredictiveRoutine):
     def on_test_end(self) -> None:
         """Let go of the samples."""
         self._tested = None
+
+    on_predict_start, on_predict_end = on_test_start, on_test_end
 
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(samples, B, ...)`` of the stored samples in a test, else of the chain's position."""
