@@ -266,8 +266,7 @@ def test_removals_are_named_and_are_the_papers(graph: tus.SymmetryGraph) -> None
         removal("best")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [None, "paper", "aligned"])
-@pytest.mark.parametrize("level", ["tensor", "layer", "network"])
+@pytest.mark.parametrize(("name", "level"), [(None, "tensor"), ("paper", "layer"), ("aligned", "network")])
 def test_streaming_from_shards_equals_memory(
     graph: tus.SymmetryGraph, tmp_path: Path, name: str | None, level: str
 ) -> None:

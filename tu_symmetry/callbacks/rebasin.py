@@ -17,11 +17,7 @@ from tu_symmetry.alignment.align import align
 from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.callbacks.members import (
-    ModuleSource,
-    copy_of,
-    detached_state,
-)
+from tu_symmetry.callbacks.members import ModuleSource, copy_of, detached_state
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import Permutation
@@ -114,8 +110,7 @@ class Rebasin(SymmetryCallback):
                 raise ValueError(f"{name} must be an iterable of batches or 'val', got {loader!r}")
         self.reference = reference
         self.match_on = match_on
-        self.dataloader = dataloader
-        self.barrier_loader = barrier_loader
+        self.dataloader, self.barrier_loader = dataloader, barrier_loader
         self.loss = loss
 
     def forget(self) -> None:

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from tu_symmetry import plot
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.callbacks.members import (
-    ModuleSource,
-    detached_state,
-)
+from tu_symmetry.callbacks.members import ModuleSource, detached_state
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
@@ -45,19 +42,16 @@ class ScaleCanonicalization(SymmetryCallback):
     mean. The same numbers are kept in :attr:`history`, which is part of the checkpoint.
 
     **In place.** With ``in_place=True`` the weights are brought into canonical scale where they are, together with
-    buffers (running statistics), gradients, averages of the weights and the optimizers' state. Let a weight be
-    multiplied by its factor ``c``. The function is unchanged, so gradients become ``g / c`` by the chain rule; momenta
-    and first moments are divided by ``c``, second moments by ``c**2``, averages of weights multiplied by ``c``.
+    buffers (running statistics), gradients, averages of the weights and the optimizers' state. Where a weight is
+    multiplied by ``c``, gradients, momenta and first moments are divided by ``c``, second moments by ``c**2``.
 
-    *The training trajectory is not invariant*, since neither SGD nor Adam is equivariant under rescaling. What holds
-    exactly for the next steps, read in the old coordinates ``w = w' / c`` (tests/callbacks/test_scale.py):
+    *The training trajectory is not invariant*. What holds exactly for the next steps, read in the old coordinates
+    ``w = w' / c``:
 
     * SGD, with or without momentum: the step is that of the learning rate ``lr / c**2``, weight by weight, with the
-      same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change; a
-      factor for each unit has no learning rate of its own in torch, so the callback does not try.
-    * Adam and AMSGrad: the step is that of ``lr / c`` and ``eps * c``, so the *absolute* step in the new coordinates is
-      what it was, up to ``eps``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c`` and ``weight_decay`` by ``1 / c**2``
-      (with AdamW, whose decay is decoupled, by ``1 / c``) would undo the change.
+      same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change.
+    * Adam and AMSGrad: the step is that of ``lr / c`` and ``eps * c``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c``
+      and ``weight_decay`` by ``1 / c**2`` (with AdamW, whose decay is decoupled, by ``1 / c``) would undo the change.
     * Without those changes ``weight_decay`` penalizes the new weights, which is another objective: that is the point of
       least mass. Clipping by the gradient's norm sees another norm.
 

@@ -33,9 +33,7 @@ class HMCRoutine(PredictiveRoutine):
     ``batch_size: full``). It is read once.
 
     The state of the chain is in every checkpoint: a run resumed with ``--ckpt_path last`` gives the chain that an
-    uninterrupted run gives, bit for bit where the device's kernels are deterministic. Samples that an interrupted run
-    has written after its last checkpoint are taken back and made anew; all of them where it was cut before its first
-    checkpoint and is started again as it was.
+    uninterrupted run gives, bit for bit where the device's kernels are deterministic.
 
     Of the chain are kept: every ``thinning``-th sample in a :class:`~tu_symmetry.posterior.samples.SampleStore`, and
     of *all* transitions after the burn-in running moments of the weights, and a bounded set of quantities for the

@@ -10,7 +10,6 @@ from tu_symmetry.metrics.functional.gaussian import gaussian_wasserstein
 from tu_symmetry.metrics.functional.homogeneity import (
     HomogeneityTest,
     LargestWeight,
-    largest_weight,
     marginal_homogeneity,
     unit_samples,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "diversity_summary",
     "energy_distance",
     "gaussian_wasserstein",
-    "largest_weight",
     "marginal_homogeneity",
     "maximum_mean_discrepancy",
     "mmd_bandwidths",

@@ -7,7 +7,6 @@ modes in a fixed order, violates that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -169,41 +168,11 @@ class LargestWeight:
     p_value: float
 
 
-def largest_weight(
-    graph: SymmetryGraph,
-    states: Mapping[str, Tensor],
-    *,
-    num_resamples: int = 999,
-    generator: torch.Generator | None = None,
-) -> dict[str, LargestWeight]:
-    """The unit of each layer whose incoming weights hold the layer's largest, for every sample.
+def largest_index(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each group of more than one unit the number of the unit with the layer's largest incoming weight ``[S]``.
 
     The picture of arXiv 2310.08287's corollary: for independent networks the index is uniform, since relabeling the
     units of each changes nothing; a chain that stays with one order of the units keeps it.
-
-    Args:
-        graph: the symmetry graph.
-        states: stacked states ``(S, ...)``.
-        num_resamples: draws of uniform counts; the least p-value is ``1 / (1 + num_resamples)``.
-        generator: source of these draws; without one they cannot be repeated.
-
-    Returns:
-        Name of each group with more than one unit to its result.
-
-    Raises:
-        SymmetryError: states of another architecture, NaN or infinite weights.
-        ValueError: no leading sample axis, or several.
-    """
-    source = own_generator(generator)
-    units = {g.name: math.prod(g.shape) for g in graph.permutations}
-    return {
-        name: uniform_counts(index, units[name], num_resamples=num_resamples, generator=source)
-        for name, index in largest_index(graph, states).items()
-    }
-
-
-def largest_index(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each group of more than one unit the number of the unit with the layer's largest incoming weight ``[S]``.
 
     Raises:
         SymmetryError: states of another architecture, NaN or infinite weights.

@@ -54,7 +54,12 @@ def energy_distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 def sliced_wasserstein(
-    x: Tensor, y: Tensor, *, projections: int = 128, generator: torch.Generator | None = None
+    x: Tensor,
+    y: Tensor,
+    *,
+    projections: int = 128,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Sliced 2-Wasserstein distance of two sets of vectors ``(S, D)`` and ``(T, D)`` of any sizes.
 
@@ -66,16 +71,12 @@ def sliced_wasserstein(
         y: vectors.
         projections: number of directions.
         generator: source of the directions; without one they cannot be repeated.
+        device: where it is computed; without one where ``x`` is.
 
     Raises:
         ValueError: fewer than two vectors, other lengths, or no projections.
     """
-    return _sliced_wasserstein(*checked_samples(x, y), projections, generator)
-
-
-def _sliced_wasserstein(
-    x: Tensor, y: Tensor, projections: int, generator: torch.Generator | None, device: torch.device | None = None
-) -> Tensor:
+    x, y = checked_samples(x, y)
     if projections < 1:
         raise ValueError(f"projections must be at least 1, got {projections}")
     source = own_generator(generator)
@@ -157,7 +158,7 @@ def vector_distances(
         aligned_l2=between,
         within=(within_x, within_y),
         energy=2 * between - within_x - within_y,
-        sliced_wasserstein=float(_sliced_wasserstein(a, b, projections, generator, device)),
+        sliced_wasserstein=float(sliced_wasserstein(a, b, projections=projections, generator=generator, device=device)),
         removed=removed,
     )
 
