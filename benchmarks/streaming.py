@@ -17,7 +17,7 @@ import tu_symmetry as tus
 from benchmarks._measure import in_own_process, peak_memory
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.experiments.symmetry_aware import residual_network
-from tu_symmetry.metrics.functional import removal, stream_discrepancy
+from tu_symmetry.metrics.functional import discrepancy_test, removal
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import stack_states
@@ -67,7 +67,7 @@ def run(settings: Settings) -> Section:
         f"of {first['count']} and {first['count']} took {first['cpu']:.0f} s of processor time",
     )
     text = (
-        "The networks lie in shards on disk; `stream_discrepancy` with the paper's removal, at its default of 1 GiB of "
+        "The networks lie in shards on disk; `discrepancy_test` with the paper's removal, at its default of 1 GiB of "
         "weights at a time, which one tensor of the networks measured exceeds. All numbers are the largest resident "
         "memory of a process of its own, PyTorch and the discovery of the symmetries included. 1,000 and 1,000 "
         "ResNet-18 were not run as a whole (their distances are for an accelerator): what grows with the size of the "
@@ -97,7 +97,7 @@ def measure(name: str, folder: Path, memory: int) -> dict[str, Any]:
     log_scale, permutation = removal("paper").element(graph, stores[0][0])
     held = [t for kept in (log_scale, permutation) for t in kept.values()]
     start = time.process_time()
-    test = stream_discrepancy(*stores, graph=graph, permutations=19, bootstraps=0, memory=memory)
+    test = discrepancy_test(*stores, graph=graph, permutations=19, bootstraps=0, memory=memory)
     return {
         "network": name,
         "count": len(stores[0]),

@@ -75,7 +75,7 @@ def merged(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
 
 
 def compact(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
-    posterior = tus.CompactPosterior.from_states(everything, graph, align=True, rank=1)
+    posterior = tus.CompactPosterior.from_states(everything, graph, align=True)
     drawn = posterior.sample(2, generator=torch.Generator().manual_seed(0))
     return (
         posterior.mean,

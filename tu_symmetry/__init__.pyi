@@ -27,10 +27,10 @@ from .laplace.linearized import LinearizedLaplace as LinearizedLaplace
 from .metrics.discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
 from .metrics.diversity import PairwiseMutualInformation as PairwiseMutualInformation
 from .metrics.homogeneity import MarginalHomogeneity as MarginalHomogeneity
-from .metrics.predictive import PredictiveAgreement as PredictiveAgreement
-from .metrics.predictive import PredictiveTotalVariation as PredictiveTotalVariation
-from .metrics.representation import RepresentationCost as RepresentationCost
-from .metrics.transpositions import TranspositionCount as TranspositionCount
+from .metrics.means import PredictiveAgreement as PredictiveAgreement
+from .metrics.means import PredictiveTotalVariation as PredictiveTotalVariation
+from .metrics.means import RepresentationCost as RepresentationCost
+from .metrics.means import TranspositionCount as TranspositionCount
 from .posterior.compact import CompactPosterior as CompactPosterior
 from .posterior.samples import SampleStore as SampleStore
 from .reporting.progress import show_progress as show_progress

@@ -285,6 +285,13 @@ def sample_count(states: Mapping[str, Tensor]) -> int:
     return len(next(iter(states.values())))
 
 
+def evenly(count: int, wanted: int | None = None) -> list[int]:
+    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
+    if wanted is None or wanted >= count:
+        return list(range(count))
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64, device="cpu").round().long().tolist()
+
+
 def require_same(
     found: Mapping[str, Layout],
     expected: Mapping[str, Layout],

@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import loader, mlp, trainer
 
 from tu_symmetry.callbacks import FitLaplace, PosteriorSnapshots, Rebasin, ScaleCanonicalization
-from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
 
 
 class Plain(LightningModule):
@@ -56,17 +51,8 @@ class Bare(Plain):
         return torch.relu(x @ self.first.T) @ self.second.T
 
 
-def loader() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(24, 5, generator=generator)
-    return DataLoader(TensorDataset(x, torch.randint(3, (24,), generator=generator)), batch_size=8)
-
-
-def fit(module: LightningModule, *callbacks: Callback, **options: Any) -> None:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    Trainer(
-        accelerator="cpu", callbacks=list(callbacks), enable_model_summary=False, max_epochs=2, **quiet, **options
-    ).fit(module, loader())
+def fit(module: LightningModule, *callbacks: Callback) -> None:
+    trainer(*callbacks, max_epochs=2).fit(module.double(), loader(n=24, shuffle=False))
 
 
 def both() -> tuple[Rebasin, ScaleCanonicalization]:
@@ -154,10 +140,3 @@ def test_notices_are_said_once_in_a_run() -> None:
     said = [str(w.message).split(":")[0] for w in caught if issubclass(w.category, UncertifiedWarning)]
     assert sorted(said) == ["Rebasin is not certified", "ScaleCanonicalization is not certified"]
     assert len(scale.history) == 6
-
-
-def test_callbacks_that_act_by_symmetries_share_one_base() -> None:
-    for kind in (Rebasin, ScaleCanonicalization):
-        assert issubclass(kind, SymmetryCallback)
-        own = {"on_rank_zero", "followers", "log_scalars", "_discover", "_example", "_mirrors", "state_key"}
-        assert not own & set(vars(kind))

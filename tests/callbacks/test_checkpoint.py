@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import Killed, digits_network, trainer
 
 from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.datamodules import DigitsDataModule
@@ -19,10 +20,6 @@ from tu_symmetry.tables.logs import logged_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = 4  # of an epoch
-
-
-class Killed(Exception):
-    pass
 
 
 class Record(Callback):
@@ -72,20 +69,14 @@ class Dropping(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
 
 
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, 10))
-
-
 def made(kind: str) -> tuple[LightningModule, DigitsDataModule]:
     common: dict[str, Any] = {"train_size": 150, "test_size": 60, "batch_size": 40}
     if kind == "members":
-        return MembersRoutine(network(), 3), DigitsDataModule(orders=3, **common)
+        return MembersRoutine(digits_network(), 3), DigitsDataModule(orders=3, **common)
     if kind == "vi":
-        return VariationalRoutine(network(), num_test_samples=2), DigitsDataModule(**common)
+        return VariationalRoutine(digits_network(), num_test_samples=2), DigitsDataModule(**common)
     if kind == "hmc":
-        routine = HMCRoutine(network(), step_size=0.02, leapfrog_steps=3, burn_in=1, projections=2)
+        routine = HMCRoutine(digits_network(), step_size=0.02, leapfrog_steps=3, burn_in=1, projections=2)
         return routine, DigitsDataModule(**common | {"batch_size": "full"})
     return Dropping(), DigitsDataModule(**common)
 
@@ -94,18 +85,10 @@ def fit(folder: Path, kind: str, *callbacks: Callback, resume: bool = False, **m
     """A run of three epochs (seven transitions), with a validation after every second epoch."""
     torch.manual_seed(100 + resume)  # a process that resumes has drawn other random numbers
     routine, data = made(kind)
-    length: dict[str, Any] = {"max_epochs": 7 if kind == "hmc" else 3, "log_every_n_steps": 1}
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = Trainer(
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        check_val_every_n_epoch=2,
-        devices=1,
-        logger=CSVLogger(folder),
-        **(quiet | length | more),
-    )
-    trainer.fit(routine, datamodule=data, ckpt_path="last" if resume else None)
-    return routine, trainer
+    length = {"max_epochs": 7 if kind == "hmc" else 3, "log_every_n_steps": 1, "check_val_every_n_epoch": 2}
+    made_by = trainer(*callbacks, folder=folder, **({"logger": CSVLogger(folder)} | length | more))
+    made_by.fit(routine, datamodule=data, ckpt_path="last" if resume else None)
+    return routine, made_by
 
 
 def same(one: Any, other: Any) -> None:
@@ -180,10 +163,10 @@ def test_a_loader_that_does_not_keep_its_place_is_saved_after_epochs(tmp_path: P
 
     def run(folder: Path, *callbacks: Callback, resume: bool = False) -> Any:
         torch.manual_seed(100 + resume)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-        trainer = Trainer(default_root_dir=folder, callbacks=list(callbacks), max_epochs=3, **quiet)  # type: ignore[arg-type]
         routine = Dropping()
-        trainer.fit(routine, datamodule=Ordinary(train_size=150), ckpt_path="last" if resume else None)
+        trainer(*callbacks, folder=folder, max_epochs=3).fit(
+            routine, datamodule=Ordinary(train_size=150), ckpt_path="last" if resume else None
+        )
         return routine
 
     torch.manual_seed(100)
@@ -215,8 +198,8 @@ def test_nothing_is_saved_while_gradients_are_accumulated(tmp_path: Path) -> Non
 
 
 def test_it_is_written_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
-    trainer = fit(tmp_path, "members", LastCheckpoint(every_seconds=1e6))[1]
-    assert trainer.checkpoint_callback.last_model_path == str(tmp_path / "checkpoints" / "last.ckpt")  # type: ignore[union-attr]
+    saved_by = fit(tmp_path, "members", LastCheckpoint(every_seconds=1e6))[1]
+    assert saved_by.checkpoint_callback.last_model_path == str(tmp_path / "checkpoints" / "last.ckpt")  # type: ignore[union-attr]
     content = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert content["global_step"] == 3 * BATCHES
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]

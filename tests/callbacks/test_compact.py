@@ -8,46 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
+from trainings import digits, digits_network, run_cli, trainer
 
 import tu_symmetry as tus
 from tu_symmetry.callbacks import FitCompactPosterior, PosteriorSnapshots, PredictiveWriter, ReferencePredictive
 from tu_symmetry.callbacks.reference import AgainstReference, load_predictive
-from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.metrics import PredictiveTotalVariation
 from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import HMCRoutine, MembersRoutine, VariationalRoutine
-from tu_symmetry.tables.models import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return MLP(64, 10, (6,))
-
-
-def data(**more: Any) -> DigitsDataModule:
-    return DigitsDataModule(**({"batch_size": 50, "train_size": 200, "test_size": 61, "eval_batch_size": 20} | more))
-
-
-def trainer(folder: Path, *callbacks: Callback, **more: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    common: dict[str, Any] = {"enable_checkpointing": False, "limit_val_batches": 0, "max_epochs": 2}
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=1,
-        callbacks=list(callbacks),
-        **(quiet | common | more),
-    )
+def epochs(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
+    return trainer(*callbacks, folder=folder, **({"limit_val_batches": 0, "max_epochs": 2} | options))
 
 
 class Permute(Callback):
@@ -68,7 +48,7 @@ def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None
     smooth = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))  # no units that are dead alike
     routine = MembersRoutine(smooth, 4)
     fitting = FitCompactPosterior(tmp_path / "a" / "q_r.safetensors", tmp_path / "q_d.safetensors", match_on=match_on)
-    trainer(tmp_path, Permute(), fitting).fit(routine, datamodule=data(orders=4))
+    epochs(tmp_path, Permute(), fitting).fit(routine, datamodule=digits(orders=4))
     q_r, q_d = (
         CompactPosterior.load(path) for path in (tmp_path / "a" / "q_r.safetensors", tmp_path / "q_d.safetensors")
     )
@@ -84,9 +64,9 @@ def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None
 
 
 def test_samples_of_the_same_run(tmp_path: Path) -> None:
-    routine = HMCRoutine(network(), 0.02, leapfrog_steps=3, burn_in=2, samples=tmp_path / "s")
+    routine = HMCRoutine(digits_network(), 0.02, leapfrog_steps=3, burn_in=2, samples=tmp_path / "s")
     fitting = FitCompactPosterior(q_d=tmp_path / "q_d.safetensors", samples=tmp_path / "s", num_samples=3)
-    trainer(tmp_path, fitting, max_epochs=None, max_steps=9).fit(routine, datamodule=data(batch_size="full"))
+    epochs(tmp_path, fitting, max_epochs=None, max_steps=9).fit(routine, datamodule=digits(batch_size="full"))
     store = SampleStore.open(tmp_path / "s")
     expected = store.stack([0, 3, 6])["layers.1.bias"].double()
     q = CompactPosterior.load(tmp_path / "q_d.safetensors")
@@ -97,52 +77,52 @@ def test_samples_of_the_same_run(tmp_path: Path) -> None:
 def test_refusals_come_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to write"):
         FitCompactPosterior()
-    single = VariationalRoutine(network())
+    single = VariationalRoutine(digits_network())
     with pytest.raises(ValueError, match="single network"):
-        trainer(tmp_path, FitCompactPosterior(tmp_path / "q")).fit(single, datamodule=data())
+        epochs(tmp_path, FitCompactPosterior(tmp_path / "q")).fit(single, datamodule=digits())
     (tmp_path / "q").touch()
     with pytest.raises(FileExistsError, match="is there already"):
-        trainer(tmp_path, FitCompactPosterior(tmp_path / "q")).fit(
-            MembersRoutine(network(), 2), datamodule=data(orders=2)
+        epochs(tmp_path, FitCompactPosterior(tmp_path / "q")).fit(
+            MembersRoutine(digits_network(), 2), datamodule=digits(orders=2)
         )
 
 
 def test_snapshots_of_members_are_chains_after_the_burn_in(tmp_path: Path) -> None:
-    routine = MembersRoutine(network(), 3)
+    routine = MembersRoutine(digits_network(), 3)
     snapshots = PosteriorSnapshots(tmp_path / "s", every_n_steps=2, burn_in=3, chain=5)
-    trainer(tmp_path, snapshots).fit(routine, datamodule=data(orders=3))
+    epochs(tmp_path, snapshots).fit(routine, datamodule=digits(orders=3))
     store = SampleStore.open(tmp_path / "s")
     assert list(zip(store.chains, store.steps, strict=True)) == [(c, s) for s in (5, 7) for c in (5, 6, 7)]
     assert not torch.equal(store[0]["layers.1.bias"], store[1]["layers.1.bias"])
 
 
 def predicted(routine: MembersRoutine) -> Tensor:
-    module = data()
+    module = digits()
     module.setup("test")
     return routine.member_outputs(module.test.x).softmax(-1).mean(0).detach()
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
 def test_a_written_predictive_is_the_reference_of_another_test(tmp_path: Path, kind: str) -> None:
-    first, second = MembersRoutine(network(), 2), MembersRoutine(network(), 3, seed=1)
-    trainer(tmp_path).fit(second, datamodule=data(orders=3))
+    first, second = MembersRoutine(digits_network(), 2), MembersRoutine(digits_network(), 3, seed=1)
+    epochs(tmp_path).fit(second, datamodule=digits(orders=3))
     path = tmp_path / "p" / f"reference.{kind}"
-    trainer(tmp_path, PredictiveWriter(path)).predict(first, datamodule=data())
+    epochs(tmp_path, PredictiveWriter(path)).predict(first, datamodule=digits())
     assert torch.allclose(load_predictive(path), predicted(first), atol=1e-6)
     comparing = ReferencePredictive(path, metrics={"MSE": MeanSquaredError()})
     before = second.test_cls_metrics
-    (found,) = trainer(tmp_path, comparing).test(second, datamodule=data(), verbose=False)
+    (found,) = epochs(tmp_path, comparing).test(second, datamodule=digits(), verbose=False)
     mine, theirs = predicted(second), predicted(first)
     assert found["test/cls/Agreement"] == pytest.approx(float(predictive_agreement(mine, theirs)), abs=1e-6)
     assert found["test/cls/TV"] == pytest.approx(float(predictive_total_variation(mine, theirs)), abs=1e-6)
     assert found["test/cls/MSE"] == pytest.approx(float((mine - theirs).square().mean()), rel=1e-4)
     assert 0 < found["test/cls/TV"] < 1 and second.test_cls_metrics is before
-    (itself,) = trainer(tmp_path, ReferencePredictive(path)).test(first, datamodule=data(), verbose=False)
+    (itself,) = epochs(tmp_path, ReferencePredictive(path)).test(first, datamodule=digits(), verbose=False)
     assert itself["test/cls/Agreement"] == 1 and itself["test/cls/TV"] < 1e-6
     with pytest.raises(ValueError, match=r"the test set has 60 points.*holds 61"):
-        trainer(tmp_path, ReferencePredictive(path)).test(first, datamodule=data(test_size=60), verbose=False)
+        epochs(tmp_path, ReferencePredictive(path)).test(first, datamodule=digits(test_size=60), verbose=False)
     with pytest.raises(FileExistsError, match="is there already"):
-        trainer(tmp_path, PredictiveWriter(path)).predict(first, datamodule=data())
+        epochs(tmp_path, PredictiveWriter(path)).predict(first, datamodule=digits())
 
 
 def test_processes_look_up_their_own_points(generator: torch.Generator) -> None:
@@ -231,19 +211,13 @@ data:
 
 def test_from_yaml_up_to_a_test_in_torch_uncertainty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch_uncertainty")
-    from torch_uncertainty.utils.cli import TULightningCLI
-
-    (tmp_path / "fit.yaml").write_text(YAML.format(folder=tmp_path, ood="false"))
-    (tmp_path / "test.yaml").write_text(TEST_YAML.format(folder=tmp_path))
-    common: dict[str, Any] = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
-    LightningCLI(LightningModule, LightningDataModule, args=["fit", "--config", str(tmp_path / "fit.yaml")], **common)
+    text = YAML.format(folder=tmp_path, ood="false")
+    list(run_cli(tmp_path, text))
     writer = "--trainer.callbacks+=PredictiveWriter", f"--trainer.callbacks.path={tmp_path}/p.safetensors"
-    args = ["predict", "--config", str(tmp_path / "fit.yaml"), *writer]
-    LightningCLI(LightningModule, LightningDataModule, args=args, **common)
+    list(run_cli(tmp_path, text, *writer, commands=("predict",)))
     assert load_file(tmp_path / "p.safetensors")["probs"].shape == (60, 10)
-    args = ["test", "--config", str(tmp_path / "test.yaml")]
     capsys.readouterr()
-    cli = TULightningCLI(LightningModule, LightningDataModule, args=args, **common)
+    (cli,) = run_cli(tmp_path, TEST_YAML.format(folder=tmp_path), commands=("test",), uncertainty=True)
     found = cli.trainer.callback_metrics
     assert 0 <= found["test/cls/Agreement"] <= 1 and 0 < found["test/cls/TV"] < 1 and "test/cls/MSE" in found
     assert "ood/AUROC" in found and "test/cls/Acc" in found and "test/ens_MI" in found

@@ -1,8 +1,9 @@
-"""Rebasin and PosteriorSnapshots under data parallelism: two gloo processes on the CPU."""
+"""Callbacks under data parallelism: two gloo processes on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -12,38 +13,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import adam, loader, normalized, routine, trainer
 
-from tu_symmetry.callbacks import PosteriorSnapshots, Rebasin
+from tu_symmetry.callbacks import PosteriorSnapshots, Rebasin, ScaleCanonicalization
 from tu_symmetry.posterior.samples import SampleStore
-
-
-def _mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-
-class _Routine(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Module()
-        self.model.core_models = nn.ModuleList([_mlp() for _ in range(3)])
-        self.loss = nn.CrossEntropyLoss()
-        self.losses: list[float] = []
-        self.double()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = torch.stack([self.loss(m(x), y) for m in self.model.core_models]).sum()  # type: ignore[union-attr]
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        pass
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
 class _Report(Callback):
@@ -53,34 +27,22 @@ class _Report(Callback):
         self.folder = folder
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        rebasin = [c for c in trainer.callbacks if isinstance(c, Rebasin)]  # type: ignore[attr-defined]
+        acting = [c for c in trainer.callbacks if isinstance(c, (Rebasin, ScaleCanonicalization))]  # type: ignore[attr-defined]
+        moments = [v for s in trainer.optimizers[0].state.values() for n, v in s.items() if n.startswith("exp_avg")]
         report = {
+            "moments": moments,
             "losses": pl_module.losses,
             "parameters": {k: v.detach() for k, v in pl_module.named_parameters()},
-            "history": rebasin[0].history if rebasin else [],
+            "history": acting[0].history if acting else [],
         }
         torch.save(report, self.folder / f"rank{trainer.global_rank}.pt")
 
 
 def _fit(folder: Path, *callbacks: Callback) -> None:
     folder.mkdir()
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(32, 4, generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (32,), generator=generator)
-    trainer = Trainer(
-        callbacks=[*callbacks, _Report(folder)],
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp_fork",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    data = TensorDataset(x, y)
-    trainer.fit(_Routine(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    data = loader(n=32).dataset
+    made = trainer(*callbacks, _Report(folder), devices=2, strategy="ddp_fork", max_epochs=2, num_sanity_val_steps=0)
+    made.fit(routine(normalized, 3, adam), DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
 
 
 class _Failing(Rebasin):
@@ -106,6 +68,7 @@ def _main(folder: Path) -> None:
     _fit(folder / "plain")
     snapshots = PosteriorSnapshots(folder / "store", every_n_steps=4)
     _fit(folder / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"), snapshots)
+    _fit(folder / "scaled", ScaleCanonicalization(in_place=True, every_n_steps=2, profile=[-0.1, 0.1]))
     failing = _Failing(every_n_steps=2)
     failing.folder = folder / "failing"
     with contextlib.suppress(Exception):
@@ -116,7 +79,9 @@ def _main(folder: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs in a fresh process, since a process that has used autograd's threads cannot be forked."""
     folder = tmp_path_factory.mktemp("distributed")
-    done = subprocess.run([sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -133,6 +98,19 @@ def test_all_ranks_apply_the_same_permutations(runs: Path) -> None:
         assert torch.equal(tensor, ranks[1]["parameters"][name]), name
     for mine, reference in zip(ranks, plain, strict=True):
         assert mine["losses"] == pytest.approx(reference["losses"], rel=1e-9, abs=0)
+
+
+def test_all_ranks_apply_the_same_factors(runs: Path) -> None:
+    ranks = _ranks(runs / "scaled")
+    assert [r["step"] for r in ranks[0]["history"]] == [2, 4, 6, 8]
+    assert min(min(r["ratio"]) for r in ranks[0]["history"]) > 1 + 1e-9
+    assert ranks[0]["history"] == ranks[1]["history"]
+    for name, tensor in ranks[0]["parameters"].items():
+        assert torch.equal(tensor, ranks[1]["parameters"][name]), name
+    for mine, theirs in zip(*(r["moments"] for r in ranks), strict=True):
+        assert torch.equal(mine, theirs)
+    mass = sum(float(t.square().sum()) for t in ranks[0]["parameters"].values())
+    assert mass == pytest.approx(sum(ranks[0]["history"][-1]["minimal_mass"]))
 
 
 def test_rank_zero_writes_the_snapshots(runs: Path) -> None:

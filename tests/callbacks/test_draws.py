@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_uncertainty.methods import deep_ensembles, mc_dropout
 from torch_uncertainty.optim import SGHMC, SGLD
 from torch_uncertainty.routines import ClassificationRoutine
+from trainings import trainer
 
 from tu_symmetry.callbacks import FitLaplace, PosteriorDraws, TrueTemperature
-from tu_symmetry.posterior.samples import SampleFileError, SampleStore
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import SWAG, LaplacePostProcessing, VariationalRoutine
 
 
@@ -29,11 +30,8 @@ def network(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Dropout(dropout), nn.Linear(4, 3))
 
 
-def trainer(folder: Path, *callbacks, epochs: int = 3) -> Trainer:
-    return Trainer(
-        accelerator="cpu", max_epochs=epochs, default_root_dir=folder, logger=False, callbacks=list(callbacks),
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+def run(folder: Path, *callbacks: Callback, epochs: int = 3) -> Trainer:
+    return trainer(*callbacks, folder=folder, max_epochs=epochs)
 
 
 def routine(model: nn.Module, **options) -> ClassificationRoutine:
@@ -57,7 +55,7 @@ def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | No
     else:
         before = [FitLaplace(curvature="last_layer", evidence=False)]
         made = routine(network(), post_processing=LaplacePostProcessing())
-    trainer(tmp_path, *before, draws).fit(made, loader(), loader())  # SWAG averages when a validation starts
+    run(tmp_path, *before, draws).fit(made, loader(), loader())  # SWAG averages when a validation starts
     store = SampleStore.open(tmp_path / "samples")
     assert len(store) == 5 and store.metadata["method"] == method and store.chains == [0] * 5
     assert set(store.layout or ()) == set(network().state_dict())
@@ -65,50 +63,7 @@ def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | No
     assert {entry.dtype for entry in (store.layout or {}).values()} == {wanted}
     assert not torch.equal(store[0]["3.weight"], store[1]["3.weight"])
     with pytest.raises(FileExistsError, match="another run already"):
-        trainer(tmp_path, *before, draws).fit(made, loader())
-
-
-def test_a_missing_or_copied_shard_of_half_precision_is_an_error(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    trainer(tmp_path, PosteriorDraws(3, dtype="float16")).fit(
-        routine(mc_dropout(network(0.3), 2), is_ensemble=True), loader()
-    )
-    (shard,) = (tmp_path / "samples").glob("*.safetensors")
-    copy = shard.with_name("00000001-00000000.safetensors")
-    copy.write_bytes(shard.read_bytes())
-    with pytest.raises(SampleFileError, match="copy"):
-        SampleStore.open(tmp_path / "samples")
-    copy.unlink()
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(bytes(content))
-    with pytest.raises(SampleFileError):
-        SampleStore.open(tmp_path / "samples")[0]
-    shard.unlink()
-    with pytest.raises(SampleFileError, match="is gone"):
-        SampleStore.open(tmp_path / "samples")
-
-
-class Residual(nn.Module):
-    """Dropout in a branch: what is dropped is read by an addition."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.drop, self.last = nn.Linear(2, 2), nn.Dropout(0.3), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(x + self.drop(self.first(x).relu()))
-
-
-class Positions(nn.Module):
-    """Dropout of single entries of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.drop, self.last = nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.drop(self.first(x).relu().unsqueeze(1))).squeeze(1)
+        run(tmp_path, *before, draws).fit(made, loader())
 
 
 @pytest.mark.parametrize(
@@ -116,8 +71,6 @@ class Positions(nn.Module):
     [
         (network(), {}, "single fixed network"),
         (mc_dropout(nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3)), 2), {"is_ensemble": True}, "not read by one"),
-        (mc_dropout(Residual(), 2), {"is_ensemble": True}, "read in another place"),
-        (mc_dropout(Positions(), 2), {"is_ensemble": True}, "drops single entries"),
         (deep_ensembles([network(), network()]), {"is_ensemble": True}, "2 members, 3 states"),
         (
             SWAG(network(), cycle_start=2, cycle_length=1, num_estimators=2),
@@ -136,18 +89,8 @@ def test_what_nothing_can_be_drawn_from_is_refused_before_the_first_step(
 ) -> None:
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, PosteriorDraws(3), epochs=4).fit(routine(model, **options), loader(), loader())
+        run(tmp_path, PosteriorDraws(3), epochs=4).fit(routine(model, **options), loader(), loader())
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
-
-
-def test_the_look_at_the_start_leaves_the_training_as_it_is(tmp_path: Path) -> None:
-    found = []
-    for callbacks in ([PosteriorDraws(3)], []):
-        torch.manual_seed(0)
-        made = routine(mc_dropout(network(0.3), 2), is_ensemble=True)
-        trainer(tmp_path, *callbacks).fit(made, loader())
-        found.append(made.state_dict())
-    assert all(torch.equal(t, found[1][n]) for n, t in found[0].items() if n.startswith("model."))
 
 
 @pytest.mark.parametrize("normalized", [False, True])
@@ -168,27 +111,20 @@ def test_swag_comes_back_from_a_checkpoint(tmp_path: Path, normalized: bool) -> 
         return routine(SWAG(core, cycle_start=0, cycle_length=1, num_estimators=2), is_ensemble=True)
 
     whole, first, second, tested = made(), made(), made(), made()
-    trainer(tmp_path / "whole", PosteriorDraws(3), epochs=5).fit(whole, Data())
-    cut = trainer(tmp_path / "cut", PosteriorDraws(3), epochs=3)
+    run(tmp_path / "whole", PosteriorDraws(3), epochs=5).fit(whole, Data())
+    cut = run(tmp_path / "cut", PosteriorDraws(3), epochs=3)
     cut.fit(first, Data())
     cut.save_checkpoint(tmp_path / "cut.ckpt")
-    trainer(tmp_path / "resumed", PosteriorDraws(3), epochs=5).fit(second, Data(), ckpt_path=tmp_path / "cut.ckpt")
+    run(tmp_path / "resumed", PosteriorDraws(3), epochs=5).fit(second, Data(), ckpt_path=tmp_path / "cut.ckpt")
     assert int(second.model.num_avgd_models) == int(whole.model.num_avgd_models) == 4
     for name, t in whole.model.swag_stats.items():
         torch.testing.assert_close(second.model.swag_stats[name], t)
-    (found,) = trainer(tmp_path / "test", PosteriorDraws(3)).test(tested, Data(), ckpt_path=tmp_path / "cut.ckpt")
+    (found,) = run(tmp_path / "test", PosteriorDraws(3)).test(tested, Data(), ckpt_path=tmp_path / "cut.ckpt")
     assert "test/cls/Acc" in found and len(tested.model.samples) == 2
     for name, t in first.model.swag_stats.items():
         assert torch.equal(tested.model.swag_stats[name], t)
     statistics = [b for m in tested.model.samples for n, b in m.named_buffers() if n.endswith("running_mean")]
     assert all(bool(b.abs().sum() > 0) for b in statistics) and len(statistics) == 2 * normalized
-
-
-def test_swag_without_a_variance_is_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    made = routine(SWAG(network(), cycle_start=0, cycle_length=1, num_estimators=2), is_ensemble=True)
-    with pytest.raises(ValueError, match="whenever a validation"):
-        trainer(tmp_path, PosteriorDraws(3)).fit(made, loader())
 
 
 def test_wrong_arguments() -> None:
@@ -253,4 +189,4 @@ def test_the_stationary_variance_is_the_posteriors(tmp_path: Path, name: str) ->
 
 def test_temperature_refuses_what_samples_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="samples nothing"):
-        trainer(tmp_path, TrueTemperature(), epochs=1).fit(routine(network()), loader())
+        run(tmp_path, TrueTemperature(), epochs=1).fit(routine(network()), loader())

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import trainer
 
 import tu_symmetry as tus
 from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, TrueTemperature
@@ -26,7 +27,7 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
     ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
     ("scale", lambda: tus.callbacks.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
     ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
-    ("rank", lambda: tus.callbacks.FitCompactPosterior("x", rank="3")),  # type: ignore[arg-type]
+    ("num_samples", lambda: tus.callbacks.FitCompactPosterior("x", num_samples="3")),  # type: ignore[arg-type]
     ("batch_size", lambda: tus.FitLaplace(batch_size="5")),  # type: ignore[arg-type]
     ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
     ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
@@ -61,28 +62,21 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(12, 4, generator=generator), torch.arange(12) % 3), batch_size=6)
 
 
-def trainer(folder: Path, callback: Any, **more: Any) -> Trainer:
-    return Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, callbacks=[callback], enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **more,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_weights_in_half_precision_are_refused_with_what_to_train_with(precision: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=rf"precision='{precision}' makes .*: train with 'bf16-mixed' or '32-true'"):
-        trainer(tmp_path, tus.FitLaplace(), precision=precision).fit(Plain(), loader())
+        trainer(tus.FitLaplace(), folder=tmp_path, max_epochs=1, precision=precision).fit(Plain(), loader())
 
 
 def test_draws_need_a_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this one has no batch"):
-        trainer(tmp_path, PosteriorDraws(2), limit_train_batches=0).fit(Plain(), loader())
+        trainer(PosteriorDraws(2), folder=tmp_path, max_epochs=1, limit_train_batches=0).fit(Plain(), loader())
 
 
 def test_the_history_of_a_second_fit_goes_on(tmp_path: Path) -> None:
     callback, module = tus.callbacks.EvidenceWeightDecay(every_n_epochs=1), Plain()
     for count in (1, 2):
-        trainer(tmp_path, callback).fit(module, loader())
+        trainer(callback, folder=tmp_path, max_epochs=1).fit(module, loader())
         assert len(callback.history) == count
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from randomness import seed_all, states
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import trainer
 
 import tu_symmetry.callbacks
 from tu_symmetry.callbacks import (
@@ -75,12 +76,8 @@ def fit(
     seed_all(3)
     callbacks = [] if make is None else [make(folder)]
     module = Drawing(members)
-    trainer = Trainer(
-        max_epochs=2, accelerator="auto", devices=1, logger=False, callbacks=callbacks, default_root_dir=folder,
-        enable_checkpointing=any(isinstance(c, LastCheckpoint) for c in callbacks), enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(module, loader(True), loader(False))
+    made = trainer(*callbacks, folder=folder, max_epochs=2, accelerator="auto")
+    made.fit(module, loader(True), loader(False))
     return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}, states()
 
 
@@ -99,6 +96,9 @@ ONLOOKERS: dict[str, Callable[[Path], Callback]] = {
 }
 ACTING: dict[str, Callable[[Path], Callback]] = {  # what they change is the weights, or what the optimizer does
     "Rebasin": lambda folder: Rebasin(every_n_steps=3),
+    "Rebasin in place": lambda folder: Rebasin(
+        in_place=True, every_n_epochs=1, barrier_loader="val", match_on="activations", dataloader="val"
+    ),
     "Rebasin at the end": lambda folder: Rebasin(reference="previous", every_n_epochs=1),
     "ScaleCanonicalization": lambda folder: ScaleCanonicalization(every_n_steps=3, at_start=True),
     "EvidenceWeightDecay": lambda folder: EvidenceWeightDecay(every_n_epochs=1),
@@ -109,7 +109,7 @@ ELSEWHERE = {"ReferencePredictive": ReferencePredictive, "TrueTemperature": True
 def ensemble(name: str) -> int:
     """How many networks a callback is tried with."""
     return 2 if name in ("PosteriorSnapshots", "FitCompactPosterior", "FitCompactPosterior by activations", "Rebasin",
-                         "PosteriorDraws") else 1  # fmt: skip
+                         "Rebasin in place", "PosteriorDraws") else 1  # fmt: skip
 
 
 def test_every_callback_is_among_them() -> None:

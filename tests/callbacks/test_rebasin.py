@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import csv
-import functools
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -16,112 +13,22 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import Ensemble, Routine, adam, cnn, fit, loader, mlp, mlp_graph, routine, sgd, trainer
 
 from tu_symmetry.callbacks import Rebasin
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
-from tu_symmetry.symmetry.graph import SymmetryGraph
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def cnn() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
-    )
-
-
-class Ensemble(nn.Module):
-    """As TorchUncertainty's: members in ``core_models``, outputs ``[members * batch, classes]``."""
-
-    def __init__(self, members: list[nn.Module], dropout: float = 0.0) -> None:
-        super().__init__()
-        self.core_models = nn.ModuleList(members)
-        self.noise = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.noise(x)
-        return torch.cat([m(x) for m in self.core_models])
-
-
-class Routine(LightningModule):
-    """Trains jointly, and keeps the loss of every step."""
-
-    def __init__(self, model: nn.Module, optimizer: str = "adam", repeats: int = 1) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = nn.CrossEntropyLoss()
-        self.optimizer = optimizer
-        self.repeats = repeats
-        self.losses: list[float] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = self.loss(self.model(x), y.repeat(self.repeats))
-        self.losses.append(loss.item())
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", self.loss(self.model(x), y.repeat(self.repeats)))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-        if self.optimizer == "lbfgs":
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
-        return torch.optim.AdamW(self.parameters(), lr=0.02, amsgrad=True)
-
-
-@functools.cache
-def mlp_graph() -> SymmetryGraph:
-    """Known beforehand in most tests, to save discovering it anew."""
-    graph = discover_symmetries(mlp().double(), torch.randn(2, 5, dtype=torch.float64))
-    graph.require_verified()
-    return graph
 
 
 def mlp_rebasin(*args: Any, **kwargs: Any) -> Rebasin:
     return Rebasin(*args, graph=mlp_graph(), **kwargs)
 
 
-def loader(image: bool = False, n: int = 48, batch_size: int = 8, shuffle: bool = True) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn((n, 1, 6, 6) if image else (n, 5), generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (n,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=batch_size, shuffle=shuffle)
-
-
-def routine(make: Any = mlp, members: int = 3, optimizer: str = "adam", dropout: float = 0.0) -> Routine:
-    torch.manual_seed(0)
-    return Routine(Ensemble([make() for _ in range(members)], dropout), optimizer, repeats=members).double()
-
-
-def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
-    options: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return Trainer(callbacks=list(callbacks), **(options | kwargs))
-
-
-def fit(module: Routine, *callbacks: Callback, image: bool = False, ckpt: Path | None = None, **kwargs: Any) -> Trainer:
-    seed_everything(11, verbose=False)
-    t = trainer(*callbacks, **kwargs)
-    t.fit(module, loader(image), loader(image, n=16, shuffle=False), ckpt_path=ckpt)
-    return t
+def ensemble(make: Any = mlp, members: int = 3, optimizer: Any = adam, dropout: float = 0.0) -> Routine:
+    return routine(make, members, optimizer, dropout)
 
 
 def member_state(module: Routine, i: int) -> dict[str, Tensor]:
@@ -163,7 +70,8 @@ class PlantPermutations(Callback):
 
 
 def test_planted_permutations_are_found_and_logged() -> None:
-    module, plant, rebasin = routine(), PlantPermutations(), Rebasin(barrier_loader="val")
+    module = ensemble(optimizer=lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True))
+    plant, rebasin = PlantPermutations(), Rebasin(barrier_loader="val")
     fit(module, plant, rebasin, max_epochs=1)
     (record,) = rebasin.history
     assert record["NoT"] == [transposition_count(plant.planted[i]) for i in (1, 2)]
@@ -177,13 +85,13 @@ def test_planted_permutations_are_found_and_logged() -> None:
     assert record["distance_before"] == pytest.approx(before)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("interval", [{"every_n_steps": 2}, {"every_n_epochs": 1}])
-def test_trajectory_is_unchanged_in_place(optimizer: str, interval: dict[str, int]) -> None:
-    plain = routine(optimizer=optimizer, dropout=0.2)
+def test_trajectory_is_unchanged_in_place(optimizer: Any, interval: dict[str, int]) -> None:
+    plain = ensemble(optimizer=optimizer, dropout=0.2)
     fit(plain)
     aligned, rebasin = (
-        routine(optimizer=optimizer, dropout=0.2),
+        ensemble(optimizer=optimizer, dropout=0.2),
         mlp_rebasin(in_place=True, barrier_loader="val", **interval),
     )
     fit(aligned, rebasin)
@@ -193,17 +101,8 @@ def test_trajectory_is_unchanged_in_place(optimizer: str, interval: dict[str, in
     torch.testing.assert_close(aligned.model.eval()(x), plain.model.eval()(x), rtol=1e-9, atol=1e-10)
 
 
-def test_without_moving_the_optimizer_the_trajectory_would_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = routine()
-    fit(plain)
-    monkeypatch.setattr("tu_symmetry.symmetry.in_place.move_optimizer_state", lambda *args, **kwargs: None)
-    broken = routine()
-    fit(broken, mlp_rebasin(in_place=True, every_n_epochs=1))
-    assert max(abs(a - b) for a, b in zip(plain.losses, broken.losses, strict=True)) > 1e-4
-
-
 def test_batch_norm_and_flatten_in_place() -> None:
-    plain, aligned = routine(cnn), routine(cnn)
+    plain, aligned = ensemble(cnn), ensemble(cnn)
     fit(plain, image=True)
     rebasin = Rebasin(in_place=True, every_n_steps=4, reference=-1)
     fit(aligned, rebasin, image=True)
@@ -215,7 +114,7 @@ def test_batch_norm_and_flatten_in_place() -> None:
 
 
 def test_in_place_ends_aligned_and_only_logging_changes_nothing() -> None:
-    plain, logged, moved = routine(), routine(), routine()
+    plain, logged, moved = ensemble(), ensemble(), ensemble()
     fit(plain)
     watch, rebasin = mlp_rebasin(), mlp_rebasin(in_place=True)
     fit(logged, watch)
@@ -228,51 +127,23 @@ def test_in_place_ends_aligned_and_only_logging_changes_nothing() -> None:
     assert watch.history == rebasin.history
 
 
-class RandomStreams(Callback):
-    """Records global random states, modes and gradients around a callback that comes after it."""
-
-    def snapshot(self, module: LightningModule) -> list[Any]:
-        modes = [m.training for m in module.modules()]
-        grads = [p.grad is None for p in module.parameters()]
-        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), modes, grads]  # type: ignore
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.before = self.snapshot(pl_module)
-
-
-def test_random_streams_modes_and_gradients_are_untouched() -> None:
-    module, watch = routine(dropout=0.1), RandomStreams()
-    rebasin = Rebasin(
-        in_place=True, every_n_epochs=1, barrier_loader=loader(n=16), match_on="activations", dataloader="val"
-    )
-    seen = []
-
-    class After(Callback):
-        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            seen.append(watch.snapshot(pl_module) == watch.before)
-
-    fit(module, watch, rebasin, After())
-    assert seen == [True] * 3
-    assert all(len(r["barrier_before"]) == len(r["NoT"]) == 2 for r in rebasin.history)
-
-
 def test_schedule_counts_optimizer_steps_under_accumulation() -> None:
-    module, rebasin = routine(), mlp_rebasin(in_place=True, every_n_steps=2, at_end=False)
-    plain = routine()
+    module, rebasin = ensemble(), mlp_rebasin(in_place=True, every_n_steps=2, at_end=False)
+    plain = ensemble()
     fit(plain, accumulate_grad_batches=2)
     fit(module, rebasin, accumulate_grad_batches=2)  # 6 batches an epoch: 3 steps an epoch, 9 in all
     assert [r["step"] for r in rebasin.history] == [2, 4, 6, 8]
     assert module.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
     at_end = mlp_rebasin(every_n_steps=4)
-    fit(routine(), at_end, limit_train_batches=3)
+    fit(ensemble(), at_end, limit_train_batches=3)
     assert [r["step"] for r in at_end.history] == [4, 8, 9]
 
 
 def test_a_callback_can_serve_a_second_run() -> None:
     rebasin = mlp_rebasin(every_n_epochs=1)
-    fit(routine(), rebasin)
+    fit(ensemble(), rebasin)
     first = list(rebasin.history)
-    fit(routine(), rebasin)
+    fit(ensemble(), rebasin)
     assert rebasin.history == first
     assert len(first) == 3
 
@@ -283,7 +154,7 @@ def test_end_is_acted_on_when_training_stops_early() -> None:
             trainer.should_stop = trainer.global_step == 8
 
     rebasin = mlp_rebasin()
-    fit(routine(), Stop(), rebasin)
+    fit(ensemble(), Stop(), rebasin)
     assert [r["step"] for r in rebasin.history] == [8]
 
 
@@ -291,7 +162,7 @@ def test_end_is_acted_on_when_training_stops_early() -> None:
 def test_every_logger_gets_plain_scalars(tmp_path: Path, loggers: int) -> None:
     logs = [CSVLogger(tmp_path, name=f"log{i}") for i in range(loggers)]
     rebasin = mlp_rebasin(every_n_steps=4, barrier_loader="val")
-    t = fit(routine(), rebasin, logger=logs or False, max_epochs=2)
+    t = fit(ensemble(), rebasin, logger=logs or False, max_epochs=2)
     expected = sum(rebasin.history[-1]["NoT"]) / 2
     assert float(t.callback_metrics["rebasin/NoT"]) == expected
     for log in logs:
@@ -304,39 +175,28 @@ def test_every_logger_gets_plain_scalars(tmp_path: Path, loggers: int) -> None:
                     assert float(row[f"rebasin/{key}_{i}"]) == pytest.approx(record[key][i - 1])
 
 
-def test_resumed_run_goes_on_with_the_same_schedule(tmp_path: Path) -> None:
-    def checkpoint() -> ModelCheckpoint:
-        return ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-
-    whole, rebasin = routine(), mlp_rebasin(in_place=True, every_n_epochs=2)
-    fit(whole, rebasin, checkpoint(), max_epochs=5, enable_checkpointing=True)
-    resumed, second = routine(), mlp_rebasin(in_place=True, every_n_epochs=2)
-    fit(resumed, second, max_epochs=5, ckpt=tmp_path / "epoch=2.ckpt")
-    assert [r["step"] for r in second.history] == [12, 24, 30]
-    for mine, theirs in zip(second.history, rebasin.history, strict=True):
-        assert (mine["epoch"], mine["step"]) == (theirs["epoch"], theirs["step"])
+@pytest.mark.parametrize(
+    ("schedule", "keep", "steps"),
+    [
+        ({"every_n_epochs": 2}, {"filename": "{epoch}"}, [12, 18]),
+        ({"every_n_steps": 4}, {"filename": "{step}", "every_n_train_steps": 3}, [4, 8, 12, 16, 18]),
+        (
+            {"every_n_epochs": 1},
+            {"filename": "{epoch}", "save_on_train_epoch_end": False, "monitor": "val_loss"},
+            [6, 12, 18],
+        ),
+    ],
+    ids=["epochs", "within an epoch", "before the epoch's end"],
+)
+def test_a_resumed_run_goes_on_with_the_same_schedule(
+    schedule: dict[str, int], keep: dict[str, Any], steps: list[int], tmp_path: Path
+) -> None:
+    rebasin, second = (mlp_rebasin(in_place=True, **schedule) for _ in range(2))
+    fit(ensemble(), rebasin, ModelCheckpoint(tmp_path, save_top_k=-1, **keep))
+    name = "step=9.ckpt" if "every_n_steps" in schedule else "epoch=1.ckpt"
+    fit(ensemble(), second, ckpt=tmp_path / name)
+    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == steps
     assert second.history[0] == rebasin.history[0]
-
-
-def test_resume_from_a_checkpoint_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    whole, rebasin = routine(), mlp_rebasin(in_place=True, every_n_steps=4)
-    fit(whole, rebasin, keep, enable_checkpointing=True)
-    resumed, second = routine(), mlp_rebasin(in_place=True, every_n_steps=4)
-    fit(resumed, second, ckpt=tmp_path / "step=9.ckpt")
-    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == [4, 8, 12, 16, 18]
-    assert second.history[:2] == rebasin.history[:2]
-
-
-def test_resume_from_a_checkpoint_of_the_validation_before_the_epoch_ends(tmp_path: Path) -> None:
-    keep = ModelCheckpoint(
-        tmp_path, filename="{epoch}", save_on_train_epoch_end=False, monitor="val_loss", save_top_k=-1
-    )
-    whole, rebasin = routine(), Rebasin(in_place=True, every_n_epochs=1)
-    fit(whole, rebasin, keep, enable_checkpointing=True)
-    resumed, second = routine(), Rebasin(in_place=True, every_n_epochs=1)
-    fit(resumed, second, ckpt=tmp_path / "epoch=1.ckpt")
-    assert [r["step"] for r in second.history] == [r["step"] for r in rebasin.history] == [6, 12, 18]
 
 
 def test_loaders_with_a_shared_generator_keep_their_order() -> None:
@@ -355,8 +215,8 @@ def test_loaders_with_a_shared_generator_keep_their_order() -> None:
 
         data = TensorDataset(x, torch.arange(48) % 3)
         seed_everything(1, verbose=False)
-        trainer(*callbacks, Keep(batches)).fit(
-            routine(),
+        trainer(*callbacks, Keep(batches), max_epochs=3).fit(
+            ensemble(),
             DataLoader(data, batch_size=8, shuffle=True, generator=generator),
             DataLoader(data, batch_size=8, generator=generator),
         )
@@ -366,7 +226,7 @@ def test_loaders_with_a_shared_generator_keep_their_order() -> None:
 
 def test_snapshots_of_one_run() -> None:
     torch.manual_seed(0)
-    module = Routine(mlp()).double()
+    module = Routine(mlp(), adam).double()
     states: dict[int, dict[str, Tensor]] = {}
 
     class Keep(Callback):
@@ -386,8 +246,8 @@ def test_snapshots_of_one_run() -> None:
 
 def test_snapshot_in_place_undoes_a_planted_permutation() -> None:
     torch.manual_seed(0)
-    module = Routine(mlp()).double()
-    plain = Routine(mlp()).double()
+    module = Routine(mlp(), adam).double()
+    plain = Routine(mlp(), adam).double()
     plain.load_state_dict(module.state_dict())
     planted = random_permutation(mlp_graph(), generator=torch.Generator().manual_seed(5))
 
@@ -404,7 +264,7 @@ def test_snapshot_in_place_undoes_a_planted_permutation() -> None:
 
 
 def test_lightning_weight_averages_follow() -> None:
-    plain, module, rebasin = routine(), routine(), mlp_rebasin(in_place=True, every_n_epochs=1)
+    plain, module, rebasin = ensemble(), ensemble(), mlp_rebasin(in_place=True, every_n_epochs=1)
     fit(plain, EMAWeightAveraging(decay=0.9))
     fit(module, EMAWeightAveraging(decay=0.9), rebasin)  # the averages are the weights at the end of training
     assert sum(sum(r["NoT"]) for r in rebasin.history) > 5
@@ -415,7 +275,7 @@ def test_lightning_weight_averages_follow() -> None:
 def test_own_averages_follow() -> None:
     class WithAverage(Routine):
         def __init__(self) -> None:
-            super().__init__(Ensemble([mlp(), mlp()]), repeats=2)
+            super().__init__(Ensemble([mlp(), mlp()]), adam)
             self.average = nn.ModuleList([mlp(), mlp()]).requires_grad_(False)
             self.average.load_state_dict(self.model.core_models.state_dict())  # type: ignore
 
@@ -440,7 +300,7 @@ def test_members_by_path_or_callable() -> None:
     class Other(Routine):
         def __init__(self) -> None:
             nets = [mlp(), mlp()]
-            super().__init__(Ensemble(nets), repeats=2)
+            super().__init__(Ensemble(nets))
             self.model.networks = self.model.core_models  # type: ignore
             del self.model.core_models
 
@@ -461,7 +321,7 @@ def test_members_by_path_or_callable() -> None:
 
 @pytest.mark.parametrize("match_on", ["weights", "activations"])
 def test_low_precision_weights(match_on: Any) -> None:
-    module = routine().to(torch.bfloat16)
+    module = ensemble().to(torch.bfloat16)
     rebasin = mlp_rebasin(in_place=True, every_n_epochs=1, match_on=match_on, dataloader=loader(n=16))
     fit(module, rebasin, precision="bf16-true")
     assert len(rebasin.history) == 3
@@ -487,7 +347,7 @@ def test_contradictory_arguments(arguments: dict[str, Any], message: str) -> Non
 
 def test_bad_ensembles() -> None:
     with pytest.raises(ValueError, match="single member"):
-        fit(routine(members=1), Rebasin())
+        fit(ensemble(members=1), Rebasin())
     wide = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
     with pytest.raises(ValueError, match=r"'0\.weight' is a tensor of shape \(7, 5\) in member 0"):
         fit(Routine(Ensemble([mlp(), wide])), Rebasin())
@@ -495,30 +355,28 @@ def test_bad_ensembles() -> None:
     with pytest.raises(ValueError, match="is ReLU in member 0 and Tanh in member 1"):
         fit(Routine(Ensemble([mlp(), tanh])), Rebasin())
     with pytest.raises(ValueError, match="no member of an ensemble of 3"):
-        fit(routine(), Rebasin(reference=3))
+        fit(ensemble(), Rebasin(reference=3))
     with pytest.raises(SymmetryError, match="nothing to align"):
-        fit(routine(lambda: nn.Linear(5, 3)), Rebasin())
+        fit(ensemble(lambda: nn.Linear(5, 3)), Rebasin())
 
 
 def test_missing_inputs_and_losses() -> None:
-    module = routine()
+    module = ensemble()
     module.loss = None  # type: ignore[assignment]
     with pytest.raises(ValueError, match="no attribute 'loss'"):
         fit(module, Rebasin(barrier_loader="val"))
     with pytest.raises(ValueError, match="needs a validation loader"):
-        trainer(Rebasin(barrier_loader="val")).fit(routine(), loader())
+        trainer(Rebasin(barrier_loader="val")).fit(ensemble(), loader())
     with pytest.warns(UserWarning, match="limit_val_batches is 0"):
-        fit(routine(), Rebasin(barrier_loader="val"), limit_val_batches=0)
+        fit(ensemble(), Rebasin(barrier_loader="val"), limit_val_batches=0)
     with pytest.raises(ValueError, match="needs a validation loader"):
-        fit(routine(), Rebasin(match_on="activations", dataloader="val"), limit_val_batches=0)
+        fit(ensemble(), Rebasin(match_on="activations", dataloader="val"), limit_val_batches=0)
     with pytest.raises(TypeError, match="cannot tell the input"):
-        Rebasin().on_train_batch_start(None, routine(), {"x": torch.ones(2, 5)}, 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no example input"):
-        Rebasin()._discover(routine())
+        Rebasin().on_train_batch_start(None, ensemble(), {"x": torch.ones(2, 5)}, 0)  # type: ignore[arg-type]
 
 
 def test_optimizers_that_cannot_follow_are_refused_before_anything_moves() -> None:
-    module = routine(optimizer="lbfgs")
+    module = ensemble(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2))
     before: list[dict[str, Tensor]] = []
 
     class Keep(Callback):

@@ -5,113 +5,32 @@ from __future__ import annotations
 import csv
 import functools
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+from trainings import adam, cnn, fit, loader, mlp, mlp_graph, routine, sgd, trainer
 
-from tu_symmetry.callbacks import ScaleCanonicalization
+from tu_symmetry.callbacks import Rebasin, ScaleCanonicalization
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_scale
-from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import scale_in_place
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-def cnn() -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.ReLU()),
-        *(nn.Flatten(), nn.Linear(12, 5), nn.ReLU(), nn.Linear(5, 3)),
-    )
-
-
-class Routine(LightningModule):
-    """Trains one network, or the members in ``core_models`` jointly, and keeps the loss of every step."""
-
-    def __init__(self, model: nn.Module, make_optimizer: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.make_optimizer = make_optimizer
-        self.losses: list[float] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        members = getattr(self.model, "core_models", [self.model])
-        loss = torch.stack([nn.functional.cross_entropy(m(x), y) for m in members]).sum()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.make_optimizer(self.parameters())
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.02, eps=1e-3, amsgrad=True)
-
-
-@functools.cache
-def mlp_graph() -> SymmetryGraph:
-    """Known beforehand in most tests, to save discovering it anew."""
-    graph = discover_symmetries(mlp().double(), torch.randn(2, 5, dtype=torch.float64))
-    graph.require_verified()
-    return graph
-
-
 def mlp_canonicalization(**kwargs: Any) -> ScaleCanonicalization:
     return ScaleCanonicalization(graph=mlp_graph(), **kwargs)
-
-
-def loader(image: bool = False) -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn((48, 1, 6, 6) if image else (48, 5), generator=generator, dtype=torch.float64)
-    y = torch.randint(3, (48,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-
-
-def routine(make: Any = mlp, optimizer: Any = sgd) -> Routine:
-    torch.manual_seed(0)
-    return Routine(make(), optimizer).double()
-
-
-def trainer(*callbacks: Callback, **kwargs: Any) -> Trainer:
-    options: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 3,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(callbacks=list(callbacks), **(options | kwargs))
-
-
-def fit(module: Routine, *callbacks: Callback, image: bool = False, ckpt: Path | None = None, **kwargs: Any) -> Trainer:
-    seed_everything(11, verbose=False)
-    t = trainer(*callbacks, **kwargs)
-    t.fit(module, loader(image), ckpt_path=ckpt)
-    return t
 
 
 def squared_norm(module: nn.Module) -> float:
@@ -342,23 +261,6 @@ def test_law_of_adam() -> None:
         torch.testing.assert_close(mine, -(0.02 / c) * first / (second + 1e-3 * c), rtol=1e-7, atol=1e-13)
 
 
-def test_absolute_steps_of_adam_do_not_change_without_eps() -> None:
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=0.02, eps=1e-40)  # zero would divide zero by zero in dead units
-
-    (plain, a), (scaled, b) = warm(optimizer), warm(optimizer)
-    start = parameters_of(plain)
-    s = random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
-    scale_in_place(mlp_graph(), s, scaled, optimizers=[b])
-    moved = parameters_of(scaled)
-    next_batch = batches(6)[5:]
-    train(plain, a, next_batch)
-    train(scaled, b, next_batch)
-    for name, old in start.items():
-        mine, step = parameters_of(scaled)[name] - moved[name], parameters_of(plain)[name] - old
-        torch.testing.assert_close(mine, step, rtol=1e-6, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("make", "powers"),
     [
@@ -423,21 +325,6 @@ def test_weight_averages_follow() -> None:
         torch.testing.assert_close(tensor, average[name], rtol=1e-9, atol=1e-12)
 
 
-def test_own_averages_follow() -> None:
-    class WithAverage(Routine):
-        def __init__(self) -> None:
-            super().__init__(mlp(), sgd)
-            self.average = mlp().requires_grad_(False)
-
-    torch.manual_seed(0)
-    module = WithAverage().double()
-    x = torch.linspace(-2, 2, 45, dtype=torch.float64).reshape(9, 5)
-    before, weights = module.average(x), module.average[0].weight.clone()
-    fit(module, mlp_canonicalization(in_place=True, averages=["average"]))
-    torch.testing.assert_close(module.average(x), before, rtol=1e-10, atol=1e-12)
-    assert not torch.allclose(module.average[0].weight, weights)
-
-
 def test_swag_statistics_follow() -> None:
     """Means and deviations scale as the weights do, second moments as their squares; other statistics stay."""
     model, s = mlp().double(), random_scale(mlp_graph(), generator=torch.Generator().manual_seed(2))
@@ -457,23 +344,27 @@ def test_swag_statistics_follow() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_it_can_be_named_in_yaml() -> None:
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        (ScaleCanonicalization, {"method": "unit_norm", "profile": [-0.5, 0.5]}),
+        (Rebasin, {"reference": 1, "match_on": "activations", "dataloader": "val"}),
+    ],
+)
+def test_it_can_be_named_in_yaml(kind: type[Callback], own: dict[str, Any]) -> None:
+    """With what is its own, and with what both callbacks have from their base."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--callback", type=Callback)
-    options = {"every_n_epochs": 2, "in_place": True, "method": "unit_norm", "profile": [-0.5, 0.5]}
-    config = {"class_path": "tu_symmetry.callbacks.ScaleCanonicalization", "init_args": options}
+    options = {"every_n_epochs": 2, "in_place": True, "at_end": False, "averages": ["average"], **own}
+    config = {"class_path": f"tu_symmetry.callbacks.{kind.__name__}", "init_args": options}
     made = parser.instantiate(parser.parse_object({"callback": config})).callback
-    assert isinstance(made, ScaleCanonicalization)
-    assert (made.every_n_epochs, made.in_place, made.method, made.profile) == (2, True, "unit_norm", [-0.5, 0.5])
+    assert type(made) is kind
+    found = {name: getattr(made, name) for name in options}
+    assert found == {**options, "averages": ("average",)}
 
 
 def test_members_of_an_ensemble_are_treated_one_by_one() -> None:
-    class Ensemble(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.core_models = nn.ModuleList([mlp(), mlp()])
-
-    module = routine(Ensemble)
+    module = routine(members=2)
     canonical = mlp_canonicalization(in_place=True)
     t = fit(module, canonical)
     (record,) = canonical.history
@@ -503,7 +394,7 @@ def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     schedule = {"every_n_epochs": 2, "in_place": True, "profile": [0.0]}
     whole, first = routine(optimizer=adam), mlp_canonicalization(**schedule)
     data = DataLoader(loader().dataset, batch_size=8)  # in order: a resumed run would shuffle anew
-    trainer(first, keep, max_epochs=5, enable_checkpointing=True).fit(whole, data)
+    trainer(first, keep, max_epochs=5).fit(whole, data)
     resumed, second = routine(optimizer=adam), mlp_canonicalization(**schedule)
     trainer(second, max_epochs=5).fit(resumed, data, ckpt_path=tmp_path / "epoch=2.ckpt")
     assert [r["step"] for r in second.history] == [12, 24, 30]
@@ -537,47 +428,3 @@ def test_networks_without_scale_symmetry_are_refused() -> None:
 def test_contradictory_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ScaleCanonicalization(**arguments)
-
-
-class Report(Callback):
-    """Writes what this rank ended with."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        canonical = next(c for c in trainer.callbacks if isinstance(c, ScaleCanonicalization))  # type: ignore
-        report = {
-            "parameters": parameters_of(pl_module.model),  # type: ignore[arg-type]
-            "history": canonical.history,
-            "moments": [s["momentum_buffer"].clone() for s in trainer.optimizers[0].state.values()],
-        }
-        torch.save(report, self.folder / f"rank{trainer.global_rank}.pt")
-
-
-def fit_on_two_processes(folder: Path) -> None:
-    canonical = ScaleCanonicalization(in_place=True, every_n_steps=2, profile=[-0.1, 0.1])
-    data = DataLoader(loader(image=True).dataset, batch_size=4)
-    t = trainer(canonical, Report(folder), devices=2, strategy="ddp_fork", max_epochs=1)
-    t.fit(routine(cnn), data)
-
-
-def test_two_processes_apply_the_same_factors(tmp_path: Path) -> None:
-    """In a fresh process, since one that has used autograd's threads cannot be forked."""
-    command = [sys.executable, __file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    ranks = [torch.load(tmp_path / f"rank{r}.pt", weights_only=True) for r in (0, 1)]
-    assert [r["step"] for r in ranks[0]["history"]] == [2, 4, 6]
-    assert min(r["ratio"][0] for r in ranks[0]["history"]) > 1 + 1e-9
-    assert ranks[0]["history"] == ranks[1]["history"]
-    for name, tensor in ranks[0]["parameters"].items():
-        assert torch.equal(tensor, ranks[1]["parameters"][name]), name
-    for mine, theirs in zip(*(r["moments"] for r in ranks), strict=True):
-        assert torch.equal(mine, theirs)
-    mass = sum(float(t.square().sum()) for t in ranks[0]["parameters"].values())
-    assert mass == pytest.approx(ranks[0]["history"][-1]["minimal_mass"][0])
-
-
-if __name__ == "__main__":
-    fit_on_two_processes(Path(sys.argv[1]))

@@ -7,39 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import Routine, fit, normalized, routine
 
 from tu_symmetry.callbacks import PosteriorSnapshots
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-def net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-
-class Routine(LightningModule):
-    def __init__(self, members: int = 1) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        if members == 1:
-            self.model: nn.Module = net()
-        else:
-            self.model = nn.Module()
-            self.model.core_models = nn.ModuleList([net() for _ in range(members)])
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        members = getattr(self.model, "core_models", [self.model])
-        return torch.stack([nn.functional.cross_entropy(m(x), y) for m in members]).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
 class Trajectory(Callback):
@@ -52,23 +29,12 @@ class Trajectory(Callback):
         self.states[trainer.global_step] = {k: v.clone() for k, v in pl_module.model.state_dict().items()}  # type: ignore
 
 
-def fit(module: Routine, *callbacks: Callback, ckpt: Path | None = None, epochs: int = 3, **kwargs: Any) -> Trainer:
-    seed_everything(1, verbose=False)
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randint(3, (32,), generator=generator))
-    trainer = Trainer(
-        callbacks=list(callbacks),
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **kwargs,
-    )
-    trainer.fit(module, DataLoader(data, batch_size=8), ckpt_path=ckpt)  # four steps an epoch
-    return trainer
+def run(module: Routine, *callbacks: Callback, **options: Any) -> Trainer:
+    return fit(module, *callbacks, n=32, shuffle=False, **options)  # four steps an epoch
+
+
+def network(members: int | None = None) -> Routine:
+    return routine(normalized, members)
 
 
 def written(folder: Path) -> list[tuple[int, int]]:
@@ -77,7 +43,7 @@ def written(folder: Path) -> list[tuple[int, int]]:
 
 def test_weights_and_buffers_are_written_after_the_burn_in(tmp_path: Path) -> None:
     trajectory = Trajectory()
-    fit(Routine(), trajectory, PosteriorSnapshots(tmp_path / "s", every_n_steps=2, burn_in=5, at_end=True))
+    run(network(), trajectory, PosteriorSnapshots(tmp_path / "s", every_n_steps=2, burn_in=5, at_end=True))
     assert written(tmp_path / "s") == [(0, 7), (0, 9), (0, 11), (0, 12)]
     stack = SampleStore.open(tmp_path / "s").load()
     for i, step in enumerate((7, 9, 11, 12)):
@@ -86,18 +52,18 @@ def test_weights_and_buffers_are_written_after_the_burn_in(tmp_path: Path) -> No
 
 
 def test_epochs(tmp_path: Path) -> None:
-    fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, burn_in=1))
+    run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, burn_in=1))
     assert written(tmp_path / "s") == [(0, 8), (0, 12)]
 
 
 def test_named_epochs(tmp_path: Path) -> None:
     """Also across a run that is cut in the middle of one of them, which counts when it is whole."""
-    fit(Routine(), PosteriorSnapshots(tmp_path / "s", at_epochs=[5, 1, 4]), epochs=5)
+    run(network(), PosteriorSnapshots(tmp_path / "s", at_epochs=[5, 1, 4]), max_epochs=5)
     assert written(tmp_path / "s") == [(0, 4), (0, 16), (0, 20)]
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    fit(Routine(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2]), keep, epochs=5, max_steps=6)
+    run(network(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2]), keep, max_epochs=5, max_steps=6)
     assert written(tmp_path / "t") == [(0, 4)]
-    fit(Routine(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2, 3]), ckpt=tmp_path / "epoch=0.ckpt")
+    run(network(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2, 3]), ckpt=tmp_path / "epoch=0.ckpt")
     assert written(tmp_path / "t") == [(0, 4), (0, 8), (0, 12)]
     with pytest.raises(ValueError, match="counts from 1, got 0"):
         PosteriorSnapshots(tmp_path, at_epochs=[0, 1])
@@ -106,8 +72,8 @@ def test_named_epochs(tmp_path: Path) -> None:
 
 
 def test_an_ensemble_is_one_chain_for_each_member(tmp_path: Path) -> None:
-    module = Routine(3)
-    fit(module, PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=4))
+    module = network(3)
+    run(module, PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=4))
     assert written(tmp_path / "s") == [(4, 12), (5, 12), (6, 12)]
     stack = SampleStore.open(tmp_path / "s").load()
     for i, member in enumerate(module.model.core_models):  # type: ignore[arg-type]
@@ -117,10 +83,10 @@ def test_an_ensemble_is_one_chain_for_each_member(tmp_path: Path) -> None:
 
 def test_a_resumed_run_appends_without_repeating(tmp_path: Path) -> None:
     folder = tmp_path / "s"
-    fit(Routine(), PosteriorSnapshots(tmp_path / "whole", every_n_steps=3))
+    run(network(), PosteriorSnapshots(tmp_path / "whole", every_n_steps=3))
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    fit(Routine(), PosteriorSnapshots(folder, every_n_steps=3), keep, epochs=2)
-    fit(Routine(), PosteriorSnapshots(folder, every_n_steps=3), ckpt=tmp_path / "epoch=0.ckpt")  # repeats an epoch
+    run(network(), PosteriorSnapshots(folder, every_n_steps=3), keep, max_epochs=2)
+    run(network(), PosteriorSnapshots(folder, every_n_steps=3), ckpt=tmp_path / "epoch=0.ckpt")  # repeats an epoch
     assert written(folder) == [(0, 3), (0, 6), (0, 9), (0, 12)]
     whole, parts = SampleStore.open(tmp_path / "whole").load(), SampleStore.open(folder).load()
     for name in whole:
@@ -128,27 +94,27 @@ def test_a_resumed_run_appends_without_repeating(tmp_path: Path) -> None:
 
 
 def test_another_run_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
-    fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
+    run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
     before = {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
     with pytest.raises(FileExistsError, match=r"all samples of this run \(chain 0\)"):
-        fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
+        run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
     with pytest.raises(FileExistsError, match="samples of chain 0 of another run already"):
-        fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=2))
+        run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=2))
     assert before == {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
-    fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=1))
+    run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=1))
     assert written(tmp_path / "s") == [(0, 4), (0, 8), (0, 12), (1, 12)]
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
-    fit(Routine(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3))
-    other = Routine()
-    other.model = nn.Linear(4, 3)
+    run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3))
+    other = network()
+    other.model = nn.Linear(5, 3).double()
     with pytest.raises(SampleFileError, match="another architecture"):
-        fit(other, PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, chain=1))
+        run(other, PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, chain=1))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     with pytest.raises(SampleFileError, match="no sample store"):
-        fit(Routine(), PosteriorSnapshots(tmp_path / "mine", every_n_epochs=1))
+        run(network(), PosteriorSnapshots(tmp_path / "mine", every_n_epochs=1))
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     assert written(tmp_path / "s") == [(0, 12)]
 
@@ -159,7 +125,7 @@ def test_contradictory_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not be negative"):
         PosteriorSnapshots(tmp_path, every_n_steps=1, burn_in=-1)
     with pytest.raises(ValueError, match="has no submodule 'model'"):
-        module = Routine()
-        module.one, module.other = net(), net()
+        module = network()
+        module.one, module.other = normalized(), normalized()
         del module.model
-        fit(module, PosteriorSnapshots(tmp_path, every_n_steps=1))
+        run(module, PosteriorSnapshots(tmp_path, every_n_steps=1))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from trainings import loader, mlp, trainer
 
 from tu_symmetry.callbacks import Rebasin
 from tu_symmetry.routines import SWAG
@@ -21,22 +21,12 @@ from torch_uncertainty.transforms import RepeatTarget  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
 class Losses(Callback):
     def __init__(self) -> None:
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.values.append(float(outputs["loss"]))
-
-
-def data() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(48, 5, generator=generator, dtype=torch.float64)
-    return DataLoader(TensorDataset(x, torch.randint(3, (48,), generator=generator)), batch_size=8, shuffle=True)
 
 
 def fit(wrap: Any, members: int, *callbacks: Callback, ensemble: bool = True) -> tuple[list[float], nn.Module, Trainer]:
@@ -52,19 +42,9 @@ def fit(wrap: Any, members: int, *callbacks: Callback, ensemble: bool = True) ->
     ).double()
     losses = Losses()
     seed_everything(11, verbose=False)
-    trainer = Trainer(
-        callbacks=[*callbacks, losses],
-        accelerator="cpu",
-        devices=1,
-        max_epochs=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, data(), data())
-    return losses.values, module.model, trainer
+    made = trainer(*callbacks, losses, max_epochs=4, num_sanity_val_steps=0)
+    made.fit(module, loader(), loader())
+    return losses.values, module.model, made
 
 
 class DoubleSWAG(SWAG):
@@ -91,13 +71,13 @@ WRAPPERS = {
 def test_deep_ensembles_and_averages(name: str) -> None:
     losses, plain, _ = fit(WRAPPERS[name], 3)
     rebasin = Rebasin(in_place=True, every_n_epochs=1, barrier_loader="val")
-    aligned_losses, aligned, trainer = fit(WRAPPERS[name], 3, rebasin)
+    aligned_losses, aligned, made = fit(WRAPPERS[name], 3, rebasin)
     assert sum(sum(r["NoT"]) for r in rebasin.history) > 5
     assert aligned_losses == pytest.approx(losses, rel=1e-9, abs=0)
     x = torch.randn(9, 5, dtype=torch.float64)
     assert aligned.eval()(x).shape == (27, 3)
     torch.testing.assert_close(aligned(x), plain.eval()(x), rtol=1e-8, atol=1e-9)
-    assert {"rebasin/NoT", "rebasin/barrier_after_2", "val/cls/Acc"} <= trainer.callback_metrics.keys()
+    assert {"rebasin/NoT", "rebasin/barrier_after_2", "val/cls/Acc"} <= made.callback_metrics.keys()
 
 
 def test_swag_statistics_follow_the_network() -> None:

@@ -7,21 +7,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from drawn import normal, probabilities
 from scipy.spatial.distance import jensenshannon
-from sklearn.metrics.pairwise import laplacian_kernel, rbf_kernel
-from torch import Tensor
 
 from tu_symmetry.metrics import MaximumMeanDiscrepancy, PairwiseMutualInformation
 from tu_symmetry.metrics.functional import diversity as diversity_module
-from tu_symmetry.metrics.functional import maximum_mean_discrepancy, mmd_bandwidths, pairwise_mutual_information
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def probabilities(*shape: int, seed: int = 0) -> Tensor:
-    return (2 * normal(*shape, seed=seed)).softmax(-1)
+from tu_symmetry.metrics.functional import maximum_mean_discrepancy, pairwise_mutual_information
 
 
 def test_mutual_information_is_scipys_jensen_shannon_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,35 +55,6 @@ def test_mutual_information_errors() -> None:
         PairwiseMutualInformation(1)
 
 
-def mmdagg_bandwidths(distances: np.ndarray, count: int) -> np.ndarray:
-    """A transcription of ``compute_bandwidths`` in MMDAgg's code."""
-    distances = distances + (distances == 0) * np.median(distances)
-    dd = np.sort(distances)
-    lambda_min = max(dd[int(np.floor(len(dd) * 0.05))], 0.1) if np.min(distances) < 0.1 else np.min(distances)
-    lambda_min, lambda_max = lambda_min / 2, max(np.max(distances), 0.3) * 2
-    power = (lambda_max / lambda_min) ** (1 / (count - 1))
-    return np.array([power**i * lambda_min for i in range(count)])
-
-
-@pytest.mark.parametrize("distances", [normal(101).abs(), normal(100).abs() + 0.2, normal(50).abs() / 100,
-                                       torch.cat([torch.zeros(3).double(), normal(20).abs() + 1])])  # fmt: skip
-def test_bandwidths_are_those_of_mmdagg(distances: Tensor) -> None:
-    np.testing.assert_allclose(mmd_bandwidths(distances, 7).numpy(), mmdagg_bandwidths(distances.numpy(), 7))
-
-
-def test_mmd_is_the_u_statistic_of_sklearns_kernels() -> None:
-    x, y = normal(9, 4), 0.5 * normal(12, 4, seed=1) + 0.7
-    found = maximum_mean_discrepancy(x, y, reduction="none")
-    for row, p in enumerate((1, 2)):
-        bandwidths = mmdagg_bandwidths(torch.cdist(x, y, p=float(p)).flatten().numpy(), 10)
-        for column, b in enumerate(bandwidths):
-            kernel, gamma = (laplacian_kernel, 1 / b) if p == 1 else (rbf_kernel, 1 / b**2)
-            kxx, kyy, kxy = (kernel(s.numpy(), t.numpy(), gamma=gamma) for s, t in ((x, x), (y, y), (x, y)))
-            expected = (kxx.sum() - 9) / 72 + (kyy.sum() - 12) / 132 - 2 * kxy.mean()
-            assert found[row, column].item() == pytest.approx(expected, abs=1e-13)
-    assert maximum_mean_discrepancy(x, y).item() == pytest.approx(found.mean().item())
-
-
 def test_mmd_laws() -> None:
     x, y = normal(20, 5), normal(30, 5, seed=1) + 0.5
     value = maximum_mean_discrepancy(x, y)
@@ -124,51 +86,3 @@ def test_mmd_errors() -> None:
         metric.update({"a": normal(3, 3), "b": normal(3)}, reference=False)
     with pytest.raises(ValueError, match="no samples so far"):
         metric.compute_by_part()
-
-
-def networks(count: int, seed: int) -> dict[str, Tensor]:
-    return {
-        "w": normal(count, 3, 2, seed=seed),
-        "b": normal(count, 3, seed=seed + 1),
-        "steps": torch.zeros(count).long(),
-    }
-
-
-def test_mmd_of_states_accumulates_over_tensors_and_batches() -> None:
-    reference, samples = networks(12, 0), networks(8, 2)
-    metric = MaximumMeanDiscrepancy(reset_reference=False)
-    for part in (slice(0, 5), slice(5, 12)):
-        metric.update({n: t[part] for n, t in reference.items()}, reference=True)
-    metric.update(samples, reference=False)
-    expected = {n: maximum_mean_discrepancy(reference[n].flatten(1), samples[n].flatten(1)) for n in ("w", "b")}
-    by_part = metric.compute_by_part()
-    assert by_part.keys() == expected.keys()
-    torch.testing.assert_close(by_part, expected)
-    torch.testing.assert_close(metric.compute(), (expected["w"] + expected["b"]) / 2)
-    metric.reset()
-    metric.update({n: t[:4] for n, t in samples.items()}, reference=False)
-    assert sum(map(len, metric.reference)) == 12 and sum(map(len, metric.samples)) == 4
-    forgetful = MaximumMeanDiscrepancy()
-    forgetful.update(reference, reference=True)
-    forgetful.reset()
-    forgetful.update({"other": normal(3, 2)}, reference=True)  # another architecture may follow
-    assert sum(map(len, forgetful.reference)) == 3
-
-
-def by_bias(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    order = state["b"].argsort()
-    return {"w": state["w"][order], "b": state["b"][order]}
-
-
-def test_removing_symmetries_removes_what_only_the_symmetry_explains() -> None:
-    reference, samples = networks(60, 0), networks(60, 2)
-    ascending = [by_bias({n: t[i] for n, t in samples.items()}) for i in range(60)]  # the same functions, another mode
-    samples = {n: torch.stack([s[n] for s in ascending]) for n in ("w", "b")}
-    reference.pop("steps")
-    values = []
-    for remove in (None, by_bias):
-        metric = MaximumMeanDiscrepancy(remove)
-        metric.update(reference, reference=True)
-        metric.update(samples, reference=False)
-        values.append(float(metric.compute_by_part()["b"]))
-    assert values[0] > 0.05 and abs(values[1]) < 0.01

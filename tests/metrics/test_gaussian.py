@@ -5,14 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from drawn import normal
 from scipy.linalg import sqrtm
 from torch import Tensor
 
 from tu_symmetry.metrics.functional import gaussian_wasserstein
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def covariances(count: int, size: int, rank: int, seed: int = 0) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import probabilities
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -18,10 +19,6 @@ PAIRS = [
     (PredictiveTotalVariation, predictive_total_variation),
 ]
 ELEMENTS = [{"a": torch.tensor([1, 0, 2]), "b": torch.tensor([3, 0, 1, 2])}, {"a": torch.tensor([0, 1, 2])}]
-
-
-def probabilities(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)).softmax(-1)
 
 
 def test_values_by_hand() -> None:

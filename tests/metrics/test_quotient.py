@@ -8,6 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from drawn import generator, normal
 from scipy.stats import energy_distance as scipy_energy
 from scipy.stats import spearmanr, wasserstein_distance
 from torch import Tensor, nn
@@ -15,23 +16,16 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from tu_symmetry import metrics
 from tu_symmetry.metrics.functional import (
+    LargestWeight,
     diversity_summary,
     energy_distance,
-    largest_weight,
     pairwise_mutual_information,
     quotient_distances,
     sliced_wasserstein,
 )
 from tu_symmetry.metrics.functional import quotient as quotient_module
+from tu_symmetry.metrics.functional.homogeneity import uniform_counts
 from tu_symmetry.metrics.functional.quotient import vector_distances
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_energy_distance_by_scipy() -> None:
@@ -119,7 +113,7 @@ def test_diversity_of_networks() -> None:
     a, b = pairwise_mutual_information(inside), pairwise_mutual_information(outside)
     upper = np.triu_indices(9, 1)
     first, second = a.numpy()[upper], b.numpy()[upper]
-    found = metric.summary()
+    found = metric.summary(generator=generator())
     assert found.id_mean == pytest.approx(first.mean()) and found.ood_mean == pytest.approx(second.mean())
     assert found.id_dispersion == pytest.approx(first.std(ddof=1) / first.mean())
     assert found.correlation == pytest.approx(np.corrcoef(first, second)[0, 1])
@@ -149,30 +143,34 @@ def test_functional_collapse_is_reported() -> None:
         metric.compute()
 
 
+def largest(*stacks: dict[str, Tensor]) -> LargestWeight:
+    metric = metrics.MarginalHomogeneity(GRAPH, num_resamples=49, keep_largest=True)
+    for stack in stacks:
+        metric.update(stack)
+    (found,) = metric.largest_weights().values()
+    return found
+
+
 def test_the_largest_weight_is_anywhere_for_independent_networks_and_stays_in_a_chain() -> None:
     independent = states(200, 0)
-    ((name, found),) = largest_weight(GRAPH, independent, generator=generator()).items()
-    assert name == GRAPH.permutations[0].name and int(found.counts.sum()) == 200 and found.p_value > 0.01
-    rows = independent["0.weight"].amax(-1).argmax(1)
-    assert torch.equal(found.index, rows)
+    found = largest({n: t[:80] for n, t in independent.items()}, {n: t[80:] for n, t in independent.items()})
+    assert int(found.counts.sum()) == 200 and found.p_value > 0.01
+    assert torch.equal(found.index, independent["0.weight"].amax(-1).argmax(1))
     chain = {n: t[:1] + 0.05 * normal(200, *t.shape[1:], seed=90 + k) for k, (n, t) in enumerate(independent.items())}
-    (stuck,) = largest_weight(GRAPH, chain, generator=generator()).values()
-    assert stuck.p_value == pytest.approx(1 / 1000)
-    metric = metrics.MarginalHomogeneity(GRAPH, num_resamples=49, keep_largest=True)
-    for part in (slice(0, 80), slice(80, 200)):
-        metric.update({n: t[part] for n, t in chain.items()})
-    assert torch.equal(metric.largest_weights()[name].counts, stuck.counts)
+    assert largest(chain).p_value == pytest.approx(1 / 1000)
+    metric = metrics.MarginalHomogeneity(GRAPH, num_resamples=49)
+    metric.update(chain)
     assert float(metric.compute()) == pytest.approx(1 / 50)  # one-run samples violate the corollary
     with pytest.raises(ValueError, match="keep_largest"):
-        metrics.MarginalHomogeneity(GRAPH).largest_weights()
+        metric.largest_weights()
 
 
 def test_uniform_p_values_of_the_largest_weight() -> None:
-    values = []
-    for k in range(150):
-        (found,) = largest_weight(GRAPH, states(25, 10 * k), num_resamples=99, generator=generator(k)).values()
-        values.append(found.p_value)
-    shares = torch.tensor(values)
+    def p_value(seed: int) -> float:
+        index = torch.randint(5, (25,), generator=generator(seed))
+        return uniform_counts(index, 5, num_resamples=99, generator=generator(1000 + seed)).p_value
+
+    shares = torch.tensor([p_value(seed) for seed in range(150)])
     for level in (0.1, 0.5):  # counts are discrete, so that p-values are conservative
         assert float((shares <= level).double().mean()) < level + 3 * (level * (1 - level) / 150) ** 0.5
     assert float(shares.min()) < 0.2

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn import generator, normal
 from torch import Tensor, nn
 
 import tu_symmetry as tus
@@ -17,17 +18,12 @@ from tu_symmetry.metrics.functional import (
     maximum_mean_discrepancy,
     network_discrepancy,
     removal,
-    stream_discrepancy,
 )
 from tu_symmetry.metrics.functional.discrepancy import pairwise_distances
 from tu_symmetry.metrics.functional.two_sample import _u_statistics
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.scaling.removal import removal_element
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("power", [1, 2])
@@ -46,15 +42,14 @@ def test_distances_of_close_and_of_wide_rows(power: int, width: int) -> None:
     assert leaf.grad is not None and torch.isfinite(leaf.grad).all() and leaf.grad.abs().sum() > 0
 
 
-def mmdagg_values(x: np.ndarray, y: np.ndarray, triangle: bool) -> list[float]:
+def mmdagg_values(x: np.ndarray, y: np.ndarray) -> list[float]:
     """The statistics of the ``mmdagg`` package (Laplace, then Gaussian), written out."""
     m, n = len(x), len(y)
     z = np.concatenate([x, y])
     values = []
     for power in (1, 2):
         pooled = (np.abs(z[:, None] - z[None]) ** power).sum(-1) ** (1 / power)
-        between = pooled[m:, :m]  # rows are of y, as its vmap has it
-        between = between[np.triu_indices(n)] if triangle else between.ravel()
+        between = pooled[m:, :m].ravel()
         between = between + (between == 0) * np.median(between)
         dd = np.sort(between)
         low = max(dd[int(np.floor(len(dd) * 0.05))], 0.1) if between.min() < 0.1 else between.min()
@@ -77,24 +72,20 @@ def mmdagg_values(x: np.ndarray, y: np.ndarray, triangle: bool) -> list[float]:
 @pytest.mark.parametrize("scale", [1.0, 0.01, 30.0])
 def test_values_are_those_of_mmdagg(scale: float) -> None:
     x, y = scale * normal(11, 4), scale * (0.6 * normal(11, 4, seed=1) + 0.4)
-    for pairs in ("all", "triangle"):
-        found = maximum_mean_discrepancy(x, y, reduction="none", pairs=pairs)  # type: ignore[arg-type]
-        expected = mmdagg_values(x.numpy(), y.numpy(), pairs == "triangle")
-        np.testing.assert_allclose(found.flatten().numpy(), expected, atol=1e-12)
+    found = maximum_mean_discrepancy(x, y, reduction="none")
+    np.testing.assert_allclose(found.flatten().numpy(), mmdagg_values(x.numpy(), y.numpy()), atol=1e-12)
     unequal = normal(17, 4, seed=2)
-    found = discrepancy_test({"w": x}, {"w": unequal}, permutations=1, bootstraps=0)
-    expected = mmdagg_values(x.numpy(), unequal.numpy(), False)
-    np.testing.assert_allclose(np.concatenate(list(found.by_kernel.values())), expected, atol=1e-12)
-    with pytest.raises(ValueError, match="triangle"):
-        maximum_mean_discrepancy(x, unequal, pairs="triangle")
+    test = discrepancy_test({"w": x}, {"w": unequal}, permutations=1, bootstraps=0)
+    expected = mmdagg_values(x.numpy(), unequal.numpy())
+    np.testing.assert_allclose(np.concatenate(list(test.by_kernel.values())), expected, atol=1e-12)
 
 
 def test_the_permutation_test_has_its_level_and_sees_a_shift() -> None:
     found = []
     for seed in range(120):
         x, y = ({"w": normal(n, 3, seed=2 * seed + k)} for k, n in ((0, 12), (1, 9)))
-        generator = torch.Generator().manual_seed(seed)
-        found.append(discrepancy_test(x, y, permutations=39, bootstraps=0, generator=generator).p_value)
+        source = generator(seed)
+        found.append(discrepancy_test(x, y, permutations=39, bootstraps=0, generator=source).p_value)
     values = torch.tensor(found, dtype=torch.float64)
     for level in (0.1, 0.25, 0.5):
         assert abs(float((values <= level + 1e-9).double().mean()) - level) < 3 * (level * (1 - level) / 120) ** 0.5
@@ -109,8 +100,8 @@ def test_the_interval_covers_the_value_of_the_distributions() -> None:
     covered = 0
     for seed in range(60):
         x, y = ({"w": normal(40, 2, seed=100 + 2 * seed + k) + k} for k in (0, 1))
-        generator = torch.Generator().manual_seed(seed)
-        low, high = discrepancy_test(x, y, permutations=1, bootstraps=150, confidence=0.9, generator=generator).interval
+        source = generator(seed)
+        low, high = discrepancy_test(x, y, permutations=1, bootstraps=150, confidence=0.9, generator=source).interval
         covered += low <= truth <= high
     assert covered / 60 > 0.9 - 3 * (0.9 * 0.1 / 60) ** 0.5
 
@@ -122,8 +113,8 @@ def test_replicates_weigh_whole_runs() -> None:
     runs = torch.arange(5).repeat_interleave(10)
 
     def width(x: Tensor, groups: tuple[Tensor | None, None]) -> float:
-        generator = torch.Generator().manual_seed(0)
-        low, high = discrepancy_test({"w": x}, y, permutations=1, groups=groups, generator=generator).interval
+        source = generator()
+        low, high = discrepancy_test({"w": x}, y, permutations=1, groups=groups, generator=source).interval
         return high - low
 
     assert width(copies, (runs, None)) == pytest.approx(width(few, (None, None)), rel=0.15)
@@ -138,8 +129,8 @@ def test_a_run_that_is_drawn_twice_is_not_twice_as_close() -> None:
     x = {"w": centers.repeat_interleave(10, 0) + 0.1 * normal(100, 4, seed=4)}
     y = {"w": 3 * normal(60, 4, seed=5)}
     runs = torch.arange(10).repeat_interleave(10)
-    generator = torch.Generator().manual_seed(0)
-    found = discrepancy_test(x, y, permutations=1, bootstraps=400, groups=(runs, None), generator=generator)
+    source = generator()
+    found = discrepancy_test(x, y, permutations=1, bootstraps=400, groups=(runs, None), generator=source)
     assert found.interval[0] < found.value < found.interval[1]
     kernel = torch.rand(6, 6, dtype=torch.float64)
     kernel = (kernel + kernel.T).fill_diagonal_(0)
@@ -275,8 +266,7 @@ def test_removals_are_named_and_are_the_papers(graph: tus.SymmetryGraph) -> None
         removal("best")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [None, "paper", "aligned"])
-@pytest.mark.parametrize("level", ["tensor", "layer", "network"])
+@pytest.mark.parametrize(("name", "level"), [(None, "tensor"), ("paper", "layer"), ("aligned", "network")])
 def test_streaming_from_shards_equals_memory(
     graph: tus.SymmetryGraph, tmp_path: Path, name: str | None, level: str
 ) -> None:
@@ -289,9 +279,9 @@ def test_streaming_from_shards_equals_memory(
             store.append(part, step=range(start, start + len(part["head.bias"])))
         stores.append(store)
     options = {"level": level} if name is None else {"level": level, "graph": graph, "removed": named(name)}
-    whole = discrepancy_test(x, y, generator=torch.Generator().manual_seed(0), **options)  # type: ignore[arg-type]
-    parts = stream_discrepancy(
-        *stores, generator=torch.Generator().manual_seed(0), memory=4 * 12 * 5, **options  # type: ignore[arg-type]
+    whole = discrepancy_test(x, y, generator=generator(), **options)  # type: ignore[arg-type]
+    parts = discrepancy_test(
+        *stores, generator=generator(), memory=4 * 12 * 5, **options  # type: ignore[arg-type]
     )  # fmt: skip
     assert parts.value == pytest.approx(whole.value, abs=1e-6) and parts.p_value == whole.p_value
     assert parts.by_part == pytest.approx(whole.by_part, abs=1e-6)
@@ -305,8 +295,8 @@ def test_the_metric_gives_the_test(graph: tus.SymmetryGraph) -> None:
     for part in (slice(0, 2), slice(2, 7)):
         metric.update({n: t[part] for n, t in y.items()}, reference=True)
     metric.update(x, reference=False)
-    generator = torch.Generator().manual_seed(3)
-    expected = discrepancy_test(x, y, graph=graph, level="layer", generator=generator)
-    found = metric.compute_test(seed=3)
+
+    expected = discrepancy_test(x, y, graph=graph, level="layer", generator=generator(3))
+    found = metric.compute_test(generator=generator(3))
     assert found.value == pytest.approx(expected.value, abs=1e-12) == pytest.approx(float(metric.compute()), abs=1e-12)
     assert (found.p_value, found.interval, found.removed) == (expected.p_value, expected.interval, expected.removed)

@@ -187,7 +187,6 @@ MALFORMED = [
     {"weight_map": None},
     {"weight_map": "a.safetensors"},
     {"weight_map": {"a": 1}},
-    {"weight_map": {"a": None}},
     {"weight_map": {"a": ["a.safetensors"]}},
     {"weight_map": {"a": "x" * 5000 + ".pt"}},
 ]

@@ -302,18 +302,6 @@ def test_a_lost_or_damaged_log_is_no_silence(store: SampleStore) -> None:
     assert len(SampleStore.open(store.folder)) == 5 and len(again._read_log()) == 4
 
 
-def test_a_state_is_read_again_after_its_shard_was_changed(store: SampleStore) -> None:
-    opened = SampleStore.open(store.folder)
-    opened[0]
-    shard = store.records[0].shard
-    content = bytearray(shard.read_bytes())
-    content[-3] ^= 4
-    shard.write_bytes(content)
-    os.utime(shard, ns=(1, 1))
-    with pytest.raises(SampleFileError, match="changed or damaged"):
-        opened[0]
-
-
 def test_opening_a_thousand_shards_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SampleStore.create(tmp_path / "s", architecture="a", method="m")
     for i in range(30):
@@ -362,14 +350,6 @@ def test_stores_without_seals_are_read_with_a_notice_and_go_on(tmp_path: Path) -
     new.write_bytes(content)
     with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match="changed or damaged"):
         SampleStore.open(tmp_path / "s")[4]
-
-
-def test_an_unsealed_shard_is_still_looked_at(tmp_path: Path) -> None:
-    unsealed_store(tmp_path / "s")
-    shard = next((tmp_path / "s").glob("00000001*"))
-    shutil.copy(shard, shard.with_name("00000007-copied00.safetensors"))
-    with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match=f"{shard.name} holds too"):
-        SampleStore.open(tmp_path / "s")
 
 
 def test_compact_and_laplace_files_without_seals_are_read_with_a_notice(tmp_path: Path) -> None:
@@ -489,9 +469,3 @@ def test_a_folder_is_locked_for_others_and_free_afterwards(tmp_path: Path) -> No
     assert other() == 0  # and it ended without letting go
     with files.lock_folder(tmp_path):
         pass
-
-
-def test_versions_of_others_are_said() -> None:
-    assert files.other_versions(files.versions()) == ""
-    assert files.other_versions({"tu_symmetry": "0.0.1", "torch": files.versions()["torch"]}) == "tu_symmetry 0.0.1"
-    assert files.other_versions(None) == files.other_versions({}) == "an older version"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,21 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from tu_symmetry._extras import load_forward_mode, scripting_unsaid
 from tu_symmetry.cli import main
-
-
-def test_forward_mode_says_nothing_and_other_warnings_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a fresh process, where torch scripts its decompositions at the first derivative."""
-    monkeypatch.delitem(sys.modules, "torch._decomp.decompositions_for_jvp", raising=False)
-    load_forward_mode.cache_clear()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_forward_mode()
-    assert "torch._decomp.decompositions_for_jvp" in sys.modules
-    with pytest.warns(FutureWarning, match="something else"), scripting_unsaid():
-        warnings.warn("`torch.jit.script` is deprecated. Please switch", FutureWarning, stacklevel=1)
-        warnings.warn("something else is deprecated", FutureWarning, stacklevel=1)
 
 
 def test_a_laplace_fit_warns_of_nothing_of_torchs() -> None:
@@ -68,10 +53,6 @@ def test_a_missing_batch_axis_is_said_where_it_is_the_cause(case: int) -> None:
     assert ("batch axis missing?" in str(caught.value)) is missing
     if missing:
         tus.discover_symmetries(build(), x.unsqueeze(0))
-
-
-def test_a_network_that_takes_no_batch_is_left_alone() -> None:
-    assert tus.discover_symmetries(Flat(batched=False), torch.randn(1, 8, 8)).permutations
 
 
 def test_inspect_asks_for_the_batch_axis(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import matplotlib
@@ -52,21 +50,6 @@ def test_lines_and_bands_show_means_and_spreads() -> None:
     assert figure is ax.figure  # axes that were given
 
 
-def test_histograms_hold_every_sample() -> None:
-    pair = {"before": {"w": torch.linspace(0, 1, 90), "b": torch.zeros(10)}, "after": np.full(50, 0.25)}
-    _, axes = tus.plot.sigma_histograms({"one": pair, "two": pair})
-    assert [ax.get_title() for ax in axes] == ["one", "two"]
-    for patches, count in zip(axes[0].containers, (100, 50), strict=True):
-        shares = [bar.get_height() * bar.get_width() for bar in patches]
-        assert sum(shares) == pytest.approx(1) and count
-    assert "median 0.25" in axes[0].get_legend().get_texts()[1].get_text()
-    _, ax = tus.plot.marginals({"chain": torch.randn(3, 40), "aligned": torch.randn(40)})
-    assert [sum(b.get_height() * b.get_width() for b in bars) for bars in ax.containers] == [pytest.approx(1)] * 2
-    for empty in (lambda: tus.plot.marginals({}), lambda: tus.plot.sigma_histograms({})):
-        with pytest.raises(ValueError):
-            empty()
-
-
 def test_matrices_and_bars() -> None:
     matrix = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
     _, axes = tus.plot.barriers({"before": matrix, "after": matrix / 4}, names=["a", "b"])
@@ -90,15 +73,6 @@ def test_the_group_graph_names_layers_and_groups() -> None:
     assert len(ax.patches) == len(layout.layers) and len(ax.lines) > len(layout.lanes)
     figure.canvas.draw()
     assert np.asarray(figure.canvas.buffer_rgba())[..., :3].std() > 5, "an empty picture"
-
-
-def test_importing_it_draws_nothing_and_keeps_the_backend() -> None:
-    code = (
-        "import sys, tu_symmetry as tus; tus.plot; assert 'matplotlib' not in sys.modules\n"
-        "import matplotlib; matplotlib.use('svg'); tus.plot.bars({'a': [1]}, ['x'])\n"
-        "assert matplotlib.get_backend() == 'svg'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Experiment:

@@ -6,12 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from portability import pytest_collection_modifyitems
-from portable import COMBINATIONS, choose
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,39 +72,7 @@ def test_the_plugin_does_what_its_options_say(content: str, options: list[str], 
     assert done.stdout.splitlines()[-1].startswith(outcome), done.stdout + done.stderr
 
 
-def test_the_order_is_that_of_the_seed() -> None:
-    nodes = [f"{module}.py::test_{k}" for module in "abc" for k in range(9)]
-
-    def order(seed: int | None, part: str | None = None) -> list[str]:
-        items = [SimpleNamespace(nodeid=node) for node in nodes]
-        pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(shuffle=seed, part=part)), items)
-        return [item.nodeid for item in items]
-
-    assert order(None) == nodes and order(1) == order(1) != order(2)
-    assert sorted(node for k in range(4) for node in order(None, f"{k}/4")) == nodes
-    assert sorted(order(1)) == nodes and [node[0] for node in order(1)[::9]] != list("abc")
-
-
 def test_the_settings_of_this_run_have_reached_torch() -> None:
     assert torch.get_num_threads() == int(os.environ["OMP_NUM_THREADS"])
     if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
         assert torch.backends.cpu.get_cpu_capability() == "DEFAULT"
-
-
-def test_commits_go_through_the_combinations_in_turn() -> None:
-    chosen = {choose(f"commit:{number:08x}aa")[0] for number in range(100)}
-    assert chosen == {name for name, combination in COMBINATIONS.items() if combination.turns}
-    assert choose("shuffled:5EED") == ("shuffled", COMBINATIONS["shuffled"], 0x5EED)
-    with pytest.raises(SystemExit, match="choose one of products"):
-        choose("nothing")
-
-
-def test_combinations_are_joined() -> None:
-    name, both, number = choose("threads-4+elsewhere+products+shuffled:1")
-    assert (name, number) == ("threads-4+elsewhere+products+shuffled", 1)
-    assert both.environment == COMBINATIONS["threads-4"].environment | COMBINATIONS["elsewhere"].environment
-    assert both.options == ("--perturb-products", "--shuffle={number}") and both.elsewhere and both.torch is None
-    with pytest.raises(SystemExit, match="no combination 'nothing'"):
-        choose("files+nothing")
-    with pytest.raises(SystemExit, match="make matrix"):
-        choose("files+torch-2.11")

@@ -9,27 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from reader import PACKAGE, warned
+from reader import warned
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text(encoding="utf-8")]
-
-
-def test_warnings_are_noticed_where_they_are_of_the_page_or_of_this_package(tmp_path: Path) -> None:
-    page, program = tmp_path / "page.md", "import warnings\nwarnings.warn('plain', {}, stacklevel={})\n"
-
-    def run(file: Path, category: str, level: int, through: Path = page) -> list[str]:
-        inner = compile(program.format(category, level), str(file), "exec")
-        with warned(page) as found:
-            exec(compile("exec(inner)", str(through), "exec"), {"inner": inner})
-        return [line.partition(" ")[0] for line in found]
-
-    other = tmp_path / "site-packages" / "other.py"
-    assert run(page, "UserWarning", 1) == run(other, "UserWarning", 1) == ["UserWarning"]
-    assert run(page, "FutureWarning", 1) == run(other, "FutureWarning", 2) == ["FutureWarning"]
-    assert run(other, "FutureWarning", 1) == []  # others among themselves
-    assert run(other, "FutureWarning", 1, through=PACKAGE / "any.py") == ["FutureWarning"]
 
 
 def blocks(page: Path, language: str) -> list[tuple[int, str]]:

@@ -76,6 +76,16 @@ def test_one_word_for_one_thing() -> None:
             assert "seed" not in {p.name for p in parameters(function)}, f"{name}: functions take a generator"
 
 
+def test_every_argument_is_in_the_glossary() -> None:
+    """The table of names in ``docs/glossary.md``; a new name is decided there."""
+    page = (PACKAGE.parent / "docs" / "glossary.md").read_text(encoding="utf-8").partition("## Names of arguments")[2]
+    decided = {
+        word for row in page.splitlines() for word in re.findall(r"`(\w+)`", row.split("|")[1] if "|" in row else "")
+    }
+    missing = {p.name: name for name, function in public_callables() for p in parameters(function)}
+    assert not {argument: missing[argument] for argument in missing.keys() - decided}
+
+
 def test_the_walk_sees_functions_constructors_and_methods() -> None:
     seen = {name for name, _ in public_callables()}
     assert {"align", "Rebasin.__init__", "CompactPosterior.sample", "CompactPosterior.load"} <= seen

@@ -180,12 +180,3 @@ def test_commands_write_what_can_be_loaded(
             Net().load_state_dict(tus.load_state(out / f"{name}.safetensors"))
     assert cli.main(["merge", *files, *words, "--out", str(tmp_path / "m.safetensors")]) == 0
     Net().load_state_dict(tus.load_state(tmp_path / "m.safetensors"))
-
-
-@pytest.mark.slow
-def test_mnasnet() -> None:
-    torchvision = pytest.importorskip("torchvision")
-    model = torchvision.models.mnasnet0_5(num_classes=3).eval()
-    graph = tus.discover_symmetries(model, torch.randn(1, 3, 32, 32))
-    moved = tus.apply_permutation(graph, tus.random_permutation(graph), model.state_dict())
-    torchvision.models.mnasnet0_5(num_classes=3).load_state_dict(moved)

@@ -1,4 +1,4 @@
-"""Compact posteriors: moments against numpy, planted permutations, low rank, pruning, files, and ensembles of draws."""
+"""Compact posteriors: moments against numpy, planted permutations, pruning, files, and ensembles of draws."""
 
 from __future__ import annotations
 
@@ -62,23 +62,20 @@ WEIGHTS = {"0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"}
 
 
 @pytest.mark.parametrize("form", ["list", "stack", "store"])
-@pytest.mark.parametrize("correction", [0, 1])
-def test_moments_are_numpys(
-    members: list[dict[str, Tensor]], graph: SymmetryGraph, form: str, correction: int, tmp_path: Path
-) -> None:
+def test_moments_are_numpys(members: list[dict[str, Tensor]], graph: SymmetryGraph, form: str, tmp_path: Path) -> None:
     states: object = members
     if form == "stack":
         states = stack_states(members)
     elif form == "store":
         states = SampleStore.create(tmp_path / "s", architecture="net", method="test")
         states.append(members, step=range(5))
-    q = CompactPosterior.from_states(states, graph, align=False, correction=correction)  # type: ignore[arg-type]
+    q = CompactPosterior.from_states(states, graph, align=False)  # type: ignore[arg-type]
     assert q.std.keys() == WEIGHTS
     assert q.mean.keys() == members[0].keys()
     for name in members[0]:
         values = np.stack([m[name].numpy() for m in members]).astype(np.float64)
         if name in WEIGHTS:
-            expected = values.std(0, ddof=correction)
+            expected = values.std(0, ddof=1)
             np.testing.assert_allclose(q.std[name].numpy(), expected, rtol=1e-6)
         if "num_batches" in name:
             assert int(q.mean[name]) == 100 and q.mean[name].dtype == torch.int64
@@ -127,32 +124,6 @@ def test_draws_have_the_moments_and_buffers_stay(members: list[dict[str, Tensor]
         q.sample(0)
 
 
-def flat(stack: dict[str, Tensor], names: list[str]) -> np.ndarray:
-    return np.concatenate([stack[n].flatten(1).double().numpy() for n in names], axis=1)
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_low_rank_is_the_best_of_its_rank_and_samples_have_its_covariance(
-    members: list[dict[str, Tensor]], graph: SymmetryGraph, rank: int
-) -> None:
-    q = CompactPosterior.from_states(members, graph, align=False, rank=rank)
-    names = sorted(WEIGHTS)
-    values = flat(stack_states(members), names)
-    deviations = (values - values.mean(0)) / 2  # sqrt(M - 1) = 2
-    _, s, vt = np.linalg.svd(deviations, full_matrices=False)
-    best = (vt[:rank].T * s[:rank] ** 2) @ vt[:rank]
-    found = flat(q.factors, names)
-    assert q.rank == rank and found.shape == (rank, values.shape[1])
-    np.testing.assert_allclose(found.T @ found, best, atol=1e-6)
-    expected = 0.5 * (np.diag(values.var(0, ddof=1)) + best)
-    if rank == 4:  # the whole covariance: the marginal variances are the diagonal posterior's
-        np.testing.assert_allclose(np.diag(expected), values.var(0, ddof=1), atol=1e-12)
-    n = 40_000
-    covariance = np.cov(flat(q.sample(n, generator=torch.Generator().manual_seed(2)), names).T)
-    spread = np.sqrt((np.outer(np.diag(expected), np.diag(expected)) + expected**2) / n)
-    assert (np.abs(covariance - expected) / spread).max() < 6
-
-
 def test_pruning_keeps_the_lowest_of_the_whole_network(members: list[dict[str, Tensor]], graph: SymmetryGraph) -> None:
     q = CompactPosterior.from_states(members, graph, align=False)
     sigma = q.sigma().numpy()
@@ -183,26 +154,22 @@ def test_tied_weights_are_one_weight() -> None:
     for i in range(4):
         s = randomized(i, Tied())
         members.append(s | {"second.weight": s["first.weight"]})
-    for rank in (0, 2):
-        q = CompactPosterior.from_states(members, graph, align=False, rank=rank)
-        assert q.sigma().numel() == 16 + 4 + 4
-        draws = q.sample(3, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(draws["first.weight"], draws["second.weight"])
-        mask = q.pruning_mask(0.5)
-        assert torch.equal(mask["first.weight"], mask["second.weight"])
-        module = q.as_module(Tied(), 3, generator=torch.Generator().manual_seed(0))
-        assert module(torch.randn(5, 4)).shape == (15, 4)
+    q = CompactPosterior.from_states(members, graph, align=False)
+    assert q.sigma().numel() == 16 + 4 + 4
+    draws = q.sample(3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(draws["first.weight"], draws["second.weight"])
+    mask = q.pruning_mask(0.5)
+    assert torch.equal(mask["first.weight"], mask["second.weight"])
+    module = q.as_module(Tied(), 3, generator=torch.Generator().manual_seed(0))
+    assert module(torch.randn(5, 4)).shape == (15, 4)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_file_holds_all_of_it(
-    members: list[dict[str, Tensor]], graph: SymmetryGraph, rank: int, tmp_path: Path
-) -> None:
-    q = CompactPosterior.from_states(members, graph, rank=rank)
+def test_a_file_holds_all_of_it(members: list[dict[str, Tensor]], graph: SymmetryGraph, tmp_path: Path) -> None:
+    q = CompactPosterior.from_states(members, graph)
     q.save(tmp_path / "q.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["q.safetensors"]
     back = CompactPosterior.load(tmp_path / "q.safetensors", graph)
-    assert back.metadata == q.metadata and back.rank == rank
+    assert back.metadata == q.metadata
     a, b = (p.sample(4, generator=torch.Generator().manual_seed(0)) for p in (q, back))
     assert list(a) == list(b) and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
 
@@ -227,10 +194,6 @@ def test_bad_networks(members: list[dict[str, Tensor]], graph: SymmetryGraph) ->
     fit = CompactPosterior.from_states
     with pytest.raises(ValueError, match="at least two networks, got 1"):
         fit(members[:1], graph)
-    with pytest.raises(ValueError, match="at most rank 4"):
-        fit(members, graph, rank=5)
-    with pytest.raises(ValueError, match="correction 5"):
-        fit(members, graph, correction=5)
     with pytest.raises(ValueError, match="needs the architecture's symmetry graph"):
         fit(members)
     broken = members[1] | {"0.bias": torch.full((6,), float("inf"))}

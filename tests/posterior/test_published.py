@@ -48,14 +48,14 @@ def test_what_is_there_is_listed(folder: Path) -> None:
 
 def test_a_folder_becomes_a_store(folder: Path, tmp_path: Path) -> None:
     seen = []
-    store = collect_checkpoints(tmp_path / "out", folder, folder="small", per_shard=5, like=network(0),
+    store = collect_checkpoints(tmp_path / "out", folder, folder="small", per_shard=5,
                                 progress=lambda p: seen.append(p["done"]))  # fmt: skip
     assert len(store) == 12 and seen == list(range(1, 13)) and len(list((tmp_path / "out").glob("*.safetensors"))) == 3
     for k, state in enumerate(store):
         assert state["fc.weight"].dtype == torch.float16
         assert torch.equal(state["fc.weight"], network(k, dtype=torch.float16)["fc.weight"])
-    wide = collect_checkpoints(tmp_path / "wide", folder, folder="wide/run", prefix="model.", dtype=torch.bfloat16)
-    assert wide[0]["fc.weight"].dtype == torch.bfloat16 and wide[0]["steps"].dtype == torch.int64
+    wide = collect_checkpoints(tmp_path / "wide", folder, folder="wide/run", prefix="model.")
+    assert wide[0]["fc.weight"].shape == (5, 2) and wide[0]["steps"].dtype == torch.int64
 
 
 def test_an_interrupted_call_goes_on(folder: Path, tmp_path: Path) -> None:
@@ -74,8 +74,6 @@ def test_what_cannot_be_read_is_said(folder: Path, tmp_path: Path, monkeypatch: 
     assert len(rest) == 3 and int(rest[0]["steps"]) == 9
     with pytest.raises(ValueError, match="13 from number 0 on are wanted"):
         collect_checkpoints(tmp_path / "out", folder, folder="small", count=13)
-    with pytest.raises(SampleFileError, match="another architecture"):
-        collect_checkpoints(tmp_path / "other", folder, folder="small", like=network(0, 4))
     torch.save(network(0, 4, torch.float16), folder / "small" / "net_7.pth")
     with pytest.raises(SampleFileError, match=r"net_7.pth is of another architecture"):
         collect_checkpoints(tmp_path / "mixed", folder, folder="small")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, load_state, stack_states
 from tu_symmetry.states import unstack as unstack_states
@@ -172,27 +171,17 @@ def test_a_store_is_never_overwritten(store: SampleStore, tmp_path: Path) -> Non
         SampleStore.open(tmp_path / "empty").load()
 
 
-@pytest.mark.parametrize("kind", ["truncated", "cut_header", "empty", "foreign", "architecture", "text"])
+@pytest.mark.parametrize("kind", ["foreign", "architecture"])
 def test_damaged_and_foreign_files_are_named_and_left(store: SampleStore, kind: str) -> None:
     shard = store.records[1].shard
-    content = shard.read_bytes()
-    if kind == "truncated":
-        shard.write_bytes(content[:-7])
-    elif kind == "cut_header":
-        shard.write_bytes(content[:40])
-    elif kind == "empty":
-        shard.write_bytes(b"")
-    elif kind == "foreign":
+    if kind == "foreign":
         shard = store.folder / "model.safetensors"
         save_file({"w": torch.zeros(2)}, shard)
-    elif kind == "architecture":
+    else:
         other = SampleStore.create(store.folder.parent / "o", architecture="net", method="hmc")
         other.append({"w": torch.zeros(2)}, step=0)
         shard = shard.with_name("00000009-other.safetensors")
         other.records[0].shard.rename(shard)
-    else:
-        shard = store.folder / "store.json"
-        shard.write_text("{")
     before = files(store.folder)
     with pytest.raises(SampleFileError, match=shard.name.replace(".", r"\.")):
         SampleStore.open(store.folder)
@@ -205,10 +194,6 @@ def test_opening_what_is_no_store(store: SampleStore, tmp_path: Path) -> None:
     assert len(SampleStore.open(store.folder, like=state(0))) == 6
     with pytest.raises(SampleFileError, match="is of another architecture than the state that was given"):
         SampleStore.open(store.folder, like=nn.Linear(2, 2).state_dict())
-
-
-class Hyper:
-    """A class that a checkpoint's hyperparameters hold."""
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".ckpt"])
@@ -228,38 +213,4 @@ def test_load_state_reads_the_usual_checkpoints(tmp_path: Path, suffix: str) -> 
         load_state(path, prefix="net.")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(SampleFileError, match=rf"model\{suffix}.*truncated|model\{suffix}.*damaged"):
-        load_state(path)
-
-
-def test_load_state_runs_no_code(tmp_path: Path) -> None:
-    path = tmp_path / "m.ckpt"
-    torch.save({"state_dict": net().state_dict(), "hyper_parameters": Hyper()}, path)
-    with pytest.raises(SampleFileError, match=r"m\.ckpt cannot be read as weights only.*allow="):
-        load_state(path)
-    assert load_state(path, allow=[Hyper]).keys() == net().state_dict().keys()
-    torch.save({"epoch": 3}, path)
-    with pytest.raises(SampleFileError, match=r"keys \['epoch'\], not a state dict"):
-        load_state(path)
-    torch.save([torch.zeros(2)], path)
-    with pytest.raises(SampleFileError, match="list"):
-        load_state(path)
-
-
-def test_shards_are_plain_safetensors(store: SampleStore) -> None:
-    shard = load_file(store.records[1].shard)
-    assert same(shard, stack_states([state(1), state(2)]))
-
-
-def test_written_files_have_the_rights_of_any_new_file_and_nothing_is_left(tmp_path: Path) -> None:
-    (tmp_path / "plain").touch()
-    write_safetensors(tmp_path / "w.safetensors", {"w": torch.ones(2)}, {})
-    assert (tmp_path / "w.safetensors").stat().st_mode & 0o777 == (tmp_path / "plain").stat().st_mode & 0o777
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["plain", "w.safetensors"]
-
-
-@pytest.mark.parametrize("content", [b"weights: none\n", b"\x00" * 64, b""])
-def test_foreign_files_are_no_checkpoints(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "notes.pt"
-    path.write_bytes(content)
-    with pytest.raises(SampleFileError, match=r"notes\.pt"):
         load_state(path)

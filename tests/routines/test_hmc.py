@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pyro.ops.stats import effective_sample_size
-from sampling_oracles import hmc_samples
 from scipy.signal import lfilter
 from torch import Tensor, nn
+from trainings import Kill, Killed, digits, digits_network, run_cli, trainer
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.compact import CompactPosterior
@@ -27,40 +27,24 @@ from tu_symmetry.posterior.hamiltonian import (
 from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import HMCRoutine
-from tu_symmetry.tables.models import MLP
+from tu_symmetry.states import stack_states
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIONS: dict[str, Any] = {"step_size": 0.02, "leapfrog_steps": 5, "burn_in": 3, "seed": 4}
 
 
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return MLP(64, 10, (6,))
-
-
 def data() -> DigitsDataModule:
-    return DigitsDataModule(batch_size="full", train_size=100, test_size=50)
+    return digits(batch_size="full", train_size=100, test_size=50)
 
 
-def trainer(folder: Path, steps: int, *callbacks: Callback, **more: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    saves = any(isinstance(c, ModelCheckpoint) for c in callbacks)
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        callbacks=list(callbacks),
-        enable_checkpointing=saves,
-        **(quiet | {"limit_val_batches": 0} | more),
-    )
+def steps_of(folder: Path, steps: int, *callbacks: Callback, **options: Any) -> Trainer:
+    return trainer(*callbacks, folder=folder, **({"max_steps": steps, "limit_val_batches": 0} | options))
 
 
 def run(folder: Path, steps: int, ckpt: str | None = None, *callbacks: Callback, **options: Any) -> HMCRoutine:
-    routine = HMCRoutine(network(), **(OPTIONS | {"samples": folder / "samples"} | options))
-    trainer(folder, steps, *callbacks).fit(routine, datamodule=data(), ckpt_path=ckpt)
+    routine = HMCRoutine(digits_network(), **(OPTIONS | {"samples": folder / "samples"} | options))
+    steps_of(folder, steps, *callbacks).fit(routine, datamodule=data(), ckpt_path=ckpt)
     return routine
 
 
@@ -73,28 +57,21 @@ def test_the_chain_is_that_of_the_core(tmp_path: Path) -> None:
     routine = run(tmp_path, 11)
     module = data()
     module.setup("fit")
-    options = {k: v for k, v in OPTIONS.items()}
-    expected = hmc_samples(network(), module.train.x, module.train.y, num_samples=8, **options)
+    posterior = BayesianNetwork(digits_network(), module.train.x, module.train.y, 1.0, categorical_nll, "cpu")
+    chain = HamiltonianChain(posterior, step_size=0.02, leapfrog_steps=5, seed=4)
+    positions = []
+    for _ in range(11):
+        chain.step()
+        positions.append(chain.position)
+    expected = stack_states(positions[3:])
     store = SampleStore.open(tmp_path / "samples")
     assert store.steps == list(range(4, 12)) and store.metadata["method"] == "hmc"
-    assert same(store.load(), expected.states)
-    assert same({n: t[-1] for n, t in expected.states.items()}, dict(routine.model.state_dict()))
+    assert same(store.load(), expected)
+    assert same({n: t[-1] for n, t in expected.items()}, dict(routine.model.state_dict()))
     for name, mean in routine.moments.mean.items():
-        assert torch.allclose(mean, expected.states[name].double().mean(0), rtol=0, atol=1e-12)
-        assert torch.allclose(
-            routine.moments.std()[name], expected.states[name].double().std(0), rtol=1e-10, atol=1e-14
-        )
-
-
-class Kill(Callback):
-    """Ends a run as a signal would: between a transition and its checkpoint."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("killed")
+        assert torch.allclose(mean, expected[name].double().mean(0), rtol=0, atol=1e-12)
+        std = routine.moments.std()[name]
+        assert torch.allclose(std, expected[name].double().std(0), rtol=1e-10, atol=1e-14)
 
 
 ADAPTING = {"adapt_step_size": True, "adapt_mass_matrix": True, "burn_in": 30, "step_size": 0.001}
@@ -113,7 +90,7 @@ ADAPTING = {"adapt_step_size": True, "adapt_mass_matrix": True, "burn_in": 30, "
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, options: dict[str, Any], cut: int, steps: int) -> None:
     whole = run(tmp_path / "whole", steps, **options)
     saving = ModelCheckpoint(tmp_path / "cut", filename="cut", every_n_train_steps=3)
-    with pytest.raises(RuntimeError, match="killed"):
+    with pytest.raises(Killed):
         run(tmp_path / "cut", steps, None, saving, Kill(cut + 1), **options)
     rest = run(tmp_path / "cut", steps, saving.best_model_path or None, **options)
     assert same(dict(whole.model.state_dict()), dict(rest.model.state_dict()))
@@ -125,15 +102,6 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, options: dict[s
     assert torch.equal(torch.stack(whole._series), torch.stack(rest._series))
     assert whole.chain is not None and rest.chain is not None
     assert whole.chain._kernel.step_size == rest.chain._kernel.step_size
-
-
-def test_a_run_cut_by_max_steps_goes_on(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", 9)
-    saving = ModelCheckpoint(tmp_path / "cut", save_last=True)
-    run(tmp_path / "cut", 5, None, saving)
-    rest = run(tmp_path / "cut", 9, str(tmp_path / "cut" / "last.ckpt"))
-    assert same(dict(whole.model.state_dict()), dict(rest.model.state_dict()))
-    assert SampleStore.open(tmp_path / "cut" / "samples").steps == list(range(4, 10))
 
 
 def test_thinning_and_chains_share_a_store(tmp_path: Path) -> None:
@@ -183,14 +151,14 @@ def test_moments_are_a_compact_posterior_with_tied_weights_and_buffers(tmp_path:
             return self.head(self.b(self.a(x.flatten(1) - self.shift).tanh()))
 
     routine = HMCRoutine(Tied(), **OPTIONS, moments=tmp_path / "m" / "moments.safetensors")
-    trainer(tmp_path, 8).fit(routine, datamodule=data())
+    steps_of(tmp_path, 8).fit(routine, datamodule=data())
     q = CompactPosterior.load(tmp_path / "m" / "moments.safetensors")
     assert q.mean.keys() == Tied().state_dict().keys() and "shift" not in q.std
     draw = q.sample(2, generator=torch.Generator().manual_seed(0))
     assert torch.equal(draw["a.weight"], draw["b.weight"]) and torch.equal(draw["shift"], torch.ones(2, 64))
     assert q.metadata["networks"] == 5
     with pytest.raises(FileExistsError, match="is there already"):
-        trainer(tmp_path, 8).fit(
+        steps_of(tmp_path, 8).fit(
             HMCRoutine(Tied(), **OPTIONS, moments=tmp_path / "m" / "moments.safetensors"), datamodule=data()
         )
 
@@ -198,7 +166,7 @@ def test_moments_are_a_compact_posterior_with_tied_weights_and_buffers(tmp_path:
 def test_adaptation_reaches_the_acceptance_asked_for() -> None:
     module = data()
     module.setup("fit")
-    posterior = BayesianNetwork(network(), module.train.x, module.train.y, 1.0, categorical_nll, "cpu")
+    posterior = BayesianNetwork(digits_network(), module.train.x, module.train.y, 1.0, categorical_nll, "cpu")
     chain = HamiltonianChain(
         posterior, step_size=1e-3, leapfrog_steps=10, warmup=60, adapt_step_size=True, target_acceptance=0.7, seed=1
     )
@@ -240,7 +208,7 @@ def test_diagnostics_of_a_known_process(generator: torch.Generator) -> None:
 
 def test_test_measures_the_stored_samples(tmp_path: Path) -> None:
     routine = run(tmp_path, 11, num_test_samples=4)
-    (found,) = trainer(tmp_path, 1).test(routine, datamodule=data(), verbose=False)
+    (found,) = steps_of(tmp_path, 1).test(routine, datamodule=data(), verbose=False)
     store, module = SampleStore.open(tmp_path / "samples"), data()
     module.setup("test")
     chosen = [store[i] for i in (0, 2, 5, 7)]
@@ -253,16 +221,16 @@ def test_test_measures_the_stored_samples(tmp_path: Path) -> None:
 
 
 def test_says_what_is_wrong(tmp_path: Path) -> None:
-    routine = HMCRoutine(network(), **OPTIONS)
+    routine = HMCRoutine(digits_network(), **OPTIONS)
     with pytest.raises(ValueError, match=r"comes in 2 batches.*batch_size: full"):
-        trainer(tmp_path, 2).fit(routine, datamodule=DigitsDataModule(batch_size=50, train_size=100))
+        steps_of(tmp_path, 2).fit(routine, datamodule=DigitsDataModule(batch_size=50, train_size=100))
     with pytest.raises(ValueError, match="the batch has 50 of 100 points"):
-        limited = trainer(tmp_path, 2, limit_train_batches=1)
-        limited.fit(HMCRoutine(network(), **OPTIONS), datamodule=DigitsDataModule(batch_size=50, train_size=100))
+        limited = steps_of(tmp_path, 2, limit_train_batches=1)
+        limited.fit(HMCRoutine(digits_network(), **OPTIONS), datamodule=DigitsDataModule(batch_size=50, train_size=100))
     with pytest.raises(ValueError, match="reduction='sum'"):
-        HMCRoutine(network(), nll=nn.CrossEntropyLoss())
+        HMCRoutine(digits_network(), nll=nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match="during the warm-up only"):
-        trainer(tmp_path, 2).fit(HMCRoutine(network(), burn_in=0, adapt_step_size=True), datamodule=data())
+        steps_of(tmp_path, 2).fit(HMCRoutine(digits_network(), burn_in=0, adapt_step_size=True), datamodule=data())
 
 
 YAML = """
@@ -293,22 +261,9 @@ data:
 
 @pytest.mark.parametrize("tu", [False, True])
 def test_from_yaml(tmp_path: Path, tu: bool) -> None:
-    from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningCLI
-
-    made: Any = LightningCLI
-    if tu:
-        pytest.importorskip("torch_uncertainty")
-        from torch_uncertainty.utils.cli import TULightningCLI as made
-    (tmp_path / "c.yaml").write_text(YAML.format(folder=tmp_path, key="routine" if tu else "model"))
-    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
-    made(LightningModule, LightningDataModule, args=["fit", "--config", str(tmp_path / "c.yaml")], **common)
-    cli = made(
-        LightningModule,
-        LightningDataModule,
-        args=["fit", "--config", str(tmp_path / "c.yaml"), "--trainer.max_steps=10", "--ckpt_path=last"],
-        **common,
-    )
+    text = YAML.format(folder=tmp_path, key="routine" if tu else "model")
+    list(run_cli(tmp_path, text, uncertainty=tu))
+    (cli,) = run_cli(tmp_path, text, "--trainer.max_steps=10", "--ckpt_path=last", uncertainty=tu)
     assert cli.model.chain.transitions == 10
     assert SampleStore.open(tmp_path / "samples").steps == [4, 6, 8, 10]
     assert cli.model.kernel_options["leapfrog_steps"] == 4
@@ -317,4 +272,4 @@ def test_from_yaml(tmp_path: Path, tu: bool) -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
 def test_half_precision_is_refused(tmp_path: Path, precision: Any) -> None:
     with pytest.raises(ValueError, match="acceptances mean nothing"):
-        trainer(tmp_path, 2, precision=precision).fit(HMCRoutine(network(), **OPTIONS), datamodule=data())
+        steps_of(tmp_path, 2, precision=precision).fit(HMCRoutine(digits_network(), **OPTIONS), datamodule=data())

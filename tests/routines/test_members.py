@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sampling_oracles import deep_ensemble
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trainings import run_cli, trainer
 
 from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.datamodules import DigitsDataModule
@@ -57,10 +57,13 @@ def data(orders: int | None = None, seed: int = 5, **more: Any) -> DigitsDataMod
     return DigitsDataModule(batch_size=40, train_size=150, test_size=60, seed=seed, orders=orders, **more)
 
 
-def trainer(folder: Path, epochs: int = 3, **more: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    common: dict[str, Any] = {"enable_checkpointing": False, "precision": "64-true", "limit_val_batches": 0}
-    return Trainer(default_root_dir=folder, accelerator="cpu", devices=1, max_epochs=epochs, **(quiet | common | more))
+def epochs(folder: Path, count: int = 3, *callbacks: Callback, **options: Any) -> Trainer:
+    common: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0, "max_epochs": count}
+    return trainer(*callbacks, folder=folder, **(common | options))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
 
 
 def alone(
@@ -95,10 +98,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12, anneal_strategy="linear")
 
@@ -119,7 +118,7 @@ def test_members_are_what_they_are_alone(
     shared = more.get("data_order") == "shared"
     torch.manual_seed(3)
     routine = MembersRoutine(network(), 3, prior_precision=2.0, optimizer=make, **more)
-    trainer(tmp_path, gradient_clip_val=clip).fit(routine, datamodule=data(None if shared else 3))
+    epochs(tmp_path, gradient_clip_val=clip).fit(routine, datamodule=data(None if shared else 3))
     states = routine.states()
     for m in range(3):
         expected = alone(network(), m, make, clip, shared, more.get("lr_scheduler")).state_dict()
@@ -131,39 +130,24 @@ def test_members_are_what_they_are_alone(
 
 def test_members_do_not_depend_on_their_number(tmp_path: Path) -> None:
     few, many = MembersRoutine(Plain(), 2), MembersRoutine(Plain(), 4)
-    trainer(tmp_path).fit(few, datamodule=data(2))
-    trainer(tmp_path).fit(many, datamodule=data(4))
+    epochs(tmp_path).fit(few, datamodule=data(2))
+    epochs(tmp_path).fit(many, datamodule=data(4))
     for name, t in few.states().items():
         assert torch.allclose(t, many.states()[name][:2], rtol=1e-10, atol=1e-10)
 
 
-def test_optimum_is_that_of_the_core(tmp_path: Path) -> None:
-    """Other orders of the data, the same objective: full batches give the core's ensemble."""
-    module = DigitsDataModule(batch_size="full", train_size=100, orders=3)
-    module.setup("fit")
-    torch.manual_seed(0)
-    model = Plain().double()
-    expected = deep_ensemble(
-        model, module.train.x.double(), module.train.y, members=3, epochs=20, batch_size=100, prior_precision=1.0
-    )
-    routine = MembersRoutine(model, 3)
-    trainer(tmp_path, 20).fit(routine, datamodule=module)
-    for name, t in expected.states.items():
-        assert torch.allclose(routine.states()[name], t, rtol=1e-8, atol=1e-9)
-
-
 def test_a_thousand_small_networks(tmp_path: Path) -> None:
     routine = MembersRoutine(Plain(), 1000, chunk_size=250)
-    trainer(tmp_path, 1, max_steps=2, precision="32-true").fit(routine, datamodule=data(1000))
-    (found,) = trainer(tmp_path, precision="32-true").test(routine, datamodule=data(), verbose=False)
+    epochs(tmp_path, 1, max_steps=2, precision="32-true").fit(routine, datamodule=data(1000))
+    (found,) = epochs(tmp_path, precision="32-true").test(routine, datamodule=data(), verbose=False)
     assert routine.member_scores["Acc"].shape == (1000,)
     assert found["test/members/Acc_min"] <= found["test/members/Acc_mean"] <= found["test/members/Acc_max"]
 
 
 def test_metrics_are_those_of_the_members_and_their_mean(tmp_path: Path) -> None:
     routine = MembersRoutine(Net(), 3)
-    trainer(tmp_path).fit(routine, datamodule=data(3))
-    (found, _) = trainer(tmp_path).test(routine, datamodule=data(eval_ood=True), verbose=False)
+    epochs(tmp_path).fit(routine, datamodule=data(3))
+    (found, _) = epochs(tmp_path).test(routine, datamodule=data(eval_ood=True), verbose=False)
     module = data()
     module.setup("test")
     x, y = module.test.x.double(), module.test.y
@@ -184,17 +168,17 @@ def test_metrics_are_those_of_the_members_and_their_mean(tmp_path: Path) -> None
 def test_members_are_written_and_a_cut_run_resumes(tmp_path: Path) -> None:
     # Lightning restores weights before it makes them double, so the networks are double from the start.
     whole = MembersRoutine(Net().double(), 3, optimizer=adam, samples=tmp_path / "whole")
-    trainer(tmp_path, 3).fit(whole, datamodule=data(3))
+    epochs(tmp_path, 3).fit(whole, datamodule=data(3))
     saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
     cut = MembersRoutine(Net().double(), 3, optimizer=adam)
-    trainer(tmp_path, -1, max_steps=6, callbacks=[saving], enable_checkpointing=True).fit(cut, datamodule=data(3))
+    epochs(tmp_path, -1, saving, max_steps=6).fit(cut, datamodule=data(3))
     rest = MembersRoutine(Net().double(), 3, optimizer=adam, samples=tmp_path / "rest")
-    trainer(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
+    epochs(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
     a, b = SampleStore.open(tmp_path / "whole"), SampleStore.open(tmp_path / "rest", like=Net().double().state_dict())
     assert a.chains == b.chains == [0, 1, 2] and a.steps == b.steps == [12] * 3
     assert all(torch.equal(t, b.load()[name]) for name, t in a.load().items())
     with pytest.raises(FileExistsError, match="--ckpt_path"):
-        trainer(tmp_path).fit(MembersRoutine(Net(), 3, samples=tmp_path / "rest"), datamodule=data(3))
+        epochs(tmp_path).fit(MembersRoutine(Net(), 3, samples=tmp_path / "rest"), datamodule=data(3))
 
 
 def test_members_start_from_given_states(tmp_path: Path) -> None:
@@ -211,10 +195,10 @@ def test_members_start_from_given_states(tmp_path: Path) -> None:
     for name, t in fresh.states().items():
         assert torch.equal(routine.states()[name], t)
     for made in (fresh, routine):
-        trainer(tmp_path).fit(made, datamodule=data(3))
+        epochs(tmp_path).fit(made, datamodule=data(3))
     for name, t in fresh.states().items():
         assert torch.equal(routine.states()[name], t), name
-    trainer(tmp_path, 0).fit(routine, datamodule=data(3))
+    epochs(tmp_path, 0).fit(routine, datamodule=data(3))
     assert torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"]), "a second fit goes on"
 
 
@@ -223,12 +207,12 @@ def test_a_resumed_fit_starts_from_its_checkpoint_and_not_from_the_given_states(
     given.append(MembersRoutine(Net().double(), 3, seed=7).states(), chain=range(3), step=[0] * 3)
     common: dict[str, Any] = {"optimizer": adam, "initial_states": tmp_path / "given"}
     whole = MembersRoutine(Net().double(), 3, **common)
-    trainer(tmp_path, 3).fit(whole, datamodule=data(3))
+    epochs(tmp_path, 3).fit(whole, datamodule=data(3))
     saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
     cut = MembersRoutine(Net().double(), 3, **common)
-    trainer(tmp_path, -1, max_steps=6, callbacks=[saving], enable_checkpointing=True).fit(cut, datamodule=data(3))
+    epochs(tmp_path, -1, saving, max_steps=6).fit(cut, datamodule=data(3))
     rest = MembersRoutine(Net().double(), 3, **common)
-    trainer(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
+    epochs(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
     assert all(torch.equal(t, rest.states()[name]) for name, t in whole.states().items())
 
 
@@ -245,16 +229,16 @@ def test_given_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"orders: 3.*data_order: shared"):
-        trainer(tmp_path).fit(MembersRoutine(Plain(), 3), datamodule=data())
+        epochs(tmp_path).fit(MembersRoutine(Plain(), 3), datamodule=data())
     with pytest.raises(ValueError, match="LBFGS mixes"):
-        trainer(tmp_path).fit(MembersRoutine(Plain(), 3, optimizer=torch.optim.LBFGS), datamodule=data(3))
+        epochs(tmp_path).fit(MembersRoutine(Plain(), 3, optimizer=torch.optim.LBFGS), datamodule=data(3))
     with pytest.raises(ValueError, match="num_members must be positive"):
         MembersRoutine(Plain(), 0)
 
 
 YAML = """
 seed_everything: 0
-trainer: {{accelerator: cpu, devices: 1, fast_dev_run: 3, enable_progress_bar: false, logger: false}}
+trainer: {{accelerator: cpu, devices: 1, fast_dev_run: 2, enable_progress_bar: false, logger: false}}
 {key}:
   class_path: tu_symmetry.routines.MembersRoutine
   init_args:
@@ -273,33 +257,22 @@ data:
 
 @pytest.mark.parametrize("tu", [False, True])
 def test_from_yaml(tmp_path: Path, tu: bool) -> None:
-    from lightning.pytorch import LightningDataModule, LightningModule
-    from lightning.pytorch.cli import LightningCLI
-
-    made: Any = LightningCLI
-    if tu:
-        pytest.importorskip("torch_uncertainty")
-        from torch_uncertainty.utils.cli import TULightningCLI as made
-    (tmp_path / "c.yaml").write_text(YAML.format(key="routine" if tu else "model"))
-    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
-    for command in ("fit", "validate", "test", "predict"):
-        args = [command, "--config", str(tmp_path / "c.yaml")]
-        if command == "fit" and tu:
-            args += ["--optimizer=Adam", "--optimizer.lr=0.003"]
-        cli = made(LightningModule, LightningDataModule, args=args, **common)
-        if command == "fit":
-            (optimizer,) = cli.trainer.optimizers
-            assert type(optimizer) is (torch.optim.Adam if tu else torch.optim.SGD)
-            assert "val/cls/ECE" in cli.trainer.callback_metrics
+    text = YAML.format(key="routine" if tu else "model")
+    words = ["--optimizer=Adam", "--optimizer.lr=0.003"] if tu else []
+    (cli,) = run_cli(tmp_path, text, *words, uncertainty=tu)
+    (optimizer,) = cli.trainer.optimizers
+    assert type(optimizer) is (torch.optim.Adam if tu else torch.optim.SGD)
+    assert "val/cls/ECE" in cli.trainer.callback_metrics
+    commands = ("validate", "test", "predict")
+    assert len(list(run_cli(tmp_path, text, commands=commands, uncertainty=tu))) == 3
 
 
 def test_a_run_that_is_resumed_for_more_epochs_replaces_its_members(tmp_path: Path) -> None:
     """The store holds the last members once, those of a run that was longer from the start; a stranger's is refused."""
 
-    def fit(folder: Path, epochs: int, resume: bool = False) -> MembersRoutine:
+    def fit(folder: Path, count: int, resume: bool = False) -> MembersRoutine:
         routine = MembersRoutine(Plain(), 3, samples=folder / "samples")
-        made = trainer(folder, epochs, enable_checkpointing=True, callbacks=[LastCheckpoint()])
-        made.fit(routine, datamodule=data(3), ckpt_path="last" if resume else None)
+        epochs(folder, count, LastCheckpoint()).fit(routine, datamodule=data(3), ckpt_path="last" if resume else None)
         return routine
 
     fit(tmp_path / "a", 2)

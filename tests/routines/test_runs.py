@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import nn
+from trainings import Kill, Killed, digits_network, trainer
 
 from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, PosteriorSnapshots
 from tu_symmetry.datamodules import DigitsDataModule
@@ -19,40 +19,17 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ("hmc", "snapshots")
 
 
-class Killed(Exception):
-    pass
-
-
-class Kill(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise Killed
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Tanh(), nn.Linear(4, 10))
-
-
 def run(kind: str, folder: Path, *callbacks: Callback, ckpt: Any = None, epochs: int = 6, **options: Any) -> None:
     data = DigitsDataModule(batch_size="full", train_size=40, test_size=10)
     samples = folder / "samples"
     if kind == "hmc":
         options = {"burn_in": 1, "step_size": 0.02, "leapfrog_steps": 2, "samples_per_file": 1} | options
-        routine: Any = HMCRoutine(network(), samples=samples, **options)
+        routine: Any = HMCRoutine(digits_network(4), samples=samples, **options)
     else:
-        routine = MembersRoutine(network(), 2, data_order="shared", **options)
+        routine = MembersRoutine(digits_network(4), 2, data_order="shared", **options)
         callbacks = (*callbacks, PosteriorSnapshots(samples, every_n_steps=1))
-    trainer = Trainer(
-        default_root_dir=folder, accelerator="cpu", devices=1, max_epochs=epochs, callbacks=list(callbacks),
-        logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        enable_checkpointing=any(isinstance(c, LastCheckpoint) for c in callbacks),
-    )  # fmt: skip
-    trainer.fit(routine, datamodule=data, ckpt_path=ckpt)
+    made = trainer(*callbacks, folder=folder, max_epochs=epochs, limit_val_batches=0)
+    made.fit(routine, datamodule=data, ckpt_path=ckpt)
 
 
 def content(folder: Path) -> dict[Any, Any]:
@@ -124,12 +101,9 @@ def test_members_that_were_cut_between_the_last_checkpoint_and_their_store(tmp_p
     options = {"num_members": 2, "data_order": "shared", "samples": tmp_path / "samples"}
 
     def fit(*callbacks: Callback, ckpt: Any = None) -> MembersRoutine:
-        routine = MembersRoutine(network(), **options)
-        trainer = Trainer(
-            default_root_dir=tmp_path, accelerator="cpu", max_epochs=2, callbacks=list(callbacks), logger=False,
-            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        )  # fmt: skip
-        trainer.fit(routine, datamodule=DigitsDataModule(train_size=40, test_size=10, batch_size=20), ckpt_path=ckpt)
+        routine = MembersRoutine(digits_network(4), **options)
+        made = trainer(*callbacks, folder=tmp_path, max_epochs=2, limit_val_batches=0)
+        made.fit(routine, datamodule=DigitsDataModule(train_size=40, test_size=10, batch_size=20), ckpt_path=ckpt)
         return routine
 
     with pytest.raises(Killed):
@@ -143,12 +117,10 @@ def test_members_that_were_cut_between_the_last_checkpoint_and_their_store(tmp_p
 
 def test_draws_follow_a_run_that_goes_on_after_its_end(tmp_path: Path) -> None:
     def fit(epochs: int, ckpt: Any = None) -> VariationalRoutine:
-        routine = VariationalRoutine(network())
-        trainer = Trainer(
-            default_root_dir=tmp_path, accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False,
-            callbacks=[PosteriorDraws(2), LastCheckpoint()], enable_model_summary=False, limit_val_batches=0,
-        )  # fmt: skip
-        trainer.fit(routine, datamodule=DigitsDataModule(train_size=40, test_size=10), ckpt_path=ckpt)
+        routine = VariationalRoutine(digits_network(4))
+        callbacks = [PosteriorDraws(2), LastCheckpoint()]
+        made = trainer(*callbacks, folder=tmp_path, max_epochs=epochs, limit_val_batches=0)
+        made.fit(routine, datamodule=DigitsDataModule(train_size=40, test_size=10), ckpt_path=ckpt)
         return routine
 
     fit(1)

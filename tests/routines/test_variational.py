@@ -9,43 +9,28 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sampling_oracles import mean_field_vi
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import digits_network, run_cli, trainer
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.routines import VariationalRoutine
-from tu_symmetry.tables.models import MLP
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return MLP(64, 10, (6,))
 
 
 def data(**more: Any) -> DigitsDataModule:
     return DigitsDataModule(**({"batch_size": 40, "train_size": 150, "test_size": 60, "seed": 5} | more))
 
 
-def trainer(folder: Path, epochs: int = 3, *callbacks: Callback, **more: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    common: dict[str, Any] = {"enable_checkpointing": False, "precision": "64-true", "limit_val_batches": 0}
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        callbacks=list(callbacks),
-        **(quiet | common | more),
-    )
+def epochs(folder: Path, count: int = 3, *callbacks: Callback, **options: Any) -> Trainer:
+    common: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0, "max_epochs": count}
+    return trainer(*callbacks, folder=folder, **(common | options))
 
 
 class Curve(Callback):
@@ -65,10 +50,10 @@ class Curve(Callback):
 @pytest.mark.cpu
 def test_the_bound_and_its_descent_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     curve, path = Curve(), tmp_path / "vi" / "q.safetensors"
-    routine = VariationalRoutine(network(), prior_precision=2.0, num_samples=2, seed=4, posterior=path)
-    trainer(tmp_path, 3, curve).fit(routine, datamodule=data())
+    routine = VariationalRoutine(digits_network(), prior_precision=2.0, num_samples=2, seed=4, posterior=path)
+    epochs(tmp_path, 3, curve).fit(routine, datamodule=data())
 
-    model = initialized(network(), derived_seed(4, 1, 0)).double()
+    model = initialized(digits_network(), derived_seed(4, 1, 0)).double()
     mean = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     rho = {n: torch.full_like(p, 0.05).expm1().log().requires_grad_() for n, p in mean.items()}
     for r in rho.values():
@@ -136,45 +121,33 @@ def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
         optimizer=lambda p: torch.optim.Adam(p, lr=0.05),
         lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.99),
     )
-    trainer(tmp_path, 400).fit(routine, datamodule=module)
+    epochs(tmp_path, 400).fit(routine, datamodule=module)
     mean = torch.cat([p.flatten() for p in routine.mean().values()])
     std = torch.cat([s.flatten() for s in routine.std().values()])
     assert torch.allclose(mean, torch.linalg.solve(precision, design.T @ module.y), atol=0.02)
     assert torch.allclose(std, precision.diagonal().rsqrt(), rtol=0.05)
-    (found,) = trainer(tmp_path).test(routine, datamodule=module, verbose=False)
+    (found,) = epochs(tmp_path).test(routine, datamodule=module, verbose=False)
     assert "test/members/NLL_mean" in found and "test/cls/Acc" not in found
-
-
-@pytest.mark.cpu
-def test_full_batches_follow_the_core(tmp_path: Path) -> None:
-    """The core's loop, whose objective is not divided by N: Adam does not see that but for its eps."""
-    module = data(batch_size="full", train_size=100)
-    module.setup("fit")
-    curve = Curve()
-    expected = mean_field_vi(
-        network().double(), module.train.x.double(), module.train.y, epochs=30, batch_size=100, learning_rate=1e-3
-    )
-    trainer(tmp_path, 30, curve).fit(VariationalRoutine(network().double()), datamodule=module)
-    found = torch.tensor([row["vi/elbo"] for row in curve.rows], dtype=torch.float64)
-    assert torch.allclose(found, expected.elbo, rtol=1e-4)
 
 
 def test_a_cut_run_resumes(tmp_path: Path) -> None:
     def make(**more: Any) -> VariationalRoutine:
-        return VariationalRoutine(network().double(), **more)  # Lightning restores weights before it makes them double
+        return VariationalRoutine(
+            digits_network().double(), **more
+        )  # Lightning restores weights before it makes them double
 
     whole, rest, saving = make(), make(), ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
-    trainer(tmp_path, 3).fit(whole, datamodule=data())
-    trainer(tmp_path, -1, saving, max_steps=6, enable_checkpointing=True).fit(make(), datamodule=data())
-    trainer(tmp_path, 3).fit(rest, datamodule=data(), ckpt_path=saving.best_model_path)
+    epochs(tmp_path, 3).fit(whole, datamodule=data())
+    epochs(tmp_path, -1, saving, max_steps=6).fit(make(), datamodule=data())
+    epochs(tmp_path, 3).fit(rest, datamodule=data(), ckpt_path=saving.best_model_path)
     assert all(torch.equal(t, rest.state_dict()[n]) for n, t in whole.state_dict().items())
 
 
 def test_test_measures_draws(tmp_path: Path) -> None:
-    routine = VariationalRoutine(network(), num_test_samples=7, initialize=False)
-    assert torch.equal(routine.mean()["layers.0.weight"], network().state_dict()["layers.0.weight"])
-    (found,) = trainer(tmp_path).test(routine, datamodule=data(), verbose=False)
-    (again,) = trainer(tmp_path).test(routine, datamodule=data(), verbose=False)
+    routine = VariationalRoutine(digits_network(), num_test_samples=7, initialize=False)
+    assert torch.equal(routine.mean()["layers.0.weight"], digits_network().state_dict()["layers.0.weight"])
+    (found,) = epochs(tmp_path).test(routine, datamodule=data(), verbose=False)
+    (again,) = epochs(tmp_path).test(routine, datamodule=data(), verbose=False)
     assert found == again and routine.member_scores["Acc"].shape == (7,)
     assert routine.member_scores["NLL"].unique().numel() == 7
 
@@ -183,10 +156,12 @@ def test_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 .BatchNorm1d. has running statistics"):
         VariationalRoutine(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     with pytest.raises(ValueError, match="initial_std must be positive"):
-        VariationalRoutine(network(), initial_std=0)
+        VariationalRoutine(digits_network(), initial_std=0)
     (tmp_path / "q.safetensors").touch()
     with pytest.raises(FileExistsError, match="is there already"):
-        trainer(tmp_path).fit(VariationalRoutine(network(), posterior=tmp_path / "q.safetensors"), datamodule=data())
+        epochs(tmp_path).fit(
+            VariationalRoutine(digits_network(), posterior=tmp_path / "q.safetensors"), datamodule=data()
+        )
 
 
 YAML = """
@@ -213,15 +188,6 @@ lr_scheduler: {{class_path: torch.optim.lr_scheduler.ExponentialLR, init_args: {
 
 @pytest.mark.parametrize("tu", [False, True])
 def test_from_yaml(tmp_path: Path, tu: bool) -> None:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.cli import LightningCLI
-
-    made: Any = LightningCLI
-    if tu:
-        pytest.importorskip("torch_uncertainty")
-        from torch_uncertainty.utils.cli import TULightningCLI as made
-    (tmp_path / "c.yaml").write_text(YAML.format(folder=tmp_path, key="routine" if tu else "model"))
-    common = {"subclass_mode_model": True, "subclass_mode_data": True, "save_config_callback": None}
-    cli = made(LightningModule, LightningDataModule, args=["fit", "--config", str(tmp_path / "c.yaml")], **common)
+    (cli,) = run_cli(tmp_path, YAML.format(folder=tmp_path, key="routine" if tu else "model"), uncertainty=tu)
     assert cli.trainer.optimizers[0].param_groups[0]["initial_lr"] == 0.01 and cli.trainer.global_step == 3
     assert CompactPosterior.load(tmp_path / "q.safetensors").metadata["architecture"] == "MLP"

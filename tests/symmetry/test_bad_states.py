@@ -278,7 +278,6 @@ def test_right_states_are_taken_and_no_public_function_advances_the_global_rando
         "invert": lambda: tus.invert(tus.random_permutation(graph())),
         "restarts": lambda: tus.weight_matching(graph(), good, state(1), solver="descent", restarts=3),
         "sample": lambda: posterior.sample(2),
-        "low rank": lambda: tus.CompactPosterior.from_states(many, graph(), rank=1).sample(2),
         "as_module": lambda: posterior.as_module(MODEL, 2)(torch.zeros(2, 4)),
         "pruning_mask": lambda: posterior.pruning_mask(0.5),
         "marginal_homogeneity": lambda: functional.marginal_homogeneity(samples, num_resamples=3),

@@ -33,30 +33,21 @@ class LastCheckpoint(ModelCheckpoint):
     ``--ckpt_path last`` resumes from it, and the run then gives the numbers of one that was not interrupted, bit for
     bit where the device's kernels are deterministic. Lightning's ``ModelCheckpoint(save_last=True)`` does not:
 
-    * A run that ``max_time`` or ``max_steps`` ends in the middle of an epoch is saved after that epoch's end hooks,
-      and the epoch counts as done; the rest of its batches is lost. Here it is saved before them, at the batch.
-    * A checkpoint at the last batch of an epoch resumes with the next epoch, without what callbacks do at the end of
-      this one. Here a whole epoch is saved after all of that.
+    * It saves an epoch that ``max_time`` or ``max_steps`` cuts as done. Here it is saved before its end hooks.
+    * It saves a whole epoch before what callbacks do at its end. Here it is saved after all of that.
     * With manual optimization it takes no interval of time.
-    * Global random states are not saved. Here they are, in runs of one process: dropout and augmentation go on as they
-      would have.
-    * What an optimizer counts outside of its ``state_dict`` (TorchUncertainty's ``SGHMC`` its burn-in) starts at zero
-      again. Here it goes on.
-    * What was logged before the cut is not in ``trainer.callback_metrics`` of the resumed run. Here it is.
-    * Where the folder for temporary files is on another disk, the file is copied, and a kill leaves half of it. Here it
-      is written beside the old one and renamed.
-    * With ``precision: 64-true`` the weights are rounded to float32 on their way back. Here they are not.
+    * It keeps no global random states (here in runs of one process), no counts of an optimizer outside of its
+      ``state_dict`` (the burn-in of TorchUncertainty's ``SGHMC``), and not what was logged before the cut.
+    * It copies the file where temporary files are on another disk, so that a kill leaves half of it.
+    * It rounds weights to float32 on their way back with ``precision: 64-true``.
 
     In the middle of an epoch a checkpoint is written only where the training loader keeps its place (``state_dict``
     and ``load_state_dict``, as the loaders of this package and of torchdata do), and where no gradients are being
     accumulated. With other loaders, TorchUncertainty's for example, it is written at the end of an epoch only.
 
     Give the length of a run as ``max_epochs`` where you can: Lightning 2.6 counts one epoch too few after a run of
-    ``max_steps`` is resumed at the end of an epoch. (What is trained is the same, but validations and other things that
-    happen every so many epochs come later.) Such a run is therefore saved within its epochs if these have several
-    batches.
-
-    ``max_time`` counts the time of all parts of a resumed run, as Lightning says: raise it for every further part.
+    ``max_steps`` is resumed at the end of an epoch, so such a run is saved within its epochs if these have several
+    batches. ``max_time`` counts the time of all parts of a resumed run: raise it for every further part.
 
     Args:
         dirpath: folder of the file; ``checkpoints`` in ``default_root_dir`` of the trainer by default.

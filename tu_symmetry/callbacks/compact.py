@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.callbacks.members import (
     ModuleSource,
+    as_input,
     check_same_architecture,
     copy_of,
     detached_state,
@@ -23,11 +24,12 @@ from tu_symmetry.callbacks.members import (
     on_training_device,
     require_whole_weights,
 )
-from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.callbacks.training_data import in_precision, plain_training_loader
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.members import MembersRoutine
+from tu_symmetry.states import evenly
 from tu_symmetry.symmetry.discovery import discover_symmetries
 
 
@@ -48,7 +50,6 @@ class FitCompactPosterior(Callback):
         members: where this run's networks are, as for :class:`~tu_symmetry.callbacks.Rebasin`.
         match_on: match units by ``weights``, or by ``activations`` on the training data.
         reference: what the networks are aligned to, see :func:`tu_symmetry.align`.
-        rank: rank of the low-rank part of both posteriors.
         train_data: loader or data set for the activations and for the example input; by default that of this run,
             in order and without augmentation.
         batch_size: size of the activations' batches; by default that of the loader.
@@ -72,7 +73,6 @@ class FitCompactPosterior(Callback):
         members: ModuleSource | None = None,
         match_on: Literal["weights", "activations"] = "weights",
         reference: Literal["first", "medoid", "mean", "universe"] = "first",
-        rank: int = 0,
         train_data: DataLoader[Any] | Dataset[Any] | None = None,
         batch_size: int | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class FitCompactPosterior(Callback):
             raise ValueError("FitCompactPosterior has nothing to write: give q_r, q_d or both")
         if match_on not in ("weights", "activations"):
             raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
-        require_numbers(num_samples=num_samples, rank=rank, batch_size=batch_size)
+        require_numbers(num_samples=num_samples, batch_size=batch_size)
         if num_samples is not None and num_samples < 2:
             raise ValueError(f"a posterior needs at least two networks, got num_samples={num_samples}")
         self.q_r = None if q_r is None else Path(q_r)
@@ -91,7 +91,6 @@ class FitCompactPosterior(Callback):
         self.members = members
         self.match_on = match_on
         self.reference = reference
-        self.rank = rank
         self.train_data = train_data
         self.batch_size = batch_size
         self.alignment: Alignment[Any] | None = None
@@ -126,24 +125,22 @@ class FitCompactPosterior(Callback):
     def _fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         networks = trained_networks(pl_module, self.members)
         states = self._states(networks, pl_module.device)
-        loader = plain_training_loader(trainer, pl_module, self.train_data, batch_size=self.batch_size)
+        plain = plain_training_loader(trainer, pl_module, self.train_data, batch_size=self.batch_size)
+        loader = in_precision(plain, trainer)
         copied = copy_of(networks[0])
-        example = tuple(x.to(next(copied.parameters()).dtype) if x.is_floating_point() else x for x in _first(loader))
+        dtype = next(copied.parameters()).dtype
+        example = tuple(as_input(x, dtype) for x in example_from(next(iter(loader))))
         graph = discover_symmetries(copied.cpu(), example)
         found: dict[str, float] = {}
         if self.q_d is not None:
-            self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False, rank=self.rank)
+            self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False)
             found["sigma_q_d"] = _root_mean_square(self.q_d_posterior)
         if self.q_r is not None:
-            self.alignment = align(
-                graph,
-                states,
-                reference=self.reference,
-                match_on=self.match_on,
-                model=copied.to(pl_module.device) if self.match_on == "activations" else None,
-                dataloader=_on(loader, pl_module.device, states[0]) if self.match_on == "activations" else None,
-            )
-            q = CompactPosterior.from_states(self.alignment.states, graph, align=False, rank=self.rank)
+            data: dict[str, Any] = {}
+            if self.match_on == "activations":
+                data = {"model": copied.to(pl_module.device), "dataloader": loader}
+            self.alignment = align(graph, states, reference=self.reference, match_on=self.match_on, **data)
+            q = CompactPosterior.from_states(self.alignment.states, graph, align=False)
             counts = self.alignment.transpositions
             moved = [n for i, n in enumerate(counts) if i != self.alignment.reference]
             q.metadata |= {"aligned": True, "match_on": self.match_on, "reference": self.reference}
@@ -154,7 +151,9 @@ class FitCompactPosterior(Callback):
             if path is not None and posterior is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 posterior.save(path)
-        rank_zero_info("compact posterior of %d networks: %s", len(states), _line(found))
+        rank_zero_info(
+            "compact posterior of %d networks: %s", len(states), ", ".join(f"{n} {v:.4g}" for n, v in found.items())
+        )
         for logger in trainer.loggers:
             logger.log_metrics({f"compact/{name}": value for name, value in found.items()}, step=trainer.global_step)
 
@@ -165,8 +164,7 @@ class FitCompactPosterior(Callback):
         count = len(store) if self.num_samples is None else self.num_samples
         if not 2 <= count <= len(store):
             raise ValueError(f"{self.samples} holds {len(store)} samples, {count} are wanted; at least two are needed")
-        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64, device="cpu").round().long().tolist()
-        return [{name: t.to(device) for name, t in store[i].items()} for i in chosen]
+        return [{name: t.to(device) for name, t in store[i].items()} for i in evenly(len(store), count)]
 
 
 def trained_networks(pl_module: LightningModule, source: ModuleSource | None) -> list[nn.Module]:
@@ -176,29 +174,5 @@ def trained_networks(pl_module: LightningModule, source: ModuleSource | None) ->
     return find_members(pl_module, source)
 
 
-class _OnDevice:
-    """Batches of a loader on a device, in the precision of the networks, as often as they are read."""
-
-    def __init__(self, loader: DataLoader[Any], device: torch.device, dtype: torch.dtype) -> None:
-        self.loader, self.device, self.dtype = loader, device, dtype
-
-    def __iter__(self) -> Any:
-        for batch in self.loader:
-            x = batch[0] if isinstance(batch, (tuple, list)) else batch
-            yield (x.to(self.device, self.dtype if x.is_floating_point() else None),)
-
-
-def _on(loader: DataLoader[Any], device: torch.device, like: Mapping[str, Tensor]) -> _OnDevice:
-    return _OnDevice(loader, device, next(t.dtype for t in like.values() if t.is_floating_point()))
-
-
-def _first(loader: DataLoader[Any]) -> tuple[Tensor, ...]:
-    return example_from(next(iter(loader)))
-
-
 def _root_mean_square(posterior: CompactPosterior) -> float:
     return float(posterior.sigma().double().square().mean().sqrt())
-
-
-def _line(found: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in found.items())

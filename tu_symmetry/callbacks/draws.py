@@ -105,8 +105,8 @@ class PosteriorDraws(Callback):
         self._checked = False
         _awaken(pl_module)
         folder = self._folder(trainer)
-        there = folder.is_dir() and any(folder.iterdir())
-        if there and self.chain in SampleStore.open(folder).chains and trainer.ckpt_path is None:
+        store = SampleStore.open_if_there(folder)
+        if store is not None and self.chain in store.chains and trainer.ckpt_path is None:
             raise FileExistsError(
                 f"{folder} holds draws of chain {self.chain} of another run already: give another folder: or chain:"
             )
@@ -137,8 +137,7 @@ class PosteriorDraws(Callback):
             return
         _training_loader(trainer)  # or there was no training
         folder = self._folder(trainer)
-        there = folder.is_dir() and any(folder.iterdir())
-        store = SampleStore.open(folder) if there else None
+        store = SampleStore.open_if_there(folder)
         if store is not None and self.chain in store.chains:
             mark = store.marked(self.chain)
             if mark is None or mark.step == trainer.global_step:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import RunningStage
 from rich.console import Console
 
 from tu_symmetry.reporting.progress import StageProgress
@@ -62,19 +63,6 @@ class ProgressLines(Callback):
             figures = {"epoch": trainer.current_epoch, **_figures(trainer)}
             self._show("training", *_position(trainer, self._batches), figures)
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """After each batch; not of Lightning's trial of the validation before a fit."""
-        if not trainer.sanity_checking:
-            self._evaluated(trainer, "validation", trainer.num_val_batches, batch_idx, dataloader_idx)
-
     def on_test_batch_end(
         self,
         trainer: Trainer,
@@ -84,27 +72,21 @@ class ProgressLines(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """After each batch."""
-        self._evaluated(trainer, "test", trainer.num_test_batches, batch_idx, dataloader_idx)
-
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        """After each batch."""
-        self._evaluated(trainer, "prediction", trainer.num_predict_batches, batch_idx, dataloader_idx)
-
-    def _evaluated(self, trainer: Trainer, what: str, counts: Any, batch_idx: int, dataloader_idx: int) -> None:
-        sizes = counts if isinstance(counts, (list, tuple)) else [counts]
+        """After each batch of an evaluation; not of Lightning's trial of the validation before a fit."""
+        if trainer.sanity_checking:
+            return
+        what, counts = "prediction", trainer.num_predict_batches
+        if trainer.state.stage == RunningStage.VALIDATING:
+            what, counts = "validation", trainer.num_val_batches
+        elif trainer.testing:
+            what, counts = "test", trainer.num_test_batches
+        sizes: Any = counts if isinstance(counts, (list, tuple)) else [counts]
         total = sizes[dataloader_idx] if dataloader_idx < len(sizes) else math.inf
         stage = what if len(sizes) < 2 else f"{what}, data {dataloader_idx + 1} of {len(sizes)}"
         if batch_idx == 0 or self._due():
             self._show(stage, batch_idx + 1, total, {}, always=batch_idx > 0)
+
+    on_validation_batch_end = on_predict_batch_end = on_test_batch_end
 
     def _due(self) -> bool:
         return self._shown and time.monotonic() - self._last >= self.every_seconds

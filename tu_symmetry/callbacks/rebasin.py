@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Literal
 
@@ -14,15 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tu_symmetry import plot
-from tu_symmetry.alignment.align import Alignment, align
+from tu_symmetry.alignment.align import align
 from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.callbacks.members import (
-    ModuleSource,
-    copy_of,
-    detached_state,
-)
+from tu_symmetry.callbacks.members import ModuleSource, copy_of, detached_state
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.certificate import UncertifiedWarning
@@ -74,20 +69,13 @@ class Rebasin(SymmetryCallback):
             ``model`` of the routine, without TorchUncertainty's averaging wrappers, or its only submodule with weights.
         reference: index of the member that the others are aligned to, or ``"first"`` or ``"previous"`` to follow one
             network and align its weights to its first or its previous snapshot.
-        every_n_epochs: align at the end of every n-th epoch.
-        every_n_steps: align after every n-th optimizer step.
-        at_end: align when training ends.
-        in_place: permute the members themselves, with everything that belongs to their weights.
         match_on: match units by ``"weights"``, or by ``"activations"`` on ``dataloader``.
         dataloader: batches for activation matching: a loader, or ``"val"`` for the trainer's validation loader.
         barrier_loader: batches on which loss barriers are computed: a loader, or ``"val"``; None for no barriers.
         loss: loss of (outputs, targets) for the barriers. Default: the ``loss`` of the LightningModule.
-        example_input: an input of one member, to discover the symmetries with. Default: the LightningModule's
-            ``example_input_array``, else the first batch of training (its first tensor).
-        graph: the members' symmetry graph, instead of discovering it.
-        averages: further copies of the members' weights that must follow them in place (an own EMA, for example):
-            attribute paths or callables as for ``members``, each finding as many modules as there are members.
         prefix: first part of the logged names.
+        **common: the schedule, ``in_place``, ``example_input``, ``graph`` and ``averages`` of
+            :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each alignment: epoch, step, and lists over the aligned members.
@@ -103,30 +91,14 @@ class Rebasin(SymmetryCallback):
         members: ModuleSource | None = None,
         reference: int | Literal["first", "previous"] = 0,
         *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
-        at_end: bool = True,
-        in_place: bool = False,
         match_on: Literal["weights", "activations"] = "weights",
         dataloader: Loader | None = None,
         barrier_loader: Loader | None = None,
         loss: Loss | None = None,
-        example_input: Tensor | tuple[Any, ...] | None = None,
-        graph: SymmetryGraph | None = None,
-        averages: Sequence[ModuleSource] = (),
         prefix: str = "rebasin",
+        **common: Any,
     ) -> None:
-        super().__init__(
-            members,
-            every_n_epochs=every_n_epochs,
-            every_n_steps=every_n_steps,
-            at_end=at_end,
-            in_place=in_place,
-            example_input=example_input,
-            graph=graph,
-            averages=averages,
-            prefix=prefix,
-        )
+        super().__init__(members, prefix=prefix, **common)
         if isinstance(reference, str) and reference not in ("first", "previous"):
             raise ValueError(f"reference must be the index of a member, 'first' or 'previous', got {reference!r}")
         if match_on not in ("weights", "activations"):
@@ -138,8 +110,7 @@ class Rebasin(SymmetryCallback):
                 raise ValueError(f"{name} must be an iterable of batches or 'val', got {loader!r}")
         self.reference = reference
         self.match_on = match_on
-        self.dataloader = dataloader
-        self.barrier_loader = barrier_loader
+        self.dataloader, self.barrier_loader = dataloader, barrier_loader
         self.loss = loss
 
     def forget(self) -> None:
@@ -149,14 +120,9 @@ class Rebasin(SymmetryCallback):
         self._snapshot: dict[str, Tensor] | None = None
 
     @property
-    def follows_one_network(self) -> bool:
+    def single(self) -> bool:
         """Whether snapshots of one network are aligned, not the members of an ensemble."""
         return isinstance(self.reference, str)
-
-    @property
-    def single(self) -> bool:
-        """One network for snapshots, an ensemble otherwise."""
-        return self.follows_one_network
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the schedule, the history, the reference snapshot, and the example input."""
@@ -204,7 +170,7 @@ class Rebasin(SymmetryCallback):
         graph = self._discover(pl_module)
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
             states = [detached_state(m) for m in members]
-            if self.follows_one_network:
+            if self.single:
                 if self._snapshot is None:
                     self._snapshot = _on_cpu(states[0])
                     return
@@ -216,19 +182,16 @@ class Rebasin(SymmetryCallback):
                 reference = states[at]
                 moving = [i for i in range(len(members)) if i != at]
             others = [states[i] for i in moving]
-            found = self.on_rank_zero(trainer, lambda: self._align(trainer, graph, members[0], reference, others))
-            self.permutations = dict(zip(moving, found.permutations, strict=True))
-            record = found.as_record(trainer)
+            permutations, found = self.on_rank_zero(
+                trainer, lambda: self._align(trainer, graph, members[0], reference, others)
+            )
+            self.permutations = dict(zip(moving, permutations, strict=True))
+            record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step} | found
             if self.barrier_loader is not None:
                 record |= self._barriers(trainer, pl_module, graph, members[0], reference, states)
             if self.in_place:
                 for i, permutation in self.permutations.items():
-                    permute_in_place(
-                        graph,
-                        permutation,
-                        members[i],
-                        **self.followers(trainer, pl_module, members, i),
-                    )
+                    permute_in_place(graph, permutation, members[i], **self.followers(trainer, pl_module, members, i))
             if self.reference == "previous":
                 self._snapshot = _on_cpu(detached_state(members[0]))
         self.history.append(record)
@@ -241,19 +204,25 @@ class Rebasin(SymmetryCallback):
         member: nn.Module,
         reference: dict[str, Tensor],
         states: list[dict[str, Tensor]],
-    ) -> _Found:
+    ) -> tuple[list[Permutation], dict[str, list[float]]]:
+        """Permutations on the CPU, and what is recorded of them."""
         model = loader = None
         if self.match_on == "activations":
             model, loader = copy_of(member), self._batches(trainer, self.dataloader, argument="dataloader")
             if loader is not None and any(t.dtype in _HALF for t in model.state_dict().values()):
                 model, loader.widened = model.float(), True  # as the states below
-        moving = [_as_float(s) for s in states]
-        alignment = align(
-            graph, moving, reference=_as_float(reference), match_on=self.match_on, model=model, dataloader=loader
-        )
+        first, *moving = ({name: _widened(t) for name, t in s.items()} for s in (reference, *states))
+        alignment = align(graph, moving, reference=first, match_on=self.match_on, model=model, dataloader=loader)
         if alignment.uncertified:
             self.notice(f"Rebasin is not certified: {alignment.uncertified}", UncertifiedWarning)
-        return _Found.of(alignment)
+        record: dict[str, Any] = {
+            "NoT": alignment.transpositions,
+            "distance_before": alignment.distances_before,
+            "distance_after": alignment.distances_after,
+        }
+        if alignment.certificates:
+            record["output_change"] = [certificate.change for certificate in alignment.certificates]
+        return [{n: t.cpu() for n, t in p.items()} for p in alignment.permutations], record
 
     def _barriers(
         self,
@@ -314,7 +283,7 @@ class Rebasin(SymmetryCallback):
             if not isinstance(values, list):
                 continue
             scalars[f"{self.prefix}/{key}"] = sum(values) / len(values)
-            if not self.follows_one_network:
+            if not self.single:
                 scalars |= {f"{self.prefix}/{key}_{i}": float(v) for i, v in zip(moving, values, strict=True)}
         self.log_scalars(trainer, pl_module, scalars, hook)
         log_figure(trainer, f"{self.prefix}/distances", self._draw)
@@ -327,37 +296,6 @@ class Rebasin(SymmetryCallback):
             for when in ("before", "after")
         }
         return plot.bands(steps, runs, xlabel="step", ylabel="distance to the reference")
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What rank 0 tells the others: permutations on the CPU, and plain numbers."""
-
-    permutations: list[Permutation]
-    transpositions: list[int]
-    distances_before: list[float]
-    distances_after: list[float]
-    output_changes: list[float]
-
-    @classmethod
-    def of(cls, alignment: Alignment[Any]) -> _Found:
-        return cls(
-            permutations=[{n: t.cpu() for n, t in p.items()} for p in alignment.permutations],
-            transpositions=alignment.transpositions,
-            distances_before=alignment.distances_before,
-            distances_after=alignment.distances_after,
-            output_changes=[certificate.change for certificate in alignment.certificates],
-        )
-
-    def as_record(self, trainer: Trainer) -> dict[str, Any]:
-        record = {
-            "epoch": trainer.current_epoch,
-            "step": trainer.global_step,
-            "NoT": self.transpositions,
-            "distance_before": self.distances_before,
-            "distance_after": self.distances_after,
-        }
-        return record | ({"output_change": self.output_changes} if self.output_changes else {})
 
 
 class _Batches:
@@ -384,10 +322,6 @@ class _Batches:
 
 def _on_cpu(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().cpu().clone() for name, t in state.items()}
-
-
-def _as_float(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _widened(t) for name, t in state.items()}
 
 
 _HALF = (torch.float16, torch.bfloat16)

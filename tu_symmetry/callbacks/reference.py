@@ -17,10 +17,11 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from tu_symmetry.files import read_safetensors, replacing, write_safetensors
-from tu_symmetry.metrics.predictive import PredictiveAgreement, PredictiveTotalVariation
+from tu_symmetry.metrics.means import PredictiveAgreement, PredictiveTotalVariation
 from tu_symmetry.routines.predictive import PredictiveRoutine
 
 _COLLECTIONS = ("test_cls_metrics", "post_cls_metrics")
+_SUFFIXES = (".npz", ".safetensors")
 
 
 class ReferencePredictive(Callback):
@@ -64,12 +65,11 @@ class ReferencePredictive(Callback):
                 "test_cls_metrics, as TorchUncertainty's ClassificationRoutine has it)"
             )
         self._require_same_points(trainer)
+        place = trainer.global_rank, trainer.world_size
         for name, collection in found.items():
             own = dict(collection.items(keep_base=True, copy_state=False))
             ours = {
-                f"cls/{label}": AgainstReference(
-                    metric.clone(), self.reference, trainer.global_rank, trainer.world_size
-                )
+                f"cls/{label}": AgainstReference(metric.clone(), self.reference, *place)
                 for label, metric in self.metrics.items()
             }
             groups = [list(group) for group in collection.compute_groups.values()]
@@ -115,7 +115,7 @@ class PredictiveWriter(BasePredictionWriter):
     def __init__(self, path: str | Path, key: str = "probs") -> None:
         super().__init__(write_interval="epoch")
         self.path = Path(path)
-        if self.path.suffix not in (".npz", ".safetensors"):
+        if self.path.suffix not in _SUFFIXES:
             raise ValueError(f"{path}: a predictive is written as .npz or .safetensors")
         self.key = key
 
@@ -144,7 +144,8 @@ class PredictiveWriter(BasePredictionWriter):
         probs = torch.cat(parts)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.suffix == ".npz":
-            write_npz(self.path, {self.key: probs})
+            with replacing(self.path) as scratch, open(scratch, "wb") as file:
+                np.savez_compressed(file, **{self.key: probs.numpy()})
         else:
             write_safetensors(self.path, {self.key: probs}, {"predictive": type(pl_module).__name__})
 
@@ -207,7 +208,7 @@ def load_predictive(path: Path, key: str = "probs") -> Tensor:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file of a predictive")
-    if path.suffix not in (".npz", ".safetensors"):
+    if path.suffix not in _SUFFIXES:
         raise ValueError(f"{path}: a predictive is a .npz or .safetensors file")
     content: dict[str, Any]
     try:
@@ -228,9 +229,3 @@ def load_predictive(path: Path, key: str = "probs") -> Tensor:
             "negative, that sum to 1 over the classes"
         )
     return probs
-
-
-def write_npz(path: Path, arrays: dict[str, Tensor]) -> None:
-    """Write a compressed npz file, whole or not at all."""
-    with replacing(path) as scratch, open(scratch, "wb") as file:
-        np.savez_compressed(file, **{name: t.numpy() for name, t in arrays.items()})  # type: ignore[arg-type]

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from tu_symmetry import plot
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.callbacks.members import (
-    ModuleSource,
-    detached_state,
-)
+from tu_symmetry.callbacks.members import ModuleSource, detached_state
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.scaling.profiles import mass_profile
@@ -45,19 +42,16 @@ class ScaleCanonicalization(SymmetryCallback):
     mean. The same numbers are kept in :attr:`history`, which is part of the checkpoint.
 
     **In place.** With ``in_place=True`` the weights are brought into canonical scale where they are, together with
-    buffers (running statistics), gradients, averages of the weights and the optimizers' state. Let a weight be
-    multiplied by its factor ``c``. The function is unchanged, so gradients become ``g / c`` by the chain rule; momenta
-    and first moments are divided by ``c``, second moments by ``c**2``, averages of weights multiplied by ``c``.
+    buffers (running statistics), gradients, averages of the weights and the optimizers' state. Where a weight is
+    multiplied by ``c``, gradients, momenta and first moments are divided by ``c``, second moments by ``c**2``.
 
-    *The training trajectory is not invariant*, since neither SGD nor Adam is equivariant under rescaling. What holds
-    exactly for the next steps, read in the old coordinates ``w = w' / c`` (tests/callbacks/test_scale.py):
+    *The training trajectory is not invariant*. What holds exactly for the next steps, read in the old coordinates
+    ``w = w' / c``:
 
     * SGD, with or without momentum: the step is that of the learning rate ``lr / c**2``, weight by weight, with the
-      same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change; a
-      factor for each unit has no learning rate of its own in torch, so the callback does not try.
-    * Adam and AMSGrad: the step is that of ``lr / c`` and ``eps * c``, so the *absolute* step in the new coordinates is
-      what it was, up to ``eps``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c`` and ``weight_decay`` by ``1 / c**2``
-      (with AdamW, whose decay is decoupled, by ``1 / c``) would undo the change.
+      same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change.
+    * Adam and AMSGrad: the step is that of ``lr / c`` and ``eps * c``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c``
+      and ``weight_decay`` by ``1 / c**2`` (with AdamW, whose decay is decoupled, by ``1 / c``) would undo the change.
     * Without those changes ``weight_decay`` penalizes the new weights, which is another objective: that is the point of
       least mass. Clipping by the gradient's norm sees another norm.
 
@@ -75,25 +69,18 @@ class ScaleCanonicalization(SymmetryCallback):
         members: where the network is: an attribute path (``"model.backbone"``) or a callable of the LightningModule.
             Default: TorchUncertainty's ``core_models`` where there are some, else the routine's ``model`` without
             averaging wrappers, else its only submodule with weights.
-        every_n_epochs: act at the end of every n-th epoch.
-        every_n_steps: act after every n-th optimizer step.
-        at_end: act when training ends.
         at_start: act before the first step too (with the first batch there, so that the symmetries are known).
-        in_place: rescale the weights themselves, with everything that belongs to them.
         method: canonical scale that ``in_place`` brings the weights to, see :func:`~tu_symmetry.canonicalize`. What is
             logged as minimal mass is that of ``min_mass`` in any case.
         parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
             them; all parameters if left out.
         profile: natural-log factors at which the mass profile of every group is taken
             (:func:`~tu_symmetry.scaling.mass_profile`); none if empty.
-        example_input: an input of the network, to discover the symmetries with. Default: the LightningModule's
-            ``example_input_array``, else the first batch of training (its first tensor).
-        graph: the network's symmetry graph, instead of discovering it.
-        averages: further copies of the weights that must follow in place: attribute paths or callables as for
-            ``members``, each finding as many modules as there are members.
         prefix: first part of the logged names.
         log_layers: log the scalars of layers and groups too; they are in :attr:`history` in any case, and loggers of
             images (TensorBoard, Weights & Biases, MLflow, Comet) get a figure of the layers' masses each time.
+        **common: the schedule, ``in_place``, ``example_input``, ``graph`` and ``averages`` of
+            :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
@@ -107,31 +94,15 @@ class ScaleCanonicalization(SymmetryCallback):
         self,
         members: ModuleSource | None = None,
         *,
-        every_n_epochs: int | None = None,
-        every_n_steps: int | None = None,
-        at_end: bool = True,
         at_start: bool = False,
-        in_place: bool = False,
         method: Method = "min_mass",
         parameters: Sequence[str] | None = None,
         profile: Sequence[float] = (),
-        example_input: Tensor | tuple[Any, ...] | None = None,
-        graph: SymmetryGraph | None = None,
-        averages: Sequence[ModuleSource] = (),
         prefix: str = "scale",
         log_layers: bool = False,
+        **common: Any,
     ) -> None:
-        super().__init__(
-            members,
-            every_n_epochs=every_n_epochs,
-            every_n_steps=every_n_steps,
-            at_end=at_end,
-            in_place=in_place,
-            example_input=example_input,
-            graph=graph,
-            averages=averages,
-            prefix=prefix,
-        )
+        super().__init__(members, prefix=prefix, **common)
         self.log_layers = log_layers
         if method not in get_args(Method):
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}; got {method!r}")
@@ -183,12 +154,7 @@ class ScaleCanonicalization(SymmetryCallback):
         self.log_scales = [log_scale for log_scale, _ in found]
         if self.in_place:
             for i, log_scale in enumerate(self.log_scales):
-                scale_in_place(
-                    graph,
-                    log_scale,
-                    members[i],
-                    **self.followers(trainer, pl_module, members, i),
-                )
+                scale_in_place(graph, log_scale, members[i], **self.followers(trainer, pl_module, members, i))
         record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         keys = [key for key in found[0][1] if all(key in numbers for _, numbers in found)]
         record |= {key: [numbers[key] for _, numbers in found] for key in keys}

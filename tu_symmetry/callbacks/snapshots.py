@@ -19,8 +19,7 @@ class PosteriorSnapshots(ScheduledCallback):
 
     One network is one chain; the members of an ensemble are one chain each, numbered from ``chain`` on. Parameters
     and buffers are written as they are between two optimizer steps, by rank 0. A resumed run appends to the store
-    that it has begun; what it had written after its last checkpoint is taken back and made anew, all of it where it was
-    cut before its first checkpoint and is started again with the same weights and options.
+    that it has begun; what it had written after its last checkpoint is taken back and made anew.
 
     Args:
         folder: folder of the store; a store that is there must be of the same architecture.

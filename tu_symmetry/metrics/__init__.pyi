@@ -3,8 +3,8 @@ from .discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
 from .diversity import FunctionalDiversity as FunctionalDiversity
 from .diversity import PairwiseMutualInformation as PairwiseMutualInformation
 from .homogeneity import MarginalHomogeneity as MarginalHomogeneity
-from .predictive import PredictiveAgreement as PredictiveAgreement
-from .predictive import PredictiveTotalVariation as PredictiveTotalVariation
+from .means import PredictiveAgreement as PredictiveAgreement
+from .means import PredictiveTotalVariation as PredictiveTotalVariation
+from .means import RepresentationCost as RepresentationCost
+from .means import TranspositionCount as TranspositionCount
 from .quotient import QuotientDistance as QuotientDistance
-from .representation import RepresentationCost as RepresentationCost
-from .transpositions import TranspositionCount as TranspositionCount

@@ -92,6 +92,53 @@ class BaseMetric(Metric):
         super()._sync_dist(dist_sync_fn, process_group)
 
 
+class AverageMetric(BaseMetric):
+    """The mean of all values that were seen: ``total``, their sum, over ``count``, their number."""
+
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, shape: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        zeros = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        self.add_state("total", default=zeros, dist_reduce_fx="sum")
+        self.add_state("count", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+
+    def add(self, total: Tensor, count: int) -> None:
+        """Take the sum of ``count`` more values."""
+        self.total = self.total + total.to(self.total)
+        self.count = self.count + count
+
+    def compute(self) -> Any:
+        """The mean."""
+        return self.total / self.count
+
+
+class TwoSampleMetric(BaseMetric):
+    """A metric that compares the rows ``[N, D]`` of samples with those of a reference; all are kept until a reset."""
+
+    higher_is_better = False
+    compares_sets = True
+    reference: list[Tensor]
+    samples: list[Tensor]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name in ("reference", "samples"):
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+
+    def sets(self) -> tuple[Tensor, Tensor]:
+        """Rows of the samples, and of the reference.
+
+        Raises:
+            ValueError: if there are no samples, or no reference.
+        """
+        for name, rows in (("reference", self.reference), ("samples", self.samples)):
+            if len(rows) == 0:
+                raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
+        return stacked(self.samples), stacked(self.reference)
+
+
 def stacked(rows: Tensor | Sequence[Tensor]) -> Tensor:
     """The rows of a list state, which is one tensor once processes have been synchronized."""
     return rows if isinstance(rows, Tensor) else torch.cat(list(rows))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
+from tu_symmetry.metrics.base import TwoSampleMetric, read, written
 from tu_symmetry.metrics.functional.discrepancy import (
     Level,
     Reduction,
@@ -24,7 +24,7 @@ from tu_symmetry.states import require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-class MaximumMeanDiscrepancy(BaseMetric):
+class MaximumMeanDiscrepancy(TwoSampleMetric):
     """Squared MMD between samples of a network's weights and a reference: plain, or after symmetry removal.
 
     See :func:`~tu_symmetry.metrics.functional.network_discrepancy`. With a ``graph`` it is the quantity that arXiv
@@ -34,9 +34,6 @@ class MaximumMeanDiscrepancy(BaseMetric):
     All samples are kept until :meth:`reset`: leave out what is not compared, and put large networks on the CPU.
 
     Args:
-        remove_symmetries: maps a state to the representative of its orbit; the same for samples and reference. For
-            other keys or a reference to align to:
-            ``functools.partial(tus.remove_symmetries, graph, sort="first")``.
         graph: the symmetry graph; symmetries are removed as ``removed`` says. Only parameters are compared then,
             tied ones once, and not the running statistics.
         removed: what is removed with a graph, see :func:`~tu_symmetry.metrics.functional.removal`: by default what the
@@ -44,7 +41,6 @@ class MaximumMeanDiscrepancy(BaseMetric):
         parameters: what is compared, with a graph: names, patterns, or a predicate of the name.
         level: what is one vector: a ``"tensor"``, a ``"layer"`` (the tensors of one module) or the ``"network"``.
         reduction: ``"mean"``, ``"max"`` or ``"sum"`` over the tensors or layers.
-        reset_reference: whether :meth:`reset` forgets the reference too; keep it to compare several methods with it.
         kwargs: see :class:`torchmetrics.Metric`.
 
     Example:
@@ -56,34 +52,24 @@ class MaximumMeanDiscrepancy(BaseMetric):
         True
     """
 
-    higher_is_better = False
-    compares_sets = True
     layout: list[Tensor]
-    reference: list[Tensor]
-    samples: list[Tensor]
 
     def __init__(
         self,
-        remove_symmetries: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
-        *,
         graph: SymmetryGraph | None = None,
+        *,
         removed: RemovalName | Removal = "paper",
         parameters: Parameters | None = None,
         level: Level = "tensor",
         reduction: Reduction = "mean",
-        reset_reference: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if graph is not None and remove_symmetries is not None:
-            raise ValueError("give either a graph or an own remove_symmetries, not both")
         reduce_discrepancies({"": torch.zeros((), device="cpu")}, reduction)  # refuses what is not known
         weight_vectors({}, parameters=parameters if graph is None else None, level=level)
-        self.remove_symmetries, self.graph, self.counted = remove_symmetries, graph, parameters
-        self.removed = removal(removed)
-        self.level, self.reduction, self.reset_reference = level, reduction, reset_reference
-        for name in ("layout", "reference", "samples"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
+        self.graph, self.counted = graph, parameters
+        self.removed, self.level, self.reduction = removal(removed), level, reduction
+        self.add_state("layout", default=[], dist_reduce_fx="cat")
 
     def update(self, states: Mapping[str, Tensor], reference: bool) -> None:
         """Add networks.
@@ -106,10 +92,6 @@ class MaximumMeanDiscrepancy(BaseMetric):
         if shapes != first:
             odd = sorted(n for n in shapes.keys() | first.keys() if shapes.get(n) != first.get(n))
             raise ValueError(f"the states are of another architecture than the first ones; they differ in {odd}")
-        if self.remove_symmetries is not None:
-            (count,) = counts
-            whole = [self.remove_symmetries({name: t[i] for name, t in states.items()}) for i in range(count)]
-            states = {name: torch.stack([state[name] for state in whole]) for name in floating}
         vectors = weight_vectors(
             states, graph=self.graph, removed=self.removed, parameters=self.counted, level=self.level
         )
@@ -132,7 +114,7 @@ class MaximumMeanDiscrepancy(BaseMetric):
         Raises:
             ValueError: if there are no samples, or no reference.
         """
-        samples, reference = self._sets()
+        samples, reference = self._by_part()
         return {name: maximum_mean_discrepancy(own, reference[name]) for name, own in samples.items()}
 
     def compute_test(
@@ -143,7 +125,7 @@ class MaximumMeanDiscrepancy(BaseMetric):
         bootstraps: int = 200,
         confidence: float = 0.95,
         groups: tuple[Tensor | None, Tensor | None] = (None, None),
-        seed: int = 0,
+        generator: torch.Generator | None = None,
     ) -> DiscrepancyTest:
         """The value with p-value, confidence interval and the names of what was aggregated, of all processes' samples.
 
@@ -154,19 +136,15 @@ class MaximumMeanDiscrepancy(BaseMetric):
             confidence: level of the interval.
             groups: for samples and reference the numbers of the runs that they come from, in the order of the updates
                 (of rank 0 first).
-            seed: seed of all random choices.
+            generator: source of all random choices; without one they cannot be repeated.
 
         Raises:
             ValueError: if there are no samples, or no reference.
         """
-        if self.remove_symmetries is not None:
-            name = "by an own function"
-        else:
-            name = "nothing" if self.graph is None else self.removed.name
         with nullcontext() if self._is_synced else self.sync_context(should_sync=self._to_sync):
             return vectors_test(
-                *self._sets(),
-                removed=name,
+                *self._by_part(),
+                removed="nothing" if self.graph is None else self.removed.name,
                 level=self.level,
                 reduction=self.reduction,
                 sizes=sizes,
@@ -174,22 +152,12 @@ class MaximumMeanDiscrepancy(BaseMetric):
                 bootstraps=bootstraps,
                 confidence=confidence,
                 groups=groups,
-                generator=torch.Generator().manual_seed(seed),
+                generator=generator,
             )
 
-    def _sets(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Samples and reference, by part."""
-        found = []
-        for name, rows in (("reference", self.reference), ("samples", self.samples)):
-            if len(rows) == 0:
-                raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
-            widths = read(self.layout)["widths"]
-            found.append(dict(zip(widths, stacked(rows).split(list(widths.values()), dim=1), strict=True)))
-        return found[1], found[0]
-
-    def reset(self) -> None:
-        """Forget the samples, and the reference unless ``reset_reference`` is False."""
-        kept = list(self.reference), list(self.layout)  # torchmetrics clears the lists themselves
-        super().reset()
-        if kept[0] and not self.reset_reference:
-            self.reference, self.layout = kept
+    def _by_part(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Samples and reference, by tensor or layer."""
+        sets = self.sets()
+        widths = read(self.layout)["widths"]
+        samples, reference = (dict(zip(widths, rows.split(list(widths.values()), dim=1), strict=True)) for rows in sets)
+        return samples, reference

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.base import BaseMetric
+from tu_symmetry.metrics.base import AverageMetric, BaseMetric
 from tu_symmetry.metrics.functional.diversity import DiversitySummary, diversity_summary, pairwise_mutual_information
 from tu_symmetry.plot import new_axes
 
 
-class PairwiseMutualInformation(BaseMetric):
+class PairwiseMutualInformation(AverageMetric):
     """Mutual information of every pair of networks, in nats, averaged over the points.
 
     See :func:`~tu_symmetry.metrics.functional.pairwise_mutual_information`.
@@ -30,19 +30,14 @@ class PairwiseMutualInformation(BaseMetric):
     """
 
     plot_lower_bound = 0.0
-    total: Tensor
-    points: Tensor
 
     def __init__(self, num_members: int, reduction: Literal["mean", "none"] = "mean", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(shape=(num_members, num_members), **kwargs)
         if num_members < 2:
             raise ValueError(f"num_members must be at least 2 to form pairs, got {num_members}")
         if reduction not in ("mean", "none"):
             raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
         self.num_members, self.reduction = num_members, reduction
-        zeros = torch.zeros(num_members, num_members, dtype=torch.float64, device="cpu")
-        self.add_state("total", default=zeros, dist_reduce_fx="sum")
-        self.add_state("points", default=torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, probs: Tensor) -> None:
         """Add the predictions of all networks on a batch.
@@ -53,15 +48,12 @@ class PairwiseMutualInformation(BaseMetric):
         Raises:
             ValueError: for another number of networks, or values that are no probabilities.
         """
-        information = pairwise_mutual_information(probs)
-        if len(probs) != self.num_members:
-            raise ValueError(f"got the predictions of {len(probs)} networks, not of num_members={self.num_members}")
-        self.total = self.total + information.to(self.total) * probs.shape[1]
-        self.points = self.points + probs.shape[1]
+        points = probs.shape[1] if probs.ndim == 3 else 0
+        self.add(_information(probs, self.num_members).to(self.total) * points, points)
 
     def compute(self) -> Tensor:
         """Matrix ``(M, M)`` or its mean over the pairs, in nats."""
-        matrix = self.total / self.points
+        matrix: Tensor = super().compute()
         return matrix if self.reduction == "none" else matrix.sum() / (self.num_members * (self.num_members - 1))
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
@@ -114,10 +106,7 @@ class FunctionalDiversity(BaseMetric):
         Raises:
             ValueError: for another number of networks, or values that are no probabilities.
         """
-        information = pairwise_mutual_information(probs)
-        if len(probs) != self.num_members:
-            raise ValueError(f"got the predictions of {len(probs)} networks, not of num_members={self.num_members}")
-        added = information.to(self.id_total) * probs.shape[1]
+        added = _information(probs, self.num_members).to(self.id_total) * probs.shape[1]
         if ood:
             self.ood_total = self.ood_total + added
         else:
@@ -136,9 +125,10 @@ class FunctionalDiversity(BaseMetric):
                 raise ValueError(f"no {what} predictions so far: call update(probs, ood={flag})")
         return self.id_total / self.points[0], self.ood_total / self.points[1]
 
-    def summary(self, *, bootstraps: int = 200, confidence: float = 0.95, seed: int = 0) -> DiversitySummary:
+    def summary(
+        self, *, bootstraps: int = 200, confidence: float = 0.95, generator: torch.Generator | None = None
+    ) -> DiversitySummary:
         """All of it, with an interval of the correlation, of this process's points."""
-        generator = torch.Generator().manual_seed(seed)
         return diversity_summary(
             *self.matrices(),
             tolerance=self.tolerance,
@@ -154,13 +144,9 @@ class FunctionalDiversity(BaseMetric):
         values = {name: getattr(found, name) for name in (*names, "collapsed", "distinct")}
         return {name: torch.tensor(float(value), dtype=torch.float64, device="cpu") for name, value in values.items()}
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Each pair's mutual information in against out of distribution; with values, these as torchmetrics does."""
-        if val is not None:
-            return self._plot(val, ax)
-        figure, ax = new_axes(ax)
-        upper = torch.triu_indices(self.num_members, self.num_members, 1, device="cpu")
-        inside, outside = (m.cpu()[upper[0], upper[1]] for m in self.matrices())
-        ax.scatter(inside, outside, s=4, alpha=0.4)
-        ax.set(xlabel="mutual information in distribution (nats)", ylabel="out of distribution (nats)")
-        return figure, ax
+
+def _information(probs: Tensor, members: int) -> Tensor:
+    information = pairwise_mutual_information(probs)
+    if len(probs) != members:
+        raise ValueError(f"got the predictions of {len(probs)} networks, not of num_members={members}")
+    return information

@@ -19,7 +19,6 @@ from tu_symmetry.metrics.functional.homogeneity import (
     uniform_counts,
     unit_samples,
 )
-from tu_symmetry.plot import new_axes
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -38,7 +37,7 @@ class MarginalHomogeneity(BaseMetric):
         graph: the symmetry graph of the networks.
         statistic: ``"cramer_von_mises"`` or ``"kolmogorov_smirnov"``.
         num_resamples: number of random relabelings for each group.
-        keep_largest: also keep which unit has each group's largest weight, for :meth:`largest_weights` and the plot.
+        keep_largest: also keep which unit has each group's largest weight, for :meth:`largest_weights`.
         max_units: largest number of units of a group that are tested; None for all.
         max_weights: largest number of incoming weights of a unit that are tested; None for all.
         seed: seed of the relabelings.
@@ -133,20 +132,3 @@ class MarginalHomogeneity(BaseMetric):
             name: uniform_counts(rows[:, k], units, generator=generator)
             for k, (name, units) in enumerate(self.units.items())
         }
-
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """How often each unit of a layer has its largest weight, or without ``keep_largest`` the p-value.
-
-        One line for each group, in shares of what uniform counts would be; the corollary holds where all are about 1.
-        """
-        if val is not None or not self.keep_largest:
-            return self._plot(val, ax)
-        figure, ax = new_axes(ax)
-        for name, found in self.largest_weights().items():
-            share = found.counts.double() * len(found.counts) / found.counts.sum()
-            place = torch.linspace(0, 1, len(share), device="cpu")
-            ax.plot(place, share, marker="o", label=f"{name} (p = {found.p_value:.3f})")
-        ax.axhline(1.0, linestyle=":", color="gray")
-        ax.set(xlabel="unit, as a share of the layer", ylabel="frequency of the largest weight / uniform")
-        ax.legend()
-        return figure, ax

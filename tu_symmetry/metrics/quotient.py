@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.base import BaseMetric, stacked
+from tu_symmetry.metrics.base import TwoSampleMetric
 from tu_symmetry.metrics.functional.discrepancy import weight_vectors
 from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.removal import Removal, removal
@@ -16,7 +16,7 @@ from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
-class QuotientDistance(BaseMetric):
+class QuotientDistance(TwoSampleMetric):
     """Aligned L2, energy and sliced Wasserstein distances between posterior samples and a reference.
 
     See :func:`~tu_symmetry.metrics.functional.quotient_distances`. :meth:`compute` returns a dictionary with
@@ -35,11 +35,6 @@ class QuotientDistance(BaseMetric):
         ValueError: neither or both of ``align_to`` and ``removed``.
     """
 
-    higher_is_better = False
-    compares_sets = True
-    reference: list[Tensor]
-    samples: list[Tensor]
-
     def __init__(
         self,
         graph: SymmetryGraph,
@@ -57,8 +52,6 @@ class QuotientDistance(BaseMetric):
         self.graph, self.counted = graph, parameters
         self.removed = removal("min_mass", align_to=align_to) if removed is None else removed
         self.projections, self.seed = projections, seed
-        self.add_state("reference", default=[], dist_reduce_fx="cat")
-        self.add_state("samples", default=[], dist_reduce_fx="cat")
 
     def update(self, states: Mapping[str, Tensor], reference: bool) -> None:
         """Add stacked networks ``(S, ...)``, of the reference or not.
@@ -80,13 +73,8 @@ class QuotientDistance(BaseMetric):
         Raises:
             ValueError: if there are no samples, or no reference.
         """
-        sets = []
-        for name, rows in (("samples", self.samples), ("reference", self.reference)):
-            if len(rows) == 0:
-                raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
-            sets.append(stacked(rows))
         found = vector_distances(
-            *sets,
+            *self.sets(),
             removed=self.removed.name,
             projections=self.projections,
             generator=torch.Generator().manual_seed(self.seed),

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from tu_symmetry.alignment.activations import Similarity
 from tu_symmetry.alignment.align import MatchOn, Reference
 from tu_symmetry.alignment.align import align as align_states
-from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import (
@@ -43,14 +41,7 @@ _VERSION = "1"
 
 
 class CompactPosterior:
-    """A Gaussian over the weights of one architecture: diagonal, or diagonal plus low rank.
-
-    With ``M`` networks, their mean ``mu``, deviations ``D`` (``[weights, M]``) and variances ``sigma^2``:
-
-    * rank 0: ``N(mu, diag sigma^2)``;
-    * rank r > 0: ``N(mu, (diag sigma^2 + F F^T) / 2)``, the form of SWAG (arXiv 1902.02476, section 3.2), where
-      ``F F^T`` is the best approximation of rank r to ``D D^T / (M - 1)``; it is exact for ``r >= M - 1``, and the
-      marginal variances are then those of the diagonal form.
+    """A Gaussian over the weights of one architecture, ``N(mean, diag std^2)``.
 
     Running statistics and other buffers are no weights: they have a mean and are never sampled; integer ones are the
     first network's. Tied weights are one weight under several names.
@@ -60,7 +51,6 @@ class CompactPosterior:
     Attributes:
         mean: full state dict (weights and buffers), names in alphabetical order.
         std: the standard deviations sigma, of the weights only.
-        factors: the columns of ``F``, weight name to ``[r, *shape]``; empty for rank 0.
         metadata: architecture, number of networks, whether they were aligned and how, and the symmetry groups' sizes.
     """
 
@@ -69,7 +59,6 @@ class CompactPosterior:
         mean: Mapping[str, Tensor],
         std: Mapping[str, Tensor],
         *,
-        factors: Mapping[str, Tensor] | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
@@ -78,27 +67,24 @@ class CompactPosterior:
         Args:
             mean: full state dict.
             std: standard deviations of the entries that are sampled.
-            factors: low-rank factors, of the same names as ``std``.
             aliases: for each weight all its names, where it has several.
             metadata: anything that JSON can hold.
 
         Raises:
-            ValueError: names or shapes that do not fit each other, means, factors or standard deviations that are not
-                finite, negative standard deviations.
+            ValueError: names or shapes that do not fit each other, means or standard deviations that are not finite,
+                negative standard deviations.
         """
         self.mean: State = as_given(mean, {name: mean[name] for name in sorted(mean)})
         self.std: State = {name: std[name] for name in sorted(std)}
-        self.factors: State = {name: factors[name] for name in sorted(factors)} if factors else {}
         self.metadata = dict(metadata or {})
         names = {alias: group for group in map(tuple, (aliases or {}).values()) for alias in group}
         self._tied = {name: names.get(name, (name,)) for name in self.std}
-        unknown = self.std.keys() - self.mean.keys() or self.factors.keys() ^ (self.std.keys() if factors else set())
+        unknown = self.std.keys() - self.mean.keys()
         if unknown or not self.std:
-            raise ValueError(f"mean, std and factors are not of the same network: {sorted(unknown)[:6]}")
-        for what, tensors in (("mean", self.mean), ("factors", self.factors)):
-            for name, t in tensors.items():
-                if t.is_floating_point() and not torch.isfinite(t).all():
-                    raise ValueError(f"{what}[{name!r}] holds NaN or infinite values, which no posterior has")
+            raise ValueError(f"mean and std are not of the same network: {sorted(unknown)[:6]}")
+        for name, t in self.mean.items():
+            if t.is_floating_point() and not torch.isfinite(t).all():
+                raise ValueError(f"mean[{name!r}] holds NaN or infinite values, which no posterior has")
         for name, sigma in self.std.items():
             if sigma.shape != self.mean[name].shape or not torch.isfinite(sigma).all() or (sigma < 0).any():
                 raise ValueError(
@@ -113,18 +99,11 @@ class CompactPosterior:
         graph: SymmetryGraph | None = None,
         *,
         align: bool = True,
-        rank: int = 0,
         reference: Reference | Mapping[str, Tensor] = "first",
         match_on: MatchOn = "weights",
-        solver: Solver = "frank_wolfe",
-        similarity: Similarity = "product",
         model: nn.Module | None = None,
         dataloader: Iterable[Any] | None = None,
         buffers: Collection[str] | None = None,
-        correction: int = 1,
-        progress: Callable[[dict[str, Any]], None] | None = None,
-        max_iterations: int = 20,
-        threads: int = 1,
         generator: torch.Generator | None = None,
         certify: bool = True,
     ) -> CompactPosterior:
@@ -132,24 +111,17 @@ class CompactPosterior:
 
         Args:
             states: at least two networks: a stack, a list of state dicts, or a store. A store is read one state at a
-                time, unless the networks are to be aligned or a low-rank part is fitted.
+                time, unless the networks are to be aligned.
             graph: the architecture's symmetry graph; needed for alignment.
-            align: True for q_r, False for q_d.
-            rank: rank of the low-rank part, at most ``M - 1``.
-            reference: see :func:`tu_symmetry.align`.
-            match_on: see :func:`tu_symmetry.align`.
-            solver: see :func:`tu_symmetry.align`.
-            similarity: see :func:`tu_symmetry.align`.
+            align: True for q_r, False for q_d. For other options of the alignment, align the states first, by
+                :func:`tu_symmetry.align`, and pass them with False.
+            reference: see :func:`tu_symmetry.align`, also for what follows.
+            match_on: ``weights``, or ``activations``.
             model: for activation matching.
             dataloader: for activation matching.
             buffers: without a graph, the names of the entries that are no weights; integer entries never are.
-            correction: ``M - correction`` divides the sum of squares. The default is the unbiased variance, which is
-                what ``D D^T / (M - 1)`` has on its diagonal; 0 is the maximum-likelihood one.
-            progress: see :func:`tu_symmetry.align`.
-            max_iterations: see :func:`tu_symmetry.align`.
-            threads: see :func:`tu_symmetry.align`.
-            generator: see :func:`tu_symmetry.align`.
-            certify: see :func:`tu_symmetry.align`; the metadata take the network whose outputs changed most, as
+            generator: source of the alignment's random choices.
+            certify: measure the change of outputs; the metadata take the network whose outputs changed most, as
                 ``certificate``, or why nothing was measured, as ``uncertified``.
 
         Returns:
@@ -158,7 +130,7 @@ class CompactPosterior:
 
         Raises:
             SymmetryError: states of another architecture, NaN or infinite weights.
-            ValueError: a single network, a rank that the networks do not have, or nothing that says what is a buffer.
+            ValueError: a single network, or nothing that says what is a buffer.
         """
         members: Sequence[Mapping[str, Tensor]]
         members = states if isinstance(states, SampleStore) else unstack(states)
@@ -167,12 +139,7 @@ class CompactPosterior:
             raise ValueError(
                 f"a posterior needs at least two networks, got {count}: the standard deviation of one is undefined"
             )
-        if not 0 <= rank < count:
-            raise ValueError(f"rank {rank}: the deviations of {count} networks span at most rank {count - 1}")
-        if not 0 <= correction < count:
-            raise ValueError(f"correction {correction} leaves nothing to divide by with {count} networks")
-        transpositions: list[int] | None = None
-        certified: dict[str, Any] = {}
+        metadata: dict[str, Any] = {"networks": count, "aligned": align}
         if align:
             if graph is None:
                 raise ValueError(
@@ -184,49 +151,36 @@ class CompactPosterior:
                 list(members),
                 reference=reference,
                 match_on=match_on,
-                solver=solver,
-                similarity=similarity,
                 model=model,
                 dataloader=dataloader,
-                progress=progress,
-                max_iterations=max_iterations,
-                threads=threads,
                 generator=generator,
                 certify=certify,
             )
-            members, transpositions = alignment.states, alignment.transpositions
+            members = alignment.states
+            metadata |= {
+                "match_on": match_on,
+                "reference": reference if isinstance(reference, str) else "given",
+                "transpositions": alignment.transpositions,
+            }
             if alignment.certificates:
                 worst = max(alignment.certificates, key=lambda c: c.change)
-                certified = {"certificate": {"change": worst.change, "allowed": worst.allowed}}
+                metadata["certificate"] = {"change": worst.change, "allowed": worst.allowed}
             else:
-                certified = {"uncertified": alignment.uncertified}
+                metadata["uncertified"] = alignment.uncertified
         else:
             _check_states(members, graph)
         first = members[0]
         weights = _weights(first, graph, buffers)
         mean, squares, units = _moments(members, weights)
-        std = {name: (total / (count - correction)).sqrt() / units[name] for name, total in squares.items()}
-        metadata: dict[str, Any] = {"networks": count, "aligned": align, "correction": correction, "rank": rank}
-        if transpositions is not None:
-            metadata |= {
-                "match_on": match_on,
-                "reference": reference if isinstance(reference, str) else "given",
-                "transpositions": transpositions,
-                **certified,
-            }
+        std = {name: (total / (count - 1)).sqrt() / units[name] for name, total in squares.items()}
         aliases: dict[str, tuple[str, ...]] = {}
         if graph is not None:
             aliases = {name: names for name, names in graph.aliases.items() if len(names) > 1}
             metadata["architecture"] = graph.architecture
             metadata["groups"] = {g.name: list(g.shape) for g in graph.permutations}
-        repeated = {alias for names in aliases.values() for alias in names[1:]}
-        factors = _low_rank(members, mean, [n for n in weights if n not in repeated], rank) if rank else {}
-        for names in aliases.values():
-            factors |= {alias: factors[names[0]] for alias in names if names[0] in factors}
         return cls(
             as_given(first, {n: mean[n].to(_precision(t)) if n in mean else t.clone() for n, t in first.items()}),
             {n: t.to(_precision(first[n])) for n, t in std.items()},
-            factors={n: t.to(_precision(first[n])) for n, t in factors.items()},
             aliases=aliases,
             metadata=metadata,
         )
@@ -272,11 +226,6 @@ class CompactPosterior:
             metadata={"architecture": type(model).__name__, **(metadata or {})},
         )
 
-    @property
-    def rank(self) -> int:
-        """Rank of the low-rank part, 0 for a diagonal posterior."""
-        return len(next(iter(self.factors.values()))) if self.factors else 0
-
     def sigma(self) -> Tensor:
         """All standard deviations, flat ``[weights]``, in the order of the names; tied weights once."""
         return torch.cat([self.std[name].flatten() for name in self._free()])
@@ -295,18 +244,11 @@ class CompactPosterior:
             raise ValueError(f"cannot draw {num_samples} networks")
         generator = own_generator(generator)
         stack = as_given(self.mean, {n: t.expand(num_samples, *t.shape).clone() for n, t in self.mean.items()})
-        scale = math.sqrt(0.5) if self.factors else 1.0
         for name in self._free():
-            noise = _noise((num_samples, *self.std[name].shape), self.std[name], generator)
-            draw = stack[name] + scale * self.std[name] * noise
+            shape, sigma = (num_samples, *self.std[name].shape), self.std[name]
+            noise = torch.randn(shape, generator=generator, dtype=sigma.dtype, device=generator.device)
+            draw = stack[name] + sigma * noise.to(sigma.device)
             stack |= {alias: draw for alias in self._tied[name]}
-        if self.factors:
-            size = (num_samples, self.rank)
-            common = torch.randn(size, generator=generator, dtype=torch.float64, device=generator.device)
-            for name in self._free():
-                factor = self.factors[name]
-                draw = stack[name] + scale * torch.tensordot(common.to(factor), factor, dims=1)
-                stack |= {alias: draw for alias in self._tied[name]}
         return stack
 
     def pruning_mask(self, keep_fraction: float) -> dict[str, Tensor]:
@@ -337,17 +279,11 @@ class CompactPosterior:
             moved = {n: t.to(device, dtype if t.is_floating_point() else None) for n, t in tensors.items()}
             return as_given(tensors, moved)
 
-        return CompactPosterior(
-            move(self.mean),
-            move(self.std),
-            factors=move(self.factors),
-            aliases=self._aliases(),
-            metadata=self.metadata,
-        )
+        return CompactPosterior(move(self.mean), move(self.std), aliases=self._aliases(), metadata=self.metadata)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file (``mean/NAME``, ``std/NAME``, ``factors/NAME``) whole or not at all."""
-        parts = {"mean": self.mean, "std": self.std, "factors": self.factors}
+        """Write a safetensors file (``mean/NAME``, ``std/NAME``) whole or not at all."""
+        parts = {"mean": self.mean, "std": self.std}
         tensors = {f"{part}/{name}": t for part, content in parts.items() for name, t in content.items()}
         header = {
             "format": _FORMAT,
@@ -370,7 +306,7 @@ class CompactPosterior:
             SampleFileError: a file that is truncated, foreign or was changed, NaN or infinite values in it, or a
                 posterior of another architecture.
         """
-        parts: dict[str, State] = {"mean": {}, "std": {}, "factors": {}}
+        parts: dict[str, State] = {"mean": {}, "std": {}}
         try:
             tensors, head = read_safetensors(path)
         except FileError as error:
@@ -409,7 +345,7 @@ class CompactPosterior:
         return CompactEnsemble(model, self.sample(num_samples, generator=generator), vectorize=vectorize)
 
     def __repr__(self) -> str:
-        return f"CompactPosterior({len(self.sigma())} weights, rank {self.rank}, {self.metadata})"
+        return f"CompactPosterior({len(self.sigma())} weights, {self.metadata})"
 
     def _free(self) -> list[str]:
         """Weight names without the further names of tied ones."""
@@ -562,20 +498,6 @@ def _moments(members: Sequence[Mapping[str, Tensor]], weights: list[str]) -> tup
         for name in weights:
             squares[name] += ((member[name].double() - mean[name]) * units[name]).square()
     return mean, squares, units
-
-
-def _low_rank(members: Sequence[Mapping[str, Tensor]], mean: State, weights: list[str], rank: int) -> State:
-    """Factors ``[rank, *shape]`` of the best approximation ``F F^T`` to ``D D^T / (M - 1)``, from the M x M Gram."""
-    count = len(members)
-    deviations = {n: torch.stack([m[n].double() - mean[n] for m in members]) for n in weights}
-    gram = sum((d.flatten(1) @ d.flatten(1).T for d in deviations.values()), torch.zeros((), device="cpu"))
-    _, vectors = torch.linalg.eigh(gram)
-    top = vectors[:, -rank:].flip(1).T / math.sqrt(count - 1)
-    return {name: torch.tensordot(top, d, dims=1) for name, d in deviations.items()}
-
-
-def _noise(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=generator.device).to(like.device)
 
 
 def _precision(t: Tensor) -> torch.dtype:

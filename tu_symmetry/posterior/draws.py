@@ -20,7 +20,7 @@ from tu_symmetry.evaluation import evaluating
 from tu_symmetry.laplace.function_posterior import WeightSamples
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed, seeded
-from tu_symmetry.states import State, stack_states
+from tu_symmetry.states import State, evenly, stack_states
 
 _CHANNELS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 _READERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -298,7 +298,7 @@ def laplace_draws(source: Any, count: int, *, seed: int = 0) -> State:
 
 def _chosen(networks: Sequence[nn.Module], count: int, what: str) -> tuple[State, list[int]]:
     _require_enough(len(networks), count, what)
-    numbers = torch.linspace(0, len(networks) - 1, count, dtype=torch.float64, device="cpu").round().long().tolist()
+    numbers = evenly(len(networks), count)
     states = [{n: t.detach().cpu().clone() for n, t in networks[k].state_dict().items()} for k in numbers]
     return stack_states(states), numbers
 

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, State, layout_of, load_state, require_same
 
 CHECKPOINTS = "torch-uncertainty/Checkpoints"
 SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors")
-Progress = Callable[[dict[str, int | str]], None]
 
 
 @dataclass(frozen=True)
@@ -70,13 +66,11 @@ def collect_checkpoints(
     source: str | os.PathLike[str] = CHECKPOINTS,
     *,
     folder: str = ".",
-    like: Mapping[str, Tensor] | None = None,
     prefix: str = "",
     start: int = 0,
     count: int | None = None,
     per_shard: int = 16,
-    dtype: torch.dtype | None = None,
-    progress: Progress | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> SampleStore:
     """Stream a folder of checkpoints into a sample store, in memory no more than one shard at a time.
 
@@ -87,12 +81,10 @@ def collect_checkpoints(
         out: folder of the store; new, or of an interrupted call.
         source: a local folder, or the name of a data set of Hugging Face.
         folder: which of its folders, as :func:`list_checkpoints` names it.
-        like: a state that all networks must agree with in names and shapes, ``model.state_dict()``.
         prefix: what stands before the names in the files, ``"model."`` in checkpoints of routines.
         start: number of the first network.
         count: number of networks; all that follow by default.
         per_shard: networks in each file of the store.
-        dtype: what floating-point tensors are stored as; as they are by default (float16 stays float16).
         progress: receives ``done``, ``total`` and ``file`` after each network.
 
     Raises:
@@ -117,8 +109,9 @@ def collect_checkpoints(
         raise ValueError(f"per_shard must be at least 1, got {per_shard}")
     files = files[start : None if count is None else start + count]
     out = Path(out)
-    if out.is_dir() and any(out.iterdir()):
-        store = SampleStore.open(out, like=like)
+    there = SampleStore.open_if_there(out)
+    if there is not None:
+        store = there
         if (store.metadata.get("source"), store.metadata.get("subfolder")) != (str(source), key):
             raise SampleFileError(f"{out} holds samples of {store.metadata}, not of {folder} of {source}")
     else:
@@ -133,14 +126,9 @@ def collect_checkpoints(
     for position, k in enumerate(waiting):
         path = _local(source, files[k])
         state = load_state(path, prefix=prefix)
-        if dtype is not None:
-            state = {n: t.to(dtype) if t.is_floating_point() else t for n, t in state.items()}
         expected = first or (None if not held else held[0])
         if expected is not None:
             require_same(layout_of(state), layout_of(expected), str(path), "the files before it", SampleFileError)
-        if like is not None:
-            shapes = {n: e._replace(dtype=like[n].dtype) if n in like else e for n, e in layout_of(state).items()}
-            require_same(shapes, layout_of(like), str(path), "the state that was given", SampleFileError)
         held.append(state)
         numbers.append(k)
         if progress is not None:

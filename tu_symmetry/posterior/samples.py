@@ -1,6 +1,5 @@
 """Posterior samples: stacked states with a leading sample axis, and the folders of safetensors shards that hold them.
 
-Every method writes the same files: members of an ensemble, HMC samples, snapshots of a run, draws from a Gaussian.
 A store is a folder with one small, constant file ``store.json`` (architecture, method, seed) and any number of shards
 ``00000000-<token>.safetensors``. A shard holds stacked states, and its header the chain and step of each of them; it
 is written under a temporary name and renamed. After it, its name and digest go to the end of ``shards.log``.
@@ -8,11 +7,8 @@ is written under a temporary name and renamed. After it, its name and digest go 
 What cannot happen in silence: a shard that was changed does not have its digest (see :mod:`tu_symmetry.files`; checked
 when its first state is read, so opening stays quick), a copy does not have the name it was written under, one of
 another store does not name this store, and one that was deleted or replaced stands in the log with its digest. A shard
-that is not in the log is no damage: a run was killed between the two writes.
-
-A training that stores its samples as it goes is ahead of its checkpoint. It says in ``run-<chain>.json`` which run it
-is (:meth:`SampleStore.mark`), so that the same run, started again, takes back what its checkpoint does not have
-(:meth:`SampleStore.discard`): the log says ``discarded`` of a shard, and then the file goes.
+that is not in the log is no damage: a run was killed between the two writes. ``run-<chain>.json`` says which run has
+stored a chain, so that the same run, started again, takes back what its checkpoint does not have.
 """
 
 from __future__ import annotations
@@ -102,11 +98,6 @@ class SampleStore(Sequence[State]):
     ``store[i]`` and iteration give single states, :meth:`stack` and :meth:`load` stacked ones. Samples stay in the
     order in which they were appended. Several processes may append to one store; each sees what was there when it
     opened it, and what it has appended itself.
-
-    Example:
-        >>> store = SampleStore.create(tmp / "hmc", architecture="MLP", method="hmc", seed=0)   # doctest: +SKIP
-        >>> store.append(model.state_dict(), chain=0, step=100)                                 # doctest: +SKIP
-        >>> stack = SampleStore.open(tmp / "hmc").load()                                        # doctest: +SKIP
 
     Attributes:
         folder: where the files are.
@@ -216,6 +207,14 @@ class SampleStore(Sequence[State]):
             found = {n: e._replace(dtype=like[n].dtype) if n in like else e for n, e in store.layout.items()}
             require_same(found, layout_of(like), str(folder), "the state that was given", SampleFileError)
         return store
+
+    @classmethod
+    def open_if_there(
+        cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None
+    ) -> SampleStore | None:
+        """:meth:`open` where the folder holds something, else None."""
+        there = Path(folder).is_dir() and any(Path(folder).iterdir())
+        return cls.open(folder, like=like) if there else None
 
     def append(
         self,

@@ -19,7 +19,7 @@ from tu_symmetry.datamodules.tomography import TomographyProblem
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.network import States, derived_seed, initialized, require_positive
 from tu_symmetry.routines.members import StackedNetworks, stacked_module
-from tu_symmetry.routines.predictive import HALF_PRECISION, optimizer_config
+from tu_symmetry.routines.predictive import HALF_PRECISION
 from tu_symmetry.states import unstack
 from tu_symmetry.transfer import numbers
 
@@ -120,6 +120,7 @@ class DeepImagePriorRoutine(StackedNetworks):
     """
 
     best_loss: Tensor
+    default_lr = 1e-4
 
     def __init__(
         self,
@@ -166,22 +167,6 @@ class DeepImagePriorRoutine(StackedNetworks):
     def network_states(self) -> list[States]:
         """The iterates of the lowest loss, which the reconstructions are of, as a list of state dicts (views)."""
         return unstack({name: t.detach() for name, t in self.best.state_dict().items()})
-
-    def configure_optimizers(self) -> Any:
-        """One optimizer over the stack.
-
-        Raises:
-            ValueError: an optimizer in which the networks would influence each other.
-        """
-        parameters = list(self.members.parameters())
-        made = (
-            torch.optim.Adam(parameters, lr=1e-4)
-            if self.optimizer is None and self.lr_scheduler is None
-            else optimizer_config(parameters, self.optimizer or _adam, self.lr_scheduler)
-        )
-        if isinstance(made, torch.optim.LBFGS):
-            raise ValueError("LBFGS mixes the gradients of all networks: take an optimizer such as Adam or SGD")
-        return made
 
     def on_fit_start(self) -> None:
         """Check the run before the first step.
@@ -419,7 +404,3 @@ class _Apply(torch.autograd.Function):
 def _rows(stack: Tensor, chosen: Tensor) -> Tensor:
     """``stack[chosen]``, without a copy where that is all of it."""
     return stack if len(chosen) == len(stack) else stack[chosen]
-
-
-def _adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-4)

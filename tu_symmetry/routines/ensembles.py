@@ -10,6 +10,7 @@ from torch import nn
 
 from tu_symmetry.posterior.compact import CompactEnsemble, CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import evenly
 
 
 def posterior_ensemble(
@@ -57,8 +58,7 @@ def posterior_ensemble(
         count = len(store) if num_samples is None else num_samples
         if not 1 <= count <= len(store):
             raise ValueError(f"num_samples={num_samples}, but {path} holds {len(store)} samples")
-        chosen = torch.linspace(0, len(store) - 1, count, dtype=torch.float64, device="cpu").round().long()
-        return CompactEnsemble(model, store.stack(chosen), vectorize=vectorize)
+        return CompactEnsemble(model, store.stack(evenly(len(store), count)), vectorize=vectorize)
     if num_samples is None or num_samples < 1:
         raise ValueError(f"{path} is a Gaussian, and num_samples={num_samples} does not say how many networks to draw")
     generator = torch.Generator().manual_seed(seed)

@@ -17,8 +17,9 @@ from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain, RunningMoments, SignedSums, chain_diagnostics
 from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_numbers, require_positive
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, evenly
+from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine
 from tu_symmetry.routines.runs import StoredRun, fingerprint_of
+from tu_symmetry.states import evenly
 
 _STATE = "hamiltonian_monte_carlo"
 
@@ -32,9 +33,7 @@ class HMCRoutine(PredictiveRoutine):
     ``batch_size: full``). It is read once.
 
     The state of the chain is in every checkpoint: a run resumed with ``--ckpt_path last`` gives the chain that an
-    uninterrupted run gives, bit for bit where the device's kernels are deterministic. Samples that an interrupted run
-    has written after its last checkpoint are taken back and made anew; all of them where it was cut before its first
-    checkpoint and is started again as it was.
+    uninterrupted run gives, bit for bit where the device's kernels are deterministic.
 
     Of the chain are kept: every ``thinning``-th sample in a :class:`~tu_symmetry.posterior.samples.SampleStore`, and
     of *all* transitions after the burn-in running moments of the weights, and a bounded set of quantities for the
@@ -121,9 +120,10 @@ class HMCRoutine(PredictiveRoutine):
         self.model = model
         self.burn_in = burn_in
         self.thinning = thinning
-        first, last, count = stored or (0, 0, 0)
-        chosen = torch.linspace(first, last, count, dtype=torch.float64, device="cpu").round().long().tolist()
-        self.stored = None if stored is None else frozenset(chosen)
+        self.stored: frozenset[int] | None = None
+        if stored is not None:
+            first, last, count = stored
+            self.stored = frozenset(first + k for k in evenly(last - first + 1, count))
         self.prior_precision = prior_precision
         adapting = adapt_step_size or adapt_mass_matrix
         self.kernel_options: dict[str, Any] = {
@@ -292,16 +292,8 @@ class HMCRoutine(PredictiveRoutine):
         series = torch.stack(self._series)
         return chain_diagnostics({"projections": series[:, :-1], "potential": series[:, -1]})
 
-    def on_predict_start(self) -> None:
-        """Choose the stored samples that predict."""
-        self.on_test_start()
-
-    def on_predict_end(self) -> None:
-        """Let go of the samples."""
-        self._tested = None
-
     def on_test_start(self) -> None:
-        """Choose the stored samples that are tested; without a store the chain's position is."""
+        """Choose the stored samples that are measured; without a store the chain's position is."""
         self._tested = None
         if self.samples is not None:
             store = SampleStore.open(self.samples, like=self.model.state_dict())
@@ -312,6 +304,8 @@ class HMCRoutine(PredictiveRoutine):
     def on_test_end(self) -> None:
         """Let go of the samples."""
         self._tested = None
+
+    on_predict_start, on_predict_end = on_test_start, on_test_end
 
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(samples, B, ...)`` of the stored samples in a test, else of the chain's position."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,6 +29,21 @@ class StackedNetworks(LightningModule):
     """
 
     members: nn.Module
+    optimizer: OptimizerCallable | None
+    lr_scheduler: LRSchedulerCallable | None
+    default_lr: ClassVar[float] = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over the stack.
+
+        Raises:
+            ValueError: an optimizer in which the networks would influence each other.
+        """
+        parameters = list(self.members.parameters())
+        made = optimizer_config(parameters, self.optimizer, self.lr_scheduler, lr=self.default_lr)
+        if isinstance(made, torch.optim.LBFGS):
+            raise ValueError("LBFGS mixes the gradients of all networks: take an optimizer such as Adam or SGD")
+        return made
 
     def network_states(self) -> list[States]:
         """The networks as a list of state dicts (views), as functions that take states read them from a routine."""
@@ -142,17 +157,6 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
                 own[name].copy_(t)
         self._started = True
 
-    def configure_optimizers(self) -> Any:
-        """One optimizer over the stack.
-
-        Raises:
-            ValueError: an optimizer in which members would influence each other.
-        """
-        made = optimizer_config(self.members.parameters(), self.optimizer, self.lr_scheduler)
-        if isinstance(made, torch.optim.LBFGS):
-            raise ValueError("LBFGS mixes the gradients of all members: take an optimizer such as Adam or SGD")
-        return made
-
     def on_fit_start(self) -> None:
         """Check the folder before the first step.
 
@@ -223,8 +227,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         if self.samples is None or not self.trainer.is_global_zero:
             return
         written_by: dict[str, Any] = {"method": "deep_ensemble", "seed": self.seed}
-        if self.samples.is_dir() and any(self.samples.iterdir()):
-            store = SampleStore.open(self.samples)
+        if (store := SampleStore.open_if_there(self.samples)) is not None:
             own = store.chains == list(range(self.num_members)) and written_by.items() <= store.metadata.items()
             if not own:
                 raise FileExistsError(
@@ -258,12 +261,11 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         """Outputs ``(members, B, ...)`` for the same inputs ``(B, ...)``, in ``eval`` mode."""
         self.members.eval()
 
-        def one(parameters: States, buffers: States) -> Tensor:
-            return functional_call(self.members, {**parameters, **buffers}, (x,))
+        def one(state: States) -> Tensor:
+            return functional_call(self.members, state, (x,))
 
-        parameters: States = dict(self.members.named_parameters())
-        buffers: States = dict(self.members.named_buffers())
-        return vmap(one, chunk_size=self.chunk_size)(parameters, buffers)
+        state: States = {**dict(self.members.named_parameters()), **dict(self.members.named_buffers())}
+        return vmap(one, chunk_size=self.chunk_size)(state)
 
 
 def clip_members(parameters: Iterable[nn.Parameter], largest: float) -> None:

@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAccuracy
 
+from tu_symmetry.metrics.base import AverageMetric
+
 Likelihood = Callable[..., Any]  # as :data:`tu_symmetry.posterior.network.NLL`; jsonargparse takes a path or a class
 
 
@@ -21,52 +23,35 @@ Likelihood = Callable[..., Any]  # as :data:`tu_symmetry.posterior.network.NLL`;
 HALF_PRECISION = ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16")
 
 
-class PredictiveNLL(Metric):
+class PredictiveNLL(AverageMetric):
     """Mean negative log-probability of the targets, in nats."""
 
-    full_state_update = False
     higher_is_better = False
-    total: Tensor
-    count: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, probs: Tensor, target: Tensor) -> None:
         """Take probabilities ``(B, C)`` and classes ``(B,)``."""
         chosen = probs.gather(-1, target.unsqueeze(-1)).clamp_min(torch.finfo(probs.dtype).tiny)
-        self.total = self.total - chosen.log().double().sum()
-        self.count = self.count + len(target)
+        self.add(-chosen.log().double().sum(), len(target))
 
     def compute(self) -> Tensor:
         """The mean."""
-        return (self.total / self.count).float()
+        mean: Tensor = super().compute()
+        return mean.float()
 
 
-class MemberScores(Metric):
+class MemberScores(AverageMetric):
     """Mean negative log-likelihood in nats, and accuracy, of every member by itself."""
 
-    full_state_update = False
-    nll: Tensor
-    correct: Tensor
-    count: Tensor
-
     def __init__(self) -> None:
-        super().__init__()
-        for name in ("nll", "correct"):
-            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("count", torch.zeros((), dtype=torch.long), dist_reduce_fx="sum")
+        super().__init__(shape=(2, 1))
 
     def update(self, nll: Tensor, correct: Tensor, count: int) -> None:
         """Take sums ``(members,)`` over a batch of ``count`` points."""
-        self.nll, self.correct = self.nll + nll.double(), self.correct + correct.double()
-        self.count = self.count + count
+        self.add(torch.stack([nll.double(), correct.double()]), count)
 
     def compute(self) -> dict[str, Tensor]:
         """``NLL`` and ``Acc``, each ``(members,)``."""
-        return {"NLL": self.nll / self.count, "Acc": self.correct / self.count}
+        return dict(zip(("NLL", "Acc"), super().compute(), strict=True))
 
 
 class PredictiveRoutine(LightningModule):
@@ -202,23 +187,20 @@ def training_points(trainer: Trainer, given: int | None) -> int:
 
 
 def optimizer_config(
-    parameters: Iterable[Any], optimizer: OptimizerCallable | None, scheduler: LRSchedulerCallable | None
+    parameters: Iterable[Any],
+    optimizer: OptimizerCallable | None,
+    scheduler: LRSchedulerCallable | None,
+    *,
+    lr: float = 1e-3,
 ) -> Any:
-    """What ``configure_optimizers`` returns: Adam with learning rate 1e-3 unless another one is given.
+    """What ``configure_optimizers`` returns: Adam with learning rate ``lr`` unless another optimizer is given.
 
     Schedules that torch defines by the batch (``OneCycleLR``, ``CyclicLR``) advance after every optimizer step, others
     after every epoch.
     """
-    made = torch.optim.Adam(parameters, lr=1e-3) if optimizer is None else optimizer(parameters)
+    made = torch.optim.Adam(parameters, lr=lr) if optimizer is None else optimizer(parameters)
     if scheduler is None:
         return made
     schedule = scheduler(made)
     interval = "step" if isinstance(schedule, (OneCycleLR, CyclicLR)) else "epoch"
     return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
-
-
-def evenly(count: int, wanted: int | None) -> list[int]:
-    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
-    if wanted is None or wanted >= count:
-        return list(range(count))
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64, device="cpu").round().long().tolist()

@@ -55,7 +55,7 @@ class StoredRun:
         """
         if not trainer.is_global_zero:
             return
-        store = self._store = self._open()
+        store = self._store = SampleStore.open_if_there(self.folder, like=self.like)
         own = [] if store is None else [r for r in store.records if r.chain in self.chains]
         mark = None if store is None else store.marked(self.chains[0])
         if resumed is not None:
@@ -97,7 +97,8 @@ class StoredRun:
     def append(self, states: Any, *, chain: int | Sequence[int], step: int | Sequence[int]) -> None:
         """Append to the store, which is made if it is not there, and says first which run this is."""
         if self._store is None:  # another chain may have made it since this run began
-            self._store = self._open() or SampleStore.create(self.folder, **self.metadata)
+            there = SampleStore.open_if_there(self.folder, like=self.like)
+            self._store = there or SampleStore.create(self.folder, **self.metadata)
         if not self._told:
             self._store.mark(self.chains[0], RunMark(self.run))
             self._told = True
@@ -113,10 +114,6 @@ class StoredRun:
         """For the checkpoint: which run this is, and how many samples it has stored."""
         records = [] if self._store is None else self._store.records
         return {"run": self.run, "samples": sum(r.chain in self.chains for r in records)}
-
-    def _open(self) -> SampleStore | None:
-        there = self.folder.is_dir() and any(self.folder.iterdir())
-        return SampleStore.open(self.folder, like=self.like) if there else None
 
     def _named(self) -> str:
         first, last = self.chains[0], self.chains[-1]

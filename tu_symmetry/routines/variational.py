@@ -198,17 +198,11 @@ class VariationalRoutine(PredictiveRoutine):
             self.posterior_file.parent.mkdir(parents=True, exist_ok=True)
             self.posterior().save(self.posterior_file)
 
-    def on_validation_start(self) -> None:
-        """Draw the networks of the validation."""
-        self._evaluated = self._drawn()
-
     def on_test_start(self) -> None:
-        """Draw the networks of the test."""
+        """Draw the networks that are measured."""
         self._evaluated = self._drawn()
 
-    def on_predict_start(self) -> None:
-        """Draw the networks of the prediction."""
-        self._evaluated = self._drawn()
+    on_validation_start = on_predict_start = on_test_start
 
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(num_test_samples, B, ...)``."""

@@ -10,7 +10,6 @@ from tu_symmetry.metrics.functional.gaussian import gaussian_wasserstein
 from tu_symmetry.metrics.functional.homogeneity import (
     HomogeneityTest,
     LargestWeight,
-    largest_weight,
     marginal_homogeneity,
     unit_samples,
 )
@@ -23,7 +22,7 @@ from tu_symmetry.metrics.functional.quotient import (
 )
 from tu_symmetry.metrics.functional.removal import Removal, removal
 from tu_symmetry.metrics.functional.representation import RepresentationCosts, representation_costs
-from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, discrepancy_test, stream_discrepancy
+from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, discrepancy_test
 
 __all__ = [
     "DiscrepancyTest",
@@ -37,7 +36,6 @@ __all__ = [
     "diversity_summary",
     "energy_distance",
     "gaussian_wasserstein",
-    "largest_weight",
     "marginal_homogeneity",
     "maximum_mean_discrepancy",
     "mmd_bandwidths",
@@ -49,6 +47,5 @@ __all__ = [
     "removal",
     "representation_costs",
     "sliced_wasserstein",
-    "stream_discrepancy",
     "unit_samples",
 ]

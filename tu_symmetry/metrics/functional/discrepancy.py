@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
@@ -17,7 +17,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Level = Literal["tensor", "layer", "network"]
 Reduction = Literal["mean", "max", "sum"]
-Pairs = Literal["all", "triangle"]
 KERNELS: dict[str, int] = {"laplace": 1, "gaussian": 2}
 _PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
 BANDWIDTH_SAMPLES = 500
@@ -29,7 +28,6 @@ def maximum_mean_discrepancy(
     *,
     num_bandwidths: int = 10,
     reduction: Literal["mean", "none"] = "mean",
-    pairs: Pairs = "all",
 ) -> Tensor:
     """Unbiased squared MMD of two sets of samples, over Laplace and Gaussian kernels of several bandwidths.
 
@@ -50,9 +48,6 @@ def maximum_mean_discrepancy(
         y: samples ``(T, D)``.
         num_bandwidths: for each of the two kernels.
         reduction: ``"mean"`` over kernels and bandwidths, or ``"none"``.
-        pairs: the distances that the bandwidths come from: ``"all"`` between the two sets (MMDAgg's definition), or
-            ``"triangle"``, those between ``x_i`` and ``y_j`` with ``i >= j`` (what the code of the ``mmdagg`` package
-            takes, for sets of equal size; it depends on the order of the samples).
 
     Returns:
         A scalar, or ``(2, num_bandwidths)``: Laplace, then Gaussian, bandwidths ascending.
@@ -60,18 +55,9 @@ def maximum_mean_discrepancy(
     Raises:
         ValueError: for fewer than two samples, shapes that do not fit, NaN or infinite values.
     """
-    for name, samples in (("x", x), ("y", y)):
-        check_tensor(samples, name, "real")
-        if samples.ndim != 2 or len(samples) < 2 or samples.shape[1] == 0:
-            raise ValueError(f"{name} has the shape {tuple(samples.shape)}; expected (samples, features), samples >= 2")
-        if not torch.isfinite(samples).all():
-            raise ValueError(f"{name} holds NaN or infinite values: a network among the samples has diverged")
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(f"x has {x.shape[1]} features and y {y.shape[1]}: they are not of one architecture")
+    x, y = checked_samples(x, y)
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
-    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-    x, y = x.to(dtype), y.to(dtype)
     largest = max(largest_entry(x), largest_entry(y))
     unit = 1.0
     if largest > 0 and not 1e-12 < largest < 1e12:  # single precision does not hold the squares of distances
@@ -79,15 +65,12 @@ def maximum_mean_discrepancy(
         halves = 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)
         x, y = (samples.double() * halves[0] * halves[1] for samples in (x, y))
         unit = halves[0] * halves[1]  # of distances, and so of the bandwidths' floors
-    if pairs not in ("all", "triangle") or (pairs == "triangle" and len(x) != len(y)):
-        raise ValueError(f"pairs must be 'all', or 'triangle' with sets of equal size, got {pairs!r}")
     values = []
     for power in KERNELS.values():
         pooled = pairwise_distances(torch.cat([x, y]), power)
         within_x, within_y = _off_diagonal(pooled[: len(x), : len(x)]), _off_diagonal(pooled[len(x) :, len(x) :])
         cross = pooled[: len(x), len(x) :]
         base = cross[:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
-        base = base[torch.ones_like(base, dtype=torch.bool).tril()] if pairs == "triangle" else base
         for b in mmd_bandwidths(base, num_bandwidths, unit=unit):
             kxx, kyy, kxy = ((-((d / b) ** power)).exp().mean() for d in (within_x, within_y, cross))
             values.append(kxx + kyy - 2 * kxy)
@@ -130,14 +113,35 @@ def network_discrepancy(
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
         SymmetryError: for states that the graph does not fit.
     """
-    sets = [weight_vectors(s, graph=graph, removed=removed, parameters=parameters, level=level) for s in (x, y)]
-    if sets[0].keys() != sets[1].keys():
-        raise ValueError(
-            f"the states are of two architectures; they differ in {sorted(sets[0].keys() ^ sets[1].keys())}"
-        )
+    a, b = (weight_vectors(s, graph=graph, removed=removed, parameters=parameters, level=level) for s in (x, y))
+    require_same_names(a, b)
     return reduce_discrepancies(
-        {name: maximum_mean_discrepancy(vectors, sets[1][name]) for name, vectors in sets[0].items()}, reduction
+        {name: maximum_mean_discrepancy(vectors, b[name]) for name, vectors in a.items()}, reduction
     )
+
+
+def require_same_names(a: Collection[str], b: Collection[str]) -> None:
+    """Raise a ValueError that names what only one of two architectures has."""
+    if differing := set(a) ^ set(b):
+        raise ValueError(f"the states are of two architectures; they differ in {sorted(differing)}")
+
+
+def checked_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Two sets of vectors ``(S, D)`` and ``(T, D)`` in one precision, float32 at least, where the first one is.
+
+    Raises:
+        ValueError: fewer than two vectors, shapes that do not fit, NaN or infinite values.
+    """
+    for name, samples in (("x", x), ("y", y)):
+        check_tensor(samples, name, "real")
+        if samples.ndim != 2 or len(samples) < 2 or samples.shape[1] == 0:
+            raise ValueError(f"{name} has the shape {tuple(samples.shape)}; expected (samples, features), samples >= 2")
+        if not torch.isfinite(samples).all():
+            raise ValueError(f"{name} holds NaN or infinite values: a network among the samples has diverged")
+    if x.shape[1] != y.shape[1]:
+        raise ValueError(f"x has {x.shape[1]} features and y {y.shape[1]}: they are not of one architecture")
+    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+    return x.to(dtype), y.to(x.device, dtype)
 
 
 def weight_vectors(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.predictive import checked_probabilities
+from tu_symmetry.metrics.functional.resampling import percentile_interval
 from tu_symmetry.states import check_tensor
 from tu_symmetry.symmetry.randomness import own_generator
 
@@ -118,22 +119,13 @@ def diversity_summary(
     def dispersion(values: Tensor) -> float:
         return float(values.std() / values.mean()) if float(values.mean()) > 0 else 0.0
 
-    interval = (math.nan, math.nan)
     source = own_generator(generator)
     replicates = []
     for _ in range(bootstraps):
         chosen = torch.randint(members, (members,), generator=source, device=source.device).cpu()
         p, q = chosen[i], chosen[j]
         different = p != q  # a pair of equal draws has no information by construction
-        value = _pearson(a[p, q][different], b[p, q][different])
-        if math.isfinite(value):
-            replicates.append(value)
-    if replicates:
-        tail = (1 - confidence) / 2
-        ends = torch.quantile(
-            torch.tensor(replicates, device="cpu").double(), torch.tensor([tail, 1 - tail], device="cpu").double()
-        )
-        interval = (float(ends[0]), float(ends[1]))
+        replicates.append(_pearson(a[p, q][different], b[p, q][different]))
     ranks = [v.argsort().argsort().double() for v in (inside, outside)]
     linked = a <= tolerance
     return DiversitySummary(
@@ -144,7 +136,7 @@ def diversity_summary(
         ood_dispersion=dispersion(outside),
         correlation=_pearson(inside, outside),
         rank_correlation=_pearson(*ranks),
-        correlation_interval=interval,
+        correlation_interval=percentile_interval(torch.tensor(replicates, device="cpu"), confidence),
         collapsed=float((inside <= tolerance).double().mean()),
         distinct=_components(linked),
         tolerance=tolerance,

@@ -7,7 +7,6 @@ modes in a fixed order, violates that.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tu_symmetry.metrics.functional.resampling import p_value
 from tu_symmetry.scaling.removal import incoming_member, unit_rows
-from tu_symmetry.states import check_tensor
+from tu_symmetry.states import check_tensor, evenly
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 
@@ -105,9 +105,8 @@ def marginal_homogeneity(
     for k in range(num_resamples):
         labels = torch.rand(indicators.shape[:3], generator=source, device=source.device).argsort(-1).cpu()
         null[k] = summary(differences(torch.take_along_dim(indicators, labels.unsqueeze(-1), dim=2)))
-    # Sums of the same numbers in another order differ by rounding errors, which must not break ties.
-    at_least = int((null >= observed * (1 - 1e-5)).sum())
-    return HomogeneityTest(observed, (1 + at_least) / (1 + num_resamples), null, deviation.reshape(*blocks, units))
+    p = p_value(null, observed, rounding=1e-5 * observed)  # of sums of the same numbers in another order
+    return HomogeneityTest(observed, p, null, deviation.reshape(*blocks, units))
 
 
 def unit_samples(
@@ -149,17 +148,9 @@ def unit_samples(
             for m in group.members
             if m is not incoming and m.parameter not in graph.buffers and len(graph.shapes[m.parameter]) == 1
         ]
-        rows = torch.cat([rows[..., _steps(rows.shape[-1], max_weights)], *vectors], dim=-1)
-        found[group.name] = rows[..., _steps(group.size, max_units), :]
+        rows = torch.cat([rows[..., evenly(rows.shape[-1], max_weights)], *vectors], dim=-1)
+        found[group.name] = rows[..., evenly(group.size, max_units), :]
     return found
-
-
-def _steps(size: int, most: int | None) -> Tensor:
-    return (
-        torch.arange(size, device="cpu")
-        if most is None or size <= most
-        else torch.linspace(0, size - 1, most, device="cpu").round().long()
-    )
 
 
 @dataclass(frozen=True)
@@ -177,41 +168,11 @@ class LargestWeight:
     p_value: float
 
 
-def largest_weight(
-    graph: SymmetryGraph,
-    states: Mapping[str, Tensor],
-    *,
-    num_resamples: int = 999,
-    generator: torch.Generator | None = None,
-) -> dict[str, LargestWeight]:
-    """The unit of each layer whose incoming weights hold the layer's largest, for every sample.
+def largest_index(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each group of more than one unit the number of the unit with the layer's largest incoming weight ``[S]``.
 
     The picture of arXiv 2310.08287's corollary: for independent networks the index is uniform, since relabeling the
     units of each changes nothing; a chain that stays with one order of the units keeps it.
-
-    Args:
-        graph: the symmetry graph.
-        states: stacked states ``(S, ...)``.
-        num_resamples: draws of uniform counts; the least p-value is ``1 / (1 + num_resamples)``.
-        generator: source of these draws; without one they cannot be repeated.
-
-    Returns:
-        Name of each group with more than one unit to its result.
-
-    Raises:
-        SymmetryError: states of another architecture, NaN or infinite weights.
-        ValueError: no leading sample axis, or several.
-    """
-    source = own_generator(generator)
-    units = {g.name: math.prod(g.shape) for g in graph.permutations}
-    return {
-        name: uniform_counts(index, units[name], num_resamples=num_resamples, generator=source)
-        for name, index in largest_index(graph, states).items()
-    }
-
-
-def largest_index(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each group of more than one unit the number of the unit with the layer's largest incoming weight ``[S]``.
 
     Raises:
         SymmetryError: states of another architecture, NaN or infinite weights.
@@ -232,11 +193,10 @@ def uniform_counts(
     """Test whether indices ``[S]`` are independent and uniform over ``units``, by Monte Carlo."""
     counts = torch.bincount(index, minlength=units)
     source = own_generator(generator)
-    null = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
+    drawn = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
     expected = len(index) / units
     statistic = float((counts - expected).square().sum())
-    by_draw = torch.zeros(num_resamples, units, device="cpu").scatter_add_(
-        1, null, torch.ones(null.shape, device="cpu")
-    )
-    more = int(((by_draw - expected).square().sum(1) >= statistic * (1 - 1e-6)).sum())
-    return LargestWeight(index, counts, (1 + more) / (1 + num_resamples))
+    ones = torch.ones(drawn.shape, device="cpu")
+    by_draw = torch.zeros(num_resamples, units, device="cpu").scatter_add_(1, drawn, ones)
+    null = (by_draw - expected).square().sum(1)
+    return LargestWeight(index, counts, p_value(null, statistic, rounding=1e-6 * statistic))

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.functional.discrepancy import pairwise_distances, weight_vectors
+from tu_symmetry.metrics.functional.discrepancy import checked_samples, pairwise_distances, weight_vectors
 from tu_symmetry.metrics.functional.removal import Removal, removal
 from tu_symmetry.scaling.masses import Parameters
-from tu_symmetry.states import check_tensor, sample_count
+from tu_symmetry.states import sample_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 
@@ -48,13 +48,18 @@ def energy_distance(x: Tensor, y: Tensor) -> Tensor:
     Raises:
         ValueError: fewer than two vectors, or other lengths.
     """
-    x, y = _checked(x, y)
+    x, y = checked_samples(x, y)
     within_x, within_y, between = _mean_distances(x, y)
     return 2 * between - within_x - within_y
 
 
 def sliced_wasserstein(
-    x: Tensor, y: Tensor, *, projections: int = 128, generator: torch.Generator | None = None
+    x: Tensor,
+    y: Tensor,
+    *,
+    projections: int = 128,
+    generator: torch.Generator | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
     """Sliced 2-Wasserstein distance of two sets of vectors ``(S, D)`` and ``(T, D)`` of any sizes.
 
@@ -66,16 +71,12 @@ def sliced_wasserstein(
         y: vectors.
         projections: number of directions.
         generator: source of the directions; without one they cannot be repeated.
+        device: where it is computed; without one where ``x`` is.
 
     Raises:
         ValueError: fewer than two vectors, other lengths, or no projections.
     """
-    return _sliced_wasserstein(*_checked(x, y), projections, generator)
-
-
-def _sliced_wasserstein(
-    x: Tensor, y: Tensor, projections: int, generator: torch.Generator | None, device: torch.device | None = None
-) -> Tensor:
+    x, y = checked_samples(x, y)
     if projections < 1:
         raise ValueError(f"projections must be at least 1, got {projections}")
     source = own_generator(generator)
@@ -151,13 +152,13 @@ def vector_distances(
     ``device`` is where it is computed; without one that is where ``x`` is. The vectors stay where they are: columns of
     2**28 entries together go there at a time.
     """
-    a, b = _checked(x, y)
+    a, b = checked_samples(x, y)
     within_x, within_y, between = (float(mean) for mean in _mean_distances(a, b, device))
     return QuotientDistances(
         aligned_l2=between,
         within=(within_x, within_y),
         energy=2 * between - within_x - within_y,
-        sliced_wasserstein=float(_sliced_wasserstein(a, b, projections, generator, device)),
+        sliced_wasserstein=float(sliced_wasserstein(a, b, projections=projections, generator=generator, device=device)),
         removed=removed,
     )
 
@@ -175,16 +176,3 @@ def _blocks(x: Tensor, y: Tensor, device: torch.device | None) -> Iterator[tuple
     device, width = device or x.device, max(1, _ENTRIES // (len(x) + len(y)))
     for a, b in zip(x.split(width, 1), y.split(width, 1), strict=True):
         yield a.to(device), b.to(device)
-
-
-def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    for name, samples in (("x", x), ("y", y)):
-        check_tensor(samples, name, "real")
-        if samples.ndim != 2 or len(samples) < 2 or not samples.shape[1]:
-            raise ValueError(f"{name} has the shape {tuple(samples.shape)}; expected (samples, features), samples >= 2")
-        if not torch.isfinite(samples).all():
-            raise ValueError(f"{name} holds NaN or infinite values: a network among the samples has diverged")
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(f"x has {x.shape[1]} features and y {y.shape[1]}: they are not of one architecture")
-    dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-    return x.to(dtype), y.to(x.device, dtype)

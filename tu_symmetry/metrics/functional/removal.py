@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,29 +39,15 @@ class Removal:
 
     def element(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[LogScale, Permutation]:
         """Log-factors and permutation that bring one network to its canonical form."""
-        return removal_element(
-            graph,
-            state,
-            scale=self.scale,
-            sort=self.sort,
-            reference=self.reference,
-            normalizations=self.normalizations,
-            degenerate=self.degenerate,
-        )
+        return removal_element(graph, state, **self._options())
 
     def apply(self, graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The canonical form of a network, or of each of a stack."""
         with torch.no_grad():
-            return remove_symmetries(
-                graph,
-                states,
-                scale=self.scale,
-                sort=self.sort,
-                reference=self.reference,
-                normalizations=self.normalizations,
-                degenerate=self.degenerate,
-                certify=False,
-            )
+            return remove_symmetries(graph, states, certify=False, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
 
 
 def removal(name: RemovalName | Removal, *, align_to: Mapping[str, Tensor] | None = None) -> Removal:

@@ -1,16 +1,15 @@
 """How sure a discrepancy of two sets of networks is: permutation p-value, bootstrap interval, control of the sizes.
 
 All statistics here are linear in one kernel matrix of the pooled networks, which is made part by part (a tensor, a
-layer) from distances. Distances add up over entries, so that neither set ever has to be in memory: see
-:func:`stream_discrepancy`.
+layer) from distances. Distances add up over entries, so that neither set ever has to be in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +22,11 @@ from tu_symmetry.metrics.functional.discrepancy import (
     mmd_bandwidths,
     pairwise_distances,
     part_of,
+    require_same_names,
     weight_vectors,
 )
 from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
 from tu_symmetry.scaling.masses import Parameters, counted_parameters
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
@@ -34,6 +35,7 @@ from tu_symmetry.symmetry.randomness import own_generator
 from tu_symmetry.transfer import numbers
 
 Sizes = Literal["given", "equal"]
+Part = tuple[str, tuple[Tensor, Tensor]]  # name of a tensor or layer, L1 and L2 distances of all pairs
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ class StateSource(Protocol):
 
 
 def discrepancy_test(
-    x: Mapping[str, Tensor],
-    y: Mapping[str, Tensor],
+    x: Mapping[str, Tensor] | StateSource,
+    y: Mapping[str, Tensor] | StateSource,
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
@@ -91,6 +93,8 @@ def discrepancy_test(
     confidence: float = 0.95,
     groups: tuple[Tensor | None, Tensor | None] = (None, None),
     generator: torch.Generator | None = None,
+    device: str | torch.device = "cpu",
+    memory: int = 2**30,
 ) -> DiscrepancyTest:
     """:func:`~tu_symmetry.metrics.functional.network_discrepancy` with p-value and confidence interval.
 
@@ -99,12 +103,16 @@ def discrepancy_test(
 
     *Interval*: networks of both sets are drawn with replacement. A pair of equal draws counts nothing, so that each
     replicate is an unbiased estimate as well. With ``groups`` whole runs are drawn, and pairs of two draws of one run
-    count nothing. Near zero, where the estimate is
-    degenerate, the interval is too wide.
+    count nothing. Near zero, where the estimate is degenerate, the interval is too wide.
+
+    *Networks that do not fit into memory* are given as stores. Each is read once, and what brings it to its canonical
+    form is kept: factors and permutations of units, a few thousand numbers. Then tensor after tensor is read, as many
+    entries of all networks at a time as ``memory`` holds, and the distances are summed up. In memory are ``memory``
+    bytes of weights, one network, and some eight matrices of all pairs in float64.
 
     Args:
-        x: stacked states ``(S, ...)``.
-        y: stacked states ``(T, ...)``, the reference.
+        x: stacked states ``(S, ...)``, or a store such as :class:`~tu_symmetry.posterior.samples.SampleStore`.
+        y: the reference ``(T, ...)``, of the same kind.
         graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`, also for what
             follows.
         removed: what is removed with a graph.
@@ -118,31 +126,40 @@ def discrepancy_test(
         confidence: level of the interval, between 0 and 1.
         groups: for each set, the number of the run that each network comes from, ``(S,)`` and ``(T,)``.
         generator: source of all random choices; without one they cannot be repeated.
+        device: where distances between networks of stores are computed.
+        memory: bytes of weights of stores that are held at a time.
 
     Raises:
         ValueError: states of different architectures, too few networks, NaN or infinite values, arguments out of range.
         SymmetryError: states that the graph does not fit.
     """
     chosen = removal(removed) if graph is not None else None
-    sets = [
-        weight_vectors(s, graph=graph, removed=chosen or "paper", parameters=parameters, level=level) for s in (x, y)
-    ]
-    if sets[0].keys() != sets[1].keys():
-        raise ValueError(
-            f"the states are of two architectures; they differ in {sorted(sets[0].keys() ^ sets[1].keys())}"
-        )
-    return vectors_test(
-        *sets,
-        removed="nothing" if chosen is None else chosen.name,
-        level=level,
-        reduction=reduction,
-        sizes=sizes,
-        permutations=permutations,
-        bootstraps=bootstraps,
-        confidence=confidence,
-        groups=groups,
-        generator=generator,
-    )
+    options: dict[str, Any] = {
+        "removed": "nothing" if chosen is None else chosen.name,
+        "level": level,
+        "reduction": reduction,
+        "sizes": sizes,
+        "permutations": permutations,
+        "bootstraps": bootstraps,
+        "confidence": confidence,
+        "groups": groups,
+        "generator": generator,
+    }
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        sets = [
+            weight_vectors(s, graph=graph, removed=chosen or "paper", parameters=parameters, level=level)
+            for s in (x, y)
+        ]
+        require_same_names(*sets)
+        return vectors_test(*sets, **options)
+    if isinstance(x, Mapping) or isinstance(y, Mapping):
+        raise ValueError("one set is a stack and the other a store: give both as stores, or both as stacks")
+
+    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
+        members = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
+        return _streamed(members, graph, chosen, parameters, level, torch.device(device), memory)
+
+    return _test((len(x), len(y)), parts, **options)
 
 
 def vectors_test(
@@ -160,11 +177,8 @@ def vectors_test(
     generator: torch.Generator | None = None,
 ) -> DiscrepancyTest:
     """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by the name of their tensor or layer."""
-    source = own_generator(generator)
-    count_x, count_y = (len(next(iter(s.values()), ())) for s in (x, y))
-    keep_x, keep_y = _kept(count_x, count_y, sizes, source)
 
-    def parts() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
         finite: dict[str, Tensor] = {}
         for name, own in x.items():
             if own.shape[1:] != y[name].shape[1:]:
@@ -177,65 +191,32 @@ def vectors_test(
             if not flag:
                 raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
 
+    counts = len(next(iter(x.values()), ())), len(next(iter(y.values()), ()))
     return _test(
-        parts(), len(keep_x), len(keep_y), removed, level, reduction, permutations, bootstraps, confidence,
-        _chosen_groups(groups, (keep_x, keep_y), (count_x, count_y)), source,
-    )  # fmt: skip
+        counts,
+        parts,
+        removed=removed,
+        level=level,
+        reduction=reduction,
+        sizes=sizes,
+        permutations=permutations,
+        bootstraps=bootstraps,
+        confidence=confidence,
+        groups=groups,
+        generator=generator,
+    )
 
 
-def stream_discrepancy(
-    x: StateSource,
-    y: StateSource,
-    *,
-    graph: SymmetryGraph | None = None,
-    removed: RemovalName | Removal = "paper",
-    parameters: Parameters | None = None,
-    level: Level = "tensor",
-    reduction: Reduction = "mean",
-    sizes: Sizes = "given",
-    permutations: int = 199,
-    bootstraps: int = 200,
-    confidence: float = 0.95,
-    groups: tuple[Tensor | None, Tensor | None] = (None, None),
-    generator: torch.Generator | None = None,
-    device: str | torch.device = "cpu",
-    memory: int = 2**30,
-) -> DiscrepancyTest:
-    """:func:`discrepancy_test` of networks that do not fit into memory.
-
-    First each network is read once, and what brings it to its canonical form is kept: factors and permutations of
-    units, a few thousand numbers. Then tensor after tensor is read, as many entries of all networks at a time as
-    ``memory`` holds, and the distances are summed up. In memory are ``memory`` bytes of weights, one network, and some
-    eight matrices of all pairs in float64: for 1,000 and 1,000 networks under 2 GB with the default, whatever their
-    size.
-
-    Args:
-        x: networks, such as a :class:`~tu_symmetry.posterior.samples.SampleStore`.
-        y: the reference.
-        graph: see :func:`discrepancy_test`, also for what follows.
-        removed: what is removed with a graph.
-        parameters: what is compared with a graph.
-        level: what is one vector.
-        reduction: over the vectors.
-        sizes: ``"given"`` or ``"equal"``.
-        permutations: number of relabelings.
-        bootstraps: number of replicates.
-        confidence: level of the interval.
-        groups: runs of the networks.
-        generator: source of all random choices.
-        device: where distances are computed.
-        memory: bytes of weights that are held at a time.
-
-    Raises:
-        ValueError: as :func:`discrepancy_test`.
-        SymmetryError: states that the graph does not fit.
-    """
-    source = own_generator(generator)
-    chosen = removal(removed) if graph is not None else None
-    keep_x, keep_y = _kept(len(x), len(y), sizes, source)
-    members: list[tuple[StateSource, int]] = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
-    if not members:
-        raise ValueError("there are no networks to compare")
+def _streamed(
+    members: Sequence[tuple[StateSource, int]],
+    graph: SymmetryGraph | None,
+    chosen: Removal | None,
+    parameters: Parameters | None,
+    level: Level,
+    device: torch.device,
+    memory: int,
+) -> Iterator[Part]:
+    """Distances between networks that are read one tensor at a time, for each tensor or layer."""
     elements = []
     first = members[0][0][members[0][1]]
     if graph is not None and chosen is not None:
@@ -248,11 +229,7 @@ def stream_discrepancy(
     else:
         require_state(first, "states")
         names = [name for name, t in first.items() if t.is_floating_point()]
-        other = members[-1][0][members[-1][1]]
-        if first.keys() != other.keys():
-            raise ValueError(
-                f"the states are of two architectures; they differ in {sorted(first.keys() ^ other.keys())}"
-            )
+        require_same_names(first, members[-1][0][members[-1][1]])
     if not names:
         raise SymmetryError("the states hold no real floating-point weights to compare")
 
@@ -269,8 +246,7 @@ def stream_discrepancy(
                     raise ValueError(
                         f"{name!r} has the shape {tuple(t.shape)} in one network, {tuple(shape)} in another"
                     )
-                if elements:
-                    assert graph is not None
+                if graph is not None:
                     log_scale, permutation = elements[row]
                     t = permute_tensors(graph, permutation, scale_tensors(graph, log_scale, {name: t.float()}))[name]
                 if not torch.isfinite(t).all():
@@ -280,40 +256,35 @@ def stream_discrepancy(
             yield block
             del block  # before the next one is made; whoever takes them lets go of them likewise
 
-    def parts() -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        by_part: dict[str, list[str]] = {}
-        for name in names:
-            by_part.setdefault(part_of(name, level), []).append(name)
-        for part, own in by_part.items():
-            one = torch.zeros(len(members), len(members), dtype=torch.float64, device=device)
-            two = torch.zeros_like(one)
-            for name in own:
-                for block in pieces(name):
-                    one += pairwise_distances(block, 1)
-                    two += pairwise_distances(block, 2).square_()
-                    del block
-            yield part, (one, two.sqrt_())
-
-    return _test(
-        parts(), len(keep_x), len(keep_y), "nothing" if chosen is None else chosen.name, level, reduction,
-        permutations, bootstraps, confidence,
-        _chosen_groups(groups, (keep_x, keep_y), (len(x), len(y))), source,
-    )  # fmt: skip
+    by_part: dict[str, list[str]] = {}
+    for name in names:
+        by_part.setdefault(part_of(name, level), []).append(name)
+    for part, own in by_part.items():
+        one = torch.zeros(len(members), len(members), dtype=torch.float64, device=device)
+        two = torch.zeros_like(one)
+        for name in own:
+            for block in pieces(name):
+                one += pairwise_distances(block, 1)
+                two += pairwise_distances(block, 2).square_()
+                del block
+        yield part, (one, two.sqrt_())
 
 
 def _test(
-    parts: Iterator[tuple[str, tuple[Tensor, Tensor]]],
-    count_x: int,
-    count_y: int,
+    counts: tuple[int, int],
+    parts: Callable[[Tensor, Tensor], Iterator[Part]],
+    *,
     removed: str,
     level: Level,
     reduction: Reduction,
+    sizes: Sizes,
     permutations: int,
     bootstraps: int,
     confidence: float,
-    groups: Sequence[Tensor],
-    generator: torch.Generator,
+    groups: tuple[Tensor | None, Tensor | None],
+    generator: torch.Generator | None,
 ) -> DiscrepancyTest:
+    """The test, from the distances between the networks of both sets that ``sizes`` keeps."""
     if permutations < 1 or bootstraps < 0 or not 0 < confidence < 1:
         raise ValueError(
             f"permutations must be at least 1, bootstraps 0 and confidence between 0 and 1, got {permutations}, "
@@ -321,18 +292,22 @@ def _test(
         )
     if reduction not in ("mean", "max", "sum"):
         raise ValueError(f"reduction must be 'mean', 'max' or 'sum', got {reduction!r}")
-    for count, what in ((count_x, "the first set"), (count_y, "the second set")):
+    for count, what in zip(counts, ("the first set", "the second set"), strict=True):
         if count < 2:
             raise ValueError(f"{what} holds {count} networks; a discrepancy needs at least two of each")
+    generator = own_generator(generator)
+    kept = _kept(*counts, sizes, generator)
+    runs = _chosen_groups(groups, kept, counts)
+    count_x, count_y = map(len, kept)
     observed = torch.zeros(count_x + count_y, 2, dtype=torch.float64, device="cpu")
     observed[:count_x, 0] = observed[count_x:, 1] = 1
     relabeled = torch.stack(
         [torch.randperm(len(observed), generator=generator, device=generator.device).cpu() for _ in range(permutations)]
     )
-    drawn = _bootstrap_weights(groups, bootstraps, generator)
+    drawn = _bootstrap_weights(runs, bootstraps, generator)
     names, rows, kernels, held = [], [], 0, []
     total: Tensor | None = None
-    for name, matrices in parts:
+    for name, matrices in parts(*kept):
         mean, labels = torch.zeros_like(matrices[0]), observed.to(matrices[0].device)
         for matrix, power in zip(matrices, KERNELS.values(), strict=True):
             between = matrix[:count_x, count_x:][:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
@@ -362,26 +337,16 @@ def _test(
 
     value = float(largest(observed)[0])
     null = largest(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
-    # equal relabelings differ by rounding errors, which must not break ties
-    p_value = (1 + int((null >= value - 1e-12 - 1e-9 * abs(value)).sum())) / (1 + permutations)
     interval = (math.nan, math.nan)
     if bootstraps:
-        first, second = (g.unique(return_inverse=True)[1] for g in groups)
-        replicates = largest(drawn, torch.cat([first, second + len(first)]))
-        replicates = replicates[torch.isfinite(replicates)]
-        tail = (1 - confidence) / 2
-        ends = (
-            torch.quantile(replicates, torch.tensor([tail, 1 - tail], dtype=torch.float64, device="cpu"))
-            if len(replicates)
-            else None
-        )
-        interval = interval if ends is None else (float(ends[0]), float(ends[1]))
+        first, second = (g.unique(return_inverse=True)[1] for g in runs)
+        interval = percentile_interval(largest(drawn, torch.cat([first, second + len(first)])), confidence)
     table = values[:, :-1].reshape(len(names), len(KERNELS), -1)
     over_parts = {"mean": table.mean(0), "max": table.amax(0), "sum": table.sum(0)}[reduction]
     words = {"tensor": "tensors", "layer": "layers", "network": "network"}[level]
     return DiscrepancyTest(
         value=value,
-        p_value=p_value,
+        p_value=p_value(null, value, rounding=1e-12 + 1e-9 * abs(value)),
         interval=interval,
         confidence=confidence,
         sizes=(count_x, count_y),
