@@ -34,9 +34,10 @@ from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
-from tu_symmetry.symmetry.probe import copied, own_copy
+from tu_symmetry.symmetry.probe import Example, copied, own_copy
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
 from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, Rule, unknown
+from tu_symmetry.symmetry.sizes import FOLLOWS, NOTHING, Following, following, held_constants, resized
 
 INPUT = "input of the network"
 
@@ -64,6 +65,7 @@ class Trace:
         constants: the integer and boolean tensors of the state dict that the pass reads by value (indices, attention
             masks): what is found holds for these values.
         example: number of the example inputs among several.
+        following: what of the pass follows the sizes of its inputs.
     """
 
     module: torch.fx.GraphModule
@@ -71,6 +73,7 @@ class Trace:
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
     example: int = 0
+    following: Following = NOTHING
 
     @property
     def positions(self) -> bool:
@@ -109,9 +112,7 @@ def trace(
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-            with silence[0], silence[1], _unchecked_distributions():
-                program = torch.export.export(model, args, dict(kwargs), strict=False)
+            program = _program(model, args, kwargs)
             if _has_open_shapes(program):  # boolean masks, nonzero: no branch, but sizes that only values tell
                 return _recorded(model, args, kwargs, None)
             if any("_vmap_increment_nesting" in str(n.target) for n in program.graph.nodes):
@@ -134,6 +135,33 @@ def trace(
                 f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
                 "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
             ) from error
+
+
+def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
+    silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with silence[0], silence[1], _unchecked_distributions():
+        return torch.export.export(model, args, dict(kwargs), strict=False)
+
+
+def with_other_sizes(model: nn.Module, example: Example, first: Trace) -> tuple[Trace, ...]:
+    """A pass in evaluation mode, with what of it follows the sizes of its inputs, and passes of other sizes."""
+    model = own_copy(model).eval()
+    held = held_constants(first.module, first.inputs)
+    found: list[Trace] = []
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for others in resized(example):
+            for args, kwargs in others:
+                try:
+                    program = _program(model, args, kwargs)
+                except Exception:  # whatever a network raises on sizes that it was not made for
+                    continue
+                if not _has_open_shapes(program):
+                    found.append(_exported(model, program))
+                    seen = following(held, held_constants(found[-1].module, found[-1].inputs))
+                    first = replace(first, following=first.following | seen)
+                break
+    return (first, *found)
 
 
 class _Unrecorded(SymmetryError):
@@ -446,7 +474,7 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
     for traced in traces:
         reading = Reading()
         readings.setdefault(traced.example, []).append(reading)
-        for result in _Interpreter(ledger, traced.module, reading).run(traced.inputs):
+        for result in _Interpreter(ledger, traced.module, reading, traced.following).run(traced.inputs):
             if isinstance(result, Value):
                 ledger.pin(result, "output of the network")
     ledger.partly = frozenset[str]().union(*(pin_unseen(ledger, passes) for passes in readings.values()))
@@ -457,8 +485,10 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
 
 
 class _Interpreter:
-    def __init__(self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading) -> None:
-        self.ledger, self.reading = ledger, reading
+    def __init__(
+        self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
+    ) -> None:
+        self.ledger, self.reading, self.following = ledger, reading, following
         self.module = module
         self.env: dict[torch.fx.Node, Any] = {}
         self.root: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -494,6 +524,11 @@ class _Interpreter:
         if isinstance(held, Tensor):
             return self._constant(held)
         return held
+
+    def _known(self, node: torch.fx.Node) -> Any:
+        """What a rule sees of a node; of a constant that follows sizes, nothing."""
+        held = self.env[node]
+        return self._value(held.to("meta") if node.name in self.following.constants else held)
 
     def _constant(self, tensor: Tensor) -> Value:
         if tensor.layout != torch.strided:
@@ -579,6 +614,8 @@ class _Interpreter:
         output = node.meta.get("val")
         bound = self._bind(node, target)
         self._note(node, traits, bound)
+        for axis in (axis for name, axis in self.following.cuts if name == node.name):
+            self._cut_by_sizes(self._value(self.env[node.all_input_nodes[0]]), axis)
         points = self._points(rule_name, bound)
         call = Call(
             self.ledger,
@@ -639,6 +676,12 @@ class _Interpreter:
                 if isinstance(held, Parameter) and held.trained:
                     self.distinct.source(n, self._value(held), held.name)
 
+    def _cut_by_sizes(self, value: Value, axis: int) -> None:
+        """Nothing is known of where other inputs cut: units are pinned, and factors along the axis are equal."""
+        self.ledger.pin_label(value.labels[axis], FOLLOWS, axis)
+        for _, variable in value.scale:
+            self.ledger.constant_along(variable, axis)
+
     def _read(self, nodes: Sequence[torch.fx.Node]) -> None:
         for n in nodes:
             for held in _flatten(self.env[n]):
@@ -688,7 +731,7 @@ class _Interpreter:
         self, node: torch.fx.Node, target: torch._ops.OpOverload, read: Callable[[torch.fx.Node], Any] | None = None
     ) -> dict[str, Any]:
         """The arguments by name; what stands for each tensor is its value for a rule, or what ``read`` says of it."""
-        read = read or (lambda n: self._value(self.env[n]))
+        read = read or self._known
         bound: dict[str, Any] = {}
         for position, argument in enumerate(target._schema.arguments):
             if position < len(node.args):
