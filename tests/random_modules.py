@@ -1201,6 +1201,36 @@ def some_units(b: Builder) -> None:
     b.add((h,), b.among(*ACTIVATIONS[:8]).format(f"self.{name}({h})") + "[..., :n].sum(-1, keepdim=True)", [line])
 
 
+@beyond(4)
+def weighed_by_the_size(b: Builder) -> None:
+    """Constants that follow ``n``, for rows of a table and for units; and a table of which a part is read twice."""
+    h = b.pick(2, 3)
+    constant = b.among(
+        "(torch.arange(6) < n).float()", "(torch.arange(6.) / n).tanh()", "F.one_hot(torch.tensor(n), 6).float()"
+    )
+    if b.flip():
+        name, line = b.linear(h, 6)
+        b.add(
+            (h,),
+            f"({b.among(*ACTIVATIONS[:8]).format(f'self.{name}({h})')} * {constant}).sum(-1, keepdim=True)",
+            [line],
+        )
+        return
+    name, line = b.parameter(6, b.shape(h)[-1])
+    read = b.among(f"{constant} @ self.{name}", f"self.{name}[:n].sum(0) + self.{name}.mean(0)")
+    b.add((h,), f"{h} + {read}", [line])
+
+
+@beyond(2)
+def another_way(b: Builder) -> None:
+    h = b.pick(2, 3)
+    name, line = b.linear(h)
+    one, two = (
+        b.among(*ACTIVATIONS, "{0}.cumsum(-1)", "{0}.sort(-1)[0]").format(f"self.{name}({h})") for _ in range(2)
+    )
+    b.add((h,), f"{one} if n < 3 else {two}", [line])
+
+
 @beyond(3)
 def in_training(b: Builder) -> None:
     h, other = b.pick(2, 3), b.pick(2, 3)

@@ -36,7 +36,7 @@ def rows(batch: int) -> Tensor:
 class Shown:
     """A network, its example, and inputs that the example does not show (in evaluation and in training mode)."""
 
-    network: Net
+    network: nn.Module
     example: tuple[Any, ...]
     others: Sequence[tuple[Any, ...]]
     groups: Sequence[tuple[int, ...]]
@@ -87,6 +87,34 @@ def optional(m: Net, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return m.c(relu(m.b(relu(h))))
 
 
+def conditioned(m: Net, x: Tensor, given: Tensor | None = None) -> Tensor:
+    h = m.a(x)
+    if given is not None:
+        gain, shift = m.both(given).chunk(2, -1)
+        h = gain * h + shift
+    return m.b(relu(h))
+
+
+def shifted(m: Net, x: Tensor, given: Tensor | None = None) -> Tensor:
+    return m.b(relu(m.a(x) + (0 if given is None else m.shift.weight[0])))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, n: int = 2) -> Tensor:
+        h: Tensor = self.b(relu(self.a(x)) * (torch.arange(8) < n))
+        return h
+
+
+def sized(hidden: Callable[[Tensor, int], Tensor], groups: Sequence[tuple[int, ...]], scales: int) -> Shown:
+    """What becomes of eight hidden units follows the number of tokens, five in the example."""
+    network = Net(lambda m, x: m.b(hidden(m.a(x), x.shape[1])), **linear((4, 8), (8, 3)))
+    return Shown(network, (tokens(5),), [(tokens(3),), (tokens(9),), (tokens(16),)], groups, scales)
+
+
 def linear(*sizes: tuple[int, int]) -> dict[str, nn.Module]:
     return {name: nn.Linear(*size) for name, size in zip("abc", sizes, strict=False)}
 
@@ -104,6 +132,40 @@ CASES = {
     ),
     "the sum of rows": table(lambda m, x: m.table.weight[: x.shape[1]].sum(0), [(8,)]),
     "one row": table(lambda m, x: m.table.weight[x.shape[1] - 1], [(8,)]),
+    "rows cut by the length, and all of them": table(
+        lambda m, x: m.table.weight[: x.shape[1]].sum(0) + m.table.weight.mean(0), [(8,)]
+    ),
+    "rows masked by the length": table(
+        lambda m, x: (torch.arange(16) < x.shape[1]).float() @ m.table.weight, [(8,)]
+    ),
+    "rows chosen by the length": table(
+        lambda m, x: torch.where(torch.arange(16)[:, None] < x.shape[1], m.table.weight, 0.0).sum(0), [(8,)]
+    ),
+    "rows padded by less than nothing": table(
+        lambda m, x: F.pad(m.table.weight, (0, 0, 0, x.shape[1] - 16)).sum(0), [(8,)]
+    ),
+    "one row by its number": table(
+        lambda m, x: F.one_hot(torch.tensor(x.shape[1] - 1), 16).float() @ m.table.weight, [(8,)]
+    ),
+    "units masked by the length": sized(lambda h, n: relu(h) * (torch.arange(8) < n), [], 8),
+    "units in larger blocks when long": sized(
+        lambda h, n: relu(h).unflatten(-1, (-1, 2 if n < 8 else 4)).softmax(-1).flatten(2), [], 0
+    ),
+    "units summed up when long": sized(lambda h, n: relu(h).cumsum(-1) if n > 6 else relu(h), [], 1),
+    "units sorted when short": sized(lambda h, n: relu(h).sort(-1)[0] if n < 4 else relu(h), [], 1),
+    "no scales when long": sized(lambda h, n: h.tanh() if n > 6 else relu(h), [(8,)], 0),
+    "an integer that is left out": Shown(Counted(), (rows(2),), [(rows(2), 1), (rows(2), 5)], [], 8),
+    "a layer of gains and shifts that is left out": Shown(
+        Net(conditioned, both=nn.Linear(2, 16), **linear((4, 8), (8, 3))), (rows(2),),
+        [(rows(2), rows(2)[:, :2])], [], 0,
+    ),
+    "a number that is left out": Shown(
+        Net(shifted, shift=nn.Embedding(1, 1), **linear((4, 8), (8, 3))), (rows(2),), [(rows(2), rows(2))], [(8,)], 0
+    ),
+    "dropout before positions": Shown(
+        Net(lambda m, x: m.codes(m.drop(m.a(x)).argmax(-1)), drop=nn.Dropout(0.3), codes=nn.Embedding(8, 3),
+            **linear((4, 8))), (rows(5),), [(rows(2),)], [], training=True,
+    ),
     "rows and columns": Shown(
         Net(lambda m, x: m.b(relu(gated(m, x))), mix=nn.Linear(16, 16), **linear((4, 8), (8, 3))),
         (tokens(5),), [(tokens(3),), (tokens(16),)], [(8,)],

@@ -557,8 +557,8 @@ row(
 for dim, normalizations in ((None, 1), (0, 8), (1, 5)):
     row(f"weight_norm along {dim}", lambda m, x: m.c(relu(m.w(x))), [8], 8 if dim == 0 else 1, normalizations,
         w=lambda dim=dim: normed(dim), c=(8, 3))  # fmt: skip
-row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [8], 0, 1,
-    **layers, d=nn.Dropout(0.5))  # fmt: skip
+row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [], 0, 1,
+    **layers, d=nn.Dropout(0.5))  # what training drops is equal  # fmt: skip
 
 # -- experts, tokens and kernels that hold units --------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -22,8 +23,9 @@ from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
 from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.scale_groups import scale_groups
-from tu_symmetry.symmetry.source import asks_for_mode, never_named
-from tu_symmetry.symmetry.tracing import Trace, tied_names, trace
+from tu_symmetry.symmetry.sizes import with_defaults
+from tu_symmetry.symmetry.source import asks_for_mode, asks_for_sizes, never_named
+from tu_symmetry.symmetry.tracing import Trace, tied_names, trace, with_other_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -96,7 +98,10 @@ def discover_symmetries(
     floating = [n for n in order if state[n].is_floating_point() or state[n].is_complex()]
     unused = passes.unused(floating, live=False)
     unreached = [n for n in unused if n not in never_named(model, unused)]
-    found = _Reading.best(passes.traces, order, shapes, buffers, unreached)
+    sized = with_defaults(model, examples[0])
+    sizes = asks_for_sizes(model) or any(type(leaf) is int for leaf in tree_leaves(sized))
+    followed = passes.with_other_sizes(model, sized) if sizes else passes.traces
+    found = _Reading.best(followed, order, shapes, buffers, unreached)
     idle = [
         Pin(n, k, s, "not used in the forward pass")
         for n in passes.unused(floating, live=True)
@@ -132,13 +137,13 @@ def discover_symmetries(
 
 
 def _could_meet(group: ScaleGroup, shapes: Shapes, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor of some shape could meet what a group rescales."""
+    """Whether a tensor of some shape could meet what a group rescales; a number could be added to anything."""
     lengths = (
         n
         for m in group.members
         for n in (shapes[m.parameter] if m.axis is None else shapes[m.parameter][m.axis : m.axis + 1])
     )
-    return any(could_meet(n, shape) for n in lengths)
+    return math.prod(shape) == 1 or any(could_meet(n, shape) for n in lengths)
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,8 @@ class _Passes:
         passes = cls(tuple(replace(t, example=k) for k, t in enumerate(evaluated)), "as evaluation")
         floating = [n for n, t in model.state_dict().items() if t.is_floating_point() or t.is_complex()]
         idle = set(passes.unused(floating, live=True))
-        if not asks_for_mode(model) and not idle - never_named(model, idle):
+        ties = any(t.positions for t in passes.traces)  # dropout makes equal numbers
+        if not asks_for_mode(model) and not idle - never_named(model, idle) and not ties:
             return passes
         found: list[Trace] = []
         taken: list[Example] = []
@@ -179,6 +185,15 @@ class _Passes:
             taken.append((args, kwargs))
         found = [replace(t, example=k) for k, t in enumerate(found)]
         return cls((*passes.traces, *found), "followed", tuple(taken))
+
+    def with_other_sizes(self, model: nn.Module, example: Example) -> tuple[Trace, ...]:
+        """The passes, and those through the first example with other sizes, in evaluation mode."""
+        first, *more = self.traces
+        if first.branch:
+            return self.traces
+        first, *found = with_other_sizes(model, example, first)
+        count = len(self.traces)
+        return (first, *more, *(replace(t, example=count + k) for k, t in enumerate(found)))
 
     def unused(self, names: Sequence[str], *, live: bool) -> list[str]:
         """Names of tensors that no pass computes with, or that no output depends on."""

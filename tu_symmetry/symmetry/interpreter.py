@@ -36,6 +36,7 @@ from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
 from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, unknown
 from tu_symmetry.symmetry.running.weights import is_continuous
+from tu_symmetry.symmetry.sizes import FOLLOWS, NOTHING, Following
 from tu_symmetry.symmetry.tracing import Parameter, Trace
 
 Node = torch.fx.Node
@@ -54,7 +55,7 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
     for traced in traces:
         reading = Reading()
         readings.setdefault(traced.example, []).append(reading)
-        for result in _Interpreter(ledger, traced.module, reading).run(traced.inputs):
+        for result in _Interpreter(ledger, traced.module, reading, traced.following).run(traced.inputs):
             if isinstance(result, Value):
                 ledger.pin(result, "output of the network")
     ledger.partly = frozenset[str]().union(*(pin_unseen(ledger, passes) for passes in readings.values()))
@@ -72,10 +73,13 @@ class _Interpreter:
         root: of each node that is a view, the node whose memory it shares.
         zero, statistic, sole: the nodes that :class:`~.rules.Call` tells rules about by these names.
         distinct: where entries are different numbers; kept only if some operator finds positions by comparing.
+        following: the nodes that other sizes of the inputs change.
     """
 
-    def __init__(self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading) -> None:
-        self.ledger, self.module, self.reading = ledger, module, reading
+    def __init__(
+        self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
+    ) -> None:
+        self.ledger, self.module, self.reading, self.following = ledger, module, reading, following
         self.env: dict[Node, Any] = {}
         self.root: dict[Node, Node] = {}
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
@@ -110,6 +114,11 @@ class _Interpreter:
         if isinstance(held, Parameter):
             return self.ledger.parameter(held.name, held.shape, scales=held.scales)
         return self._constant(held) if isinstance(held, Tensor) else held
+
+    def _known(self, node: Node) -> Any:
+        """What a rule sees of a node; of a constant that follows sizes, nothing."""
+        held = self.env[node]
+        return self._value(held.to("meta") if node.name in self.following.constants else held)
 
     def _constant(self, tensor: Tensor) -> Value:
         """A constant, whose slices along an axis have equal codes where they hold equal numbers."""
@@ -177,8 +186,10 @@ class _Interpreter:
             self._remember(node, traits, {}, {})
             return
         given = _arguments(node)
-        bound = _each(given, lambda n: self._value(self.env[n]))
+        bound = _each(given, self._known)
         self._note(node, traits)
+        for axis in (axis for name, axis in self.following.cuts if name == node.name):
+            self._cut_by_sizes(self._value(self.env[node.all_input_nodes[0]]), axis)
         points = self._points(rule_name_of(target), bound)
         call = self._described(node, given, bound)
         # a parameter that comes twice is no longer free to be nested as one of its places asks
@@ -306,6 +317,12 @@ class _Interpreter:
             held = self.env[n]
             if isinstance(held, Parameter) and held.trained:
                 self.distinct.source(n, self._value(held), held.name)
+
+    def _cut_by_sizes(self, value: Value, axis: int) -> None:
+        """Nothing is known of where other inputs cut: units are pinned, and factors along the axis are equal."""
+        self.ledger.pin_label(value.labels[axis], FOLLOWS, axis)
+        for _, variable in value.scale:
+            self.ledger.constant_along(variable, axis)
 
     def _read(self, nodes: Sequence[Node]) -> None:
         for n in nodes:
@@ -439,7 +456,7 @@ class _Interpreter:
             return source, new  # what an earlier write returned
         if "same" in TRAITS.get(rule_name_of(view.target), ()):
             return source, views.reshape(self.ledger, new, old.shape)
-        given = _each(_arguments(view), lambda n: self._value(self.env[n]))
+        given = _each(_arguments(view), self._known)
         if name in _TURNS:
             back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
             return source, RULES[f"aten.{name}"](back)  # type: ignore[return-value]
@@ -466,7 +483,7 @@ class _Interpreter:
         if writes(node.target):  # what a write returned
             self.env[node] = self.env[node.args[0]]
             return True
-        bound = _each(_arguments(node), lambda n: self._value(self.env[n]))
+        bound = _each(_arguments(node), self._known)
         name = node.target._schema.name.replace("::", ".")
         self._keep(node, _apply(Call(self.ledger, name, bound, shapes_of(node), node.name, outputs_read(node))))
         return True

@@ -126,7 +126,7 @@ def _with_blocks(ledger: Ledger, units: Array) -> Array:
 
 
 def pin_what_could_meet(ledger: Ledger, name: str, shape: tuple[int, ...]) -> None:
-    """Pin the units of every axis that an unread parameter could meet: as long as one of its own, or flattened into it.
+    """Pin the units of every axis that an unread parameter could meet: one of its own is as long, or a layer's twice.
 
     Other inputs may reach the parameter, and nothing tells where it then stands.
     """
@@ -138,8 +138,8 @@ def pin_what_could_meet(ledger: Ledger, name: str, shape: tuple[int, ...]) -> No
 
 def could_meet(length: int, shape: tuple[int, ...]) -> bool:
     """Whether an axis of some length could be added to, multiplied by or contracted with a tensor of some shape."""
-    flattened = len(shape) == 2 and shape[1] % length == 0  # a linear layer behind a flattening
-    return length > 1 and (length in shape or flattened)
+    pieces = len(shape) == 2 and any(n % length == 0 for n in shape)  # what a layer makes, and behind a flattening
+    return length > 1 and (length in shape or pieces)
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

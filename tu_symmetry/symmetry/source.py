@@ -1,4 +1,4 @@
-"""What the source code of a module says: whether it asks for training mode, and which of its attributes it names."""
+"""What the source code of a module says: whether it asks for training mode or for sizes, and what it names."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ ITERATED = ("ModuleList", "ModuleDict", "Sequential", "ParameterList", "Paramete
 DYNAMIC = frozenset(("getattr", "_modules", "_parameters", "_buffers", "children", "modules", "parameters", "buffers",
                      "named_children", "named_modules", "named_parameters", "named_buffers", "state_dict",
                      "get_parameter", "get_submodule", "get_buffer", "__dict__", "vars"))  # fmt: skip
+SIZES = frozenset(("shape", "size", "len", "numel", "ndim"))
 
 
 def asks_for_mode(model: nn.Module) -> bool:
@@ -22,6 +23,11 @@ def asks_for_mode(model: nn.Module) -> bool:
     What torch's layers do in training (dropout, batch statistics) has the symmetries that it has in evaluation.
     """
     return any("training" in _names(code) for code in _codes(model))
+
+
+def asks_for_sizes(model: nn.Module) -> bool:
+    """Whether a module has code of its own, beside torch's layers and constructors, that asks for sizes."""
+    return any(_names(code) & SIZES for code in _codes(model) if code.co_name != "__init__")
 
 
 def never_named(model: nn.Module, names: Iterable[str]) -> set[str]:

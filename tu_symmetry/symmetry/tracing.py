@@ -25,7 +25,9 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.algebra import pinned_value
 from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, flattened, live_nodes, makes_tensors
+from tu_symmetry.symmetry.running.inputs import Example
 from tu_symmetry.symmetry.running.weights import is_continuous
+from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized
 
 INPUT = "input of the network"
 
@@ -53,6 +55,7 @@ class Trace:
         constants: the integer and boolean tensors of the state dict that the pass reads by value (indices, attention
             masks): what is found holds for these values.
         example: number of the example inputs among several.
+        following: what of the pass follows the sizes of its inputs.
     """
 
     module: torch.fx.GraphModule
@@ -60,6 +63,7 @@ class Trace:
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
     example: int = 0
+    following: Following = NOTHING
 
     @property
     def positions(self) -> bool:
@@ -98,9 +102,7 @@ def trace(
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-            with silence[0], silence[1], _unchecked_distributions():
-                program = torch.export.export(model, args, dict(kwargs), strict=False)
+            program = _program(model, args, kwargs)
             if _has_open_shapes(program):  # boolean masks, nonzero: no branch, but sizes that only values tell
                 return _recorded(model, args, kwargs, None)
             if any("_vmap_increment_nesting" in str(n.target) for n in program.graph.nodes):
@@ -123,6 +125,33 @@ def trace(
                 f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
                 "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
             ) from error
+
+
+def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
+    silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    with silence[0], silence[1], _unchecked_distributions():
+        return torch.export.export(model, args, dict(kwargs), strict=False)
+
+
+def with_other_sizes(model: nn.Module, example: Example, first: Trace) -> tuple[Trace, ...]:
+    """A pass in evaluation mode, with what of it follows the sizes of its inputs, and passes of other sizes."""
+    model = to_trace(model).eval()
+    held = held_constants(first.module, first.inputs)
+    found: list[Trace] = []
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for others in resized(example):
+            for args, kwargs in others:
+                try:
+                    program = _program(model, args, kwargs)
+                except Exception:  # whatever a network raises on sizes that it was not made for
+                    continue
+                if not _has_open_shapes(program):
+                    found.append(_exported(model, program))
+                    seen = following(held, held_constants(found[-1].module, found[-1].inputs))
+                    first = replace(first, following=first.following | seen)
+                break
+    return (first, *found)
 
 
 class _Unrecorded(SymmetryError):

@@ -262,7 +262,7 @@ def dropout_posterior(
                 count = min(batch_size, num_samples - start)
                 drawn.append(network(x.expand(count, -1, -1, -1)).flatten(1).double())
         samples = torch.cat(drawn)
-        if float(samples.std(0).max()) == 0:
+        if float(samples.std(0).max()) <= 1e3 * torch.finfo(torch.float32).eps * float(samples.abs().max()):
             raise ValueError("all masks give the same image: the model has no dropout (model.dropout > 0)")
         mean = samples.mean(0)
         centered = samples - mean

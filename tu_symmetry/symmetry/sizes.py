@@ -1,0 +1,154 @@
+"""What of a network follows the sizes of its inputs: other ways through it, cuts, and constants.
+
+``pos[:n]`` cuts where a sequence of ``n`` tokens ends, ``torch.arange(16) < n`` is a mask of its tokens, and
+``if n > 6`` chooses a way; one example shows one size. Where a module's own code asks for sizes, the example is traced
+with others too (and with other integers than those given), as far as the module can be exported with them. What is
+found holds for each of these passes. What differs between two passes of one program, a cut or a constant, may differ in
+any way for sizes that nobody tried.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from tu_symmetry.symmetry.running.inputs import Example
+
+FOLLOWS = "the sizes of the inputs tell where it is cut"
+
+
+@dataclass(frozen=True)
+class Following:
+    """What differs between passes of one program with inputs of several sizes.
+
+    Attributes:
+        constants: names of the nodes that hold other numbers.
+        cuts: names of the nodes that cut elsewhere, with the axes of their first tensor along which they do.
+    """
+
+    constants: frozenset[str] = frozenset()
+    cuts: tuple[tuple[str, int], ...] = ()
+
+    def __or__(self, other: Following) -> Following:
+        return Following(self.constants | other.constants, self.cuts + other.cuts)
+
+
+NOTHING = Following()
+
+
+def following(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any]) -> Following:
+    """Compare the nodes of two passes, each with the tensor that it holds where that depends on constants only."""
+    called = [[(n, held) for n, held in nodes.items() if n.op == "call_function"] for nodes in (first, second)]
+    if [n.target for n, _ in called[0]] != [n.target for n, _ in called[1]]:
+        return NOTHING  # two ways: each is followed by itself
+    constants: set[str] = set()
+    cuts: list[tuple[str, int]] = []
+    moved: set[torch.fx.Node] = set()
+    for (a, one), (b, two) in zip(*called, strict=True):
+        if isinstance(one, Tensor) and isinstance(two, Tensor):
+            if one.shape != two.shape or not torch.equal(one, two):
+                moved.add(a)
+                uniform = all(bool((t == t.flatten()[:1]).all()) for t in (one, two))
+                if one.shape == two.shape and not uniform:
+                    constants.add(a.name)
+        elif moved.intersection(a.all_input_nodes) or _literals(a) != _literals(b):
+            cuts += [(a.name, axis) for axis in _cut(a, b)]
+    return Following(frozenset(constants), tuple(cuts))
+
+
+def with_defaults(model: nn.Module, example: Example) -> Example:
+    """An example that names the integers which it leaves to the defaults of ``forward``."""
+    args, kwargs = example
+    signature = list(inspect.signature(model.forward).parameters.values())
+    left = [p for p in signature[len(args) :] if p.kind is not p.POSITIONAL_ONLY and p.name not in kwargs]
+    return args, kwargs | {p.name: p.default for p in left if type(p.default) is int}
+
+
+def resized(example: Example) -> Iterator[tuple[Example, ...]]:
+    """Examples with other sizes and numbers: larger ones and smaller ones, of which the first that runs counts.
+
+    All axes of one size change together (a batch of inputs and of labels, a square image); or, but in images, those
+    that also stand at the same place (as many tokens as features). An integer that is given may stand for a size.
+    """
+    leaves, spec = tree_flatten(example)
+    axes = [(n, k) for t in leaves if isinstance(t, Tensor) for k, n in enumerate(t.shape)]
+
+    def changed(size: int, to: int, places: tuple[int, ...]) -> Example:
+        def change(tensor: Tensor) -> Tensor:
+            return tensor.new_zeros([to if n == size and k in places else n for k, n in enumerate(tensor.shape)])
+
+        return tree_map_only(Tensor, change, example)
+
+    def with_number(position: int, to: int) -> Example:
+        return tree_unflatten([*leaves[:position], to, *leaves[position + 1 :]], spec)
+
+    for size in dict.fromkeys(n for n, _ in axes):
+        everywhere = tuple(dict.fromkeys(k for n, k in axes if n == size))
+        places = [everywhere, *((k,) for k in everywhere if len(everywhere) > 1 and max(everywhere) < 3)]
+        for sizes in _others(size):
+            yield tuple(changed(size, to, p) for to in sizes if to > 0 for p in places)
+    for position, number in enumerate(leaves):
+        if type(number) is int:
+            for numbers in _others(number):
+                yield tuple(with_number(position, to) for to in numbers)
+
+
+def _others(size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(dict.fromkeys((2 * size, size + 1))), tuple(dict.fromkeys((size // 2, size - 1)))
+
+
+def _literals(node: torch.fx.Node) -> Any:
+    return torch.fx.node.map_arg((node.args, node.kwargs), lambda n: None)
+
+
+def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
+    """Axes of the first tensor, equally long in both passes, that two calls of an operator cut elsewhere."""
+    if not a.all_input_nodes or not isinstance(a.target, torch._ops.OpOverload):
+        return []
+    one, two = (getattr(n.meta.get("val"), "shape", ()) for n in (a.all_input_nodes[0], b.all_input_nodes[0]))
+    names = {x.name: x for x in a.target._schema.arguments}
+    given = dict(zip(names, a.args, strict=False)) | a.kwargs
+    axes: list[Any] = []
+    if a.target is torch.ops.aten.index.Tensor:
+        axes = [k for k, index in enumerate(given["indices"]) if index is not None]
+    elif a.target is torch.ops.aten.embedding.default:
+        axes = [0]
+    elif "dim" in names:
+        axes = [given.get("dim", names["dim"].default_value)]
+    elif one == two:
+        result = getattr(a.meta.get("val"), "shape", ())
+        axes = [k for k, n in enumerate(one) if len(result) == len(one) and result[k] != n > 1]
+    axes = [k % len(one) for k in axes if isinstance(k, int) and len(one) == len(two) > 0]
+    return [k for k in axes if one[k] == two[k]]
+
+
+def held_constants(module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> dict[torch.fx.Node, Any]:
+    """The nodes of a pass, with the tensors that those hold which depend on constants only (None for all others)."""
+    held: dict[torch.fx.Node, Any] = {}
+    remaining = iter(inputs)
+    for node in module.graph.nodes:
+        held[node] = None
+        if node.op == "placeholder":
+            given = next(remaining)
+            held[node] = given if isinstance(given, Tensor) else None
+        elif node.op == "get_attr":
+            held[node] = getattr(module, str(node.target), None)
+        elif node.target is operator.getitem and held[node.args[0]] is not None:
+            held[node] = held[node.args[0]][node.args[1]]
+        elif isinstance(node.target, torch._ops.OpOverload):
+            tags, schema = node.target.tags, node.target._schema
+            known = all(held[n] is not None for n in node.all_input_nodes)
+            writes = schema.is_mutable and node.target is not torch.ops.aten.detach_.default
+            if known and not writes and torch.Tag.nondeterministic_seeded not in tags:
+                arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), held.__getitem__)
+                held[node] = node.target(*arguments, **options)
+            elif writes:
+                held |= dict.fromkeys(node.all_input_nodes)
+    return held
