@@ -1,4 +1,4 @@
-"""Compact posteriors: moments against numpy, planted permutations, pruning, files, and ensembles of draws."""
+"""Compact posteriors: moments against numpy, planted permutations, low rank, pruning, files, and ensembles of draws."""
 
 from __future__ import annotations
 
@@ -124,6 +124,32 @@ def test_draws_have_the_moments_and_buffers_stay(members: list[dict[str, Tensor]
         q.sample(0)
 
 
+def flat(stack: dict[str, Tensor], names: list[str]) -> np.ndarray:
+    return np.concatenate([stack[n].flatten(1).double().numpy() for n in names], axis=1)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_low_rank_is_the_best_of_its_rank_and_samples_have_its_covariance(
+    members: list[dict[str, Tensor]], graph: SymmetryGraph, rank: int
+) -> None:
+    q = CompactPosterior.from_states(members, graph, align=False, rank=rank)
+    names = sorted(WEIGHTS)
+    values = flat(stack_states(members), names)
+    deviations = (values - values.mean(0)) / 2  # sqrt(M - 1) = 2
+    _, s, vt = np.linalg.svd(deviations, full_matrices=False)
+    best = (vt[:rank].T * s[:rank] ** 2) @ vt[:rank]
+    found = flat(q.factors, names)
+    assert q.rank == rank and found.shape == (rank, values.shape[1])
+    np.testing.assert_allclose(found.T @ found, best, atol=1e-6)
+    expected = 0.5 * (np.diag(values.var(0, ddof=1)) + best)
+    if rank == 4:  # the whole covariance: the marginal variances are the diagonal posterior's
+        np.testing.assert_allclose(np.diag(expected), values.var(0, ddof=1), atol=1e-12)
+    n = 40_000
+    covariance = np.cov(flat(q.sample(n, generator=torch.Generator().manual_seed(2)), names).T)
+    spread = np.sqrt((np.outer(np.diag(expected), np.diag(expected)) + expected**2) / n)
+    assert (np.abs(covariance - expected) / spread).max() < 6
+
+
 def test_pruning_keeps_the_lowest_of_the_whole_network(members: list[dict[str, Tensor]], graph: SymmetryGraph) -> None:
     q = CompactPosterior.from_states(members, graph, align=False)
     sigma = q.sigma().numpy()
@@ -164,12 +190,15 @@ def test_tied_weights_are_one_weight() -> None:
     assert module(torch.randn(5, 4)).shape == (15, 4)
 
 
-def test_a_file_holds_all_of_it(members: list[dict[str, Tensor]], graph: SymmetryGraph, tmp_path: Path) -> None:
-    q = CompactPosterior.from_states(members, graph)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_file_holds_all_of_it(
+    members: list[dict[str, Tensor]], graph: SymmetryGraph, rank: int, tmp_path: Path
+) -> None:
+    q = CompactPosterior.from_states(members, graph, rank=rank)
     q.save(tmp_path / "q.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["q.safetensors"]
     back = CompactPosterior.load(tmp_path / "q.safetensors", graph)
-    assert back.metadata == q.metadata
+    assert back.metadata == q.metadata and back.rank == rank
     a, b = (p.sample(4, generator=torch.Generator().manual_seed(0)) for p in (q, back))
     assert list(a) == list(b) and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
 
@@ -194,6 +223,8 @@ def test_bad_networks(members: list[dict[str, Tensor]], graph: SymmetryGraph) ->
     fit = CompactPosterior.from_states
     with pytest.raises(ValueError, match="at least two networks, got 1"):
         fit(members[:1], graph)
+    with pytest.raises(ValueError, match="at most rank 4"):
+        fit(members, graph, rank=5)
     with pytest.raises(ValueError, match="needs the architecture's symmetry graph"):
         fit(members)
     broken = members[1] | {"0.bias": torch.full((6,), float("inf"))}

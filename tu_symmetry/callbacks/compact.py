@@ -50,6 +50,7 @@ class FitCompactPosterior(Callback):
         members: where this run's networks are, as for :class:`~tu_symmetry.callbacks.Rebasin`.
         match_on: match units by ``weights``, or by ``activations`` on the training data.
         reference: what the networks are aligned to, see :func:`tu_symmetry.align`.
+        rank: rank of the low-rank part of both posteriors.
         train_data: loader or data set for the activations and for the example input; by default that of this run,
             in order and without augmentation.
         batch_size: size of the activations' batches; by default that of the loader.
@@ -73,6 +74,7 @@ class FitCompactPosterior(Callback):
         members: ModuleSource | None = None,
         match_on: Literal["weights", "activations"] = "weights",
         reference: Literal["first", "medoid", "mean", "universe"] = "first",
+        rank: int = 0,
         train_data: DataLoader[Any] | Dataset[Any] | None = None,
         batch_size: int | None = None,
     ) -> None:
@@ -81,7 +83,7 @@ class FitCompactPosterior(Callback):
             raise ValueError("FitCompactPosterior has nothing to write: give q_r, q_d or both")
         if match_on not in ("weights", "activations"):
             raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
-        require_numbers(num_samples=num_samples, batch_size=batch_size)
+        require_numbers(num_samples=num_samples, rank=rank, batch_size=batch_size)
         if num_samples is not None and num_samples < 2:
             raise ValueError(f"a posterior needs at least two networks, got num_samples={num_samples}")
         self.q_r = None if q_r is None else Path(q_r)
@@ -91,6 +93,7 @@ class FitCompactPosterior(Callback):
         self.members = members
         self.match_on = match_on
         self.reference = reference
+        self.rank = rank
         self.train_data = train_data
         self.batch_size = batch_size
         self.alignment: Alignment[Any] | None = None
@@ -133,14 +136,14 @@ class FitCompactPosterior(Callback):
         graph = discover_symmetries(copied.cpu(), example)
         found: dict[str, float] = {}
         if self.q_d is not None:
-            self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False)
+            self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False, rank=self.rank)
             found["sigma_q_d"] = _root_mean_square(self.q_d_posterior)
         if self.q_r is not None:
             data: dict[str, Any] = {}
             if self.match_on == "activations":
                 data = {"model": copied.to(pl_module.device), "dataloader": loader}
             self.alignment = align(graph, states, reference=self.reference, match_on=self.match_on, **data)
-            q = CompactPosterior.from_states(self.alignment.states, graph, align=False)
+            q = CompactPosterior.from_states(self.alignment.states, graph, align=False, rank=self.rank)
             counts = self.alignment.transpositions
             moved = [n for i, n in enumerate(counts) if i != self.alignment.reference]
             q.metadata |= {"aligned": True, "match_on": self.match_on, "reference": self.reference}

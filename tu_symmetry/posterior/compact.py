@@ -41,7 +41,14 @@ _VERSION = "1"
 
 
 class CompactPosterior:
-    """A Gaussian over the weights of one architecture, ``N(mean, diag std^2)``.
+    """A Gaussian over the weights of one architecture: diagonal, or diagonal plus low rank.
+
+    With ``M`` networks, their mean ``mu``, deviations ``D`` (``[weights, M]``) and variances ``sigma^2``:
+
+    * rank 0: ``N(mu, diag sigma^2)``;
+    * rank r > 0: ``N(mu, (diag sigma^2 + F F^T) / 2)``, the form of SWAG (arXiv 1902.02476, section 3.2), where
+      ``F F^T`` is the best approximation of rank r to ``D D^T / (M - 1)``; it is exact for ``r >= M - 1``, and the
+      marginal variances are then those of the diagonal form.
 
     Running statistics and other buffers are no weights: they have a mean and are never sampled; integer ones are the
     first network's. Tied weights are one weight under several names.
@@ -51,6 +58,7 @@ class CompactPosterior:
     Attributes:
         mean: full state dict (weights and buffers), names in alphabetical order.
         std: the standard deviations sigma, of the weights only.
+        factors: the columns of ``F``, weight name to ``[r, *shape]``; empty for rank 0.
         metadata: architecture, number of networks, whether they were aligned and how, and the symmetry groups' sizes.
     """
 
@@ -59,6 +67,7 @@ class CompactPosterior:
         mean: Mapping[str, Tensor],
         std: Mapping[str, Tensor],
         *,
+        factors: Mapping[str, Tensor] | None = None,
         aliases: Mapping[str, Sequence[str]] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
@@ -67,24 +76,27 @@ class CompactPosterior:
         Args:
             mean: full state dict.
             std: standard deviations of the entries that are sampled.
+            factors: low-rank factors, of the same names as ``std``.
             aliases: for each weight all its names, where it has several.
             metadata: anything that JSON can hold.
 
         Raises:
-            ValueError: names or shapes that do not fit each other, means or standard deviations that are not finite,
-                negative standard deviations.
+            ValueError: names or shapes that do not fit each other, means, factors or standard deviations that are not
+                finite, negative standard deviations.
         """
         self.mean: State = as_given(mean, {name: mean[name] for name in sorted(mean)})
         self.std: State = {name: std[name] for name in sorted(std)}
+        self.factors: State = {name: factors[name] for name in sorted(factors)} if factors else {}
         self.metadata = dict(metadata or {})
         names = {alias: group for group in map(tuple, (aliases or {}).values()) for alias in group}
         self._tied = {name: names.get(name, (name,)) for name in self.std}
-        unknown = self.std.keys() - self.mean.keys()
+        unknown = self.std.keys() - self.mean.keys() or self.factors.keys() ^ (self.std.keys() if factors else set())
         if unknown or not self.std:
-            raise ValueError(f"mean and std are not of the same network: {sorted(unknown)[:6]}")
-        for name, t in self.mean.items():
-            if t.is_floating_point() and not torch.isfinite(t).all():
-                raise ValueError(f"mean[{name!r}] holds NaN or infinite values, which no posterior has")
+            raise ValueError(f"mean, std and factors are not of the same network: {sorted(unknown)[:6]}")
+        for what, tensors in (("mean", self.mean), ("factors", self.factors)):
+            for name, t in tensors.items():
+                if t.is_floating_point() and not torch.isfinite(t).all():
+                    raise ValueError(f"{what}[{name!r}] holds NaN or infinite values, which no posterior has")
         for name, sigma in self.std.items():
             if sigma.shape != self.mean[name].shape or not torch.isfinite(sigma).all() or (sigma < 0).any():
                 raise ValueError(
@@ -99,6 +111,7 @@ class CompactPosterior:
         graph: SymmetryGraph | None = None,
         *,
         align: bool = True,
+        rank: int = 0,
         reference: Reference | Mapping[str, Tensor] = "first",
         match_on: MatchOn = "weights",
         model: nn.Module | None = None,
@@ -111,10 +124,11 @@ class CompactPosterior:
 
         Args:
             states: at least two networks: a stack, a list of state dicts, or a store. A store is read one state at a
-                time, unless the networks are to be aligned.
+                time, unless the networks are to be aligned or a low-rank part is fitted.
             graph: the architecture's symmetry graph; needed for alignment.
             align: True for q_r, False for q_d. For other options of the alignment, align the states first, by
                 :func:`tu_symmetry.align`, and pass them with False.
+            rank: rank of the low-rank part, at most ``M - 1``.
             reference: see :func:`tu_symmetry.align`, also for what follows.
             match_on: ``weights``, or ``activations``.
             model: for activation matching.
@@ -130,7 +144,7 @@ class CompactPosterior:
 
         Raises:
             SymmetryError: states of another architecture, NaN or infinite weights.
-            ValueError: a single network, or nothing that says what is a buffer.
+            ValueError: a single network, a rank that the networks do not have, or nothing that says what is a buffer.
         """
         members: Sequence[Mapping[str, Tensor]]
         members = states if isinstance(states, SampleStore) else unstack(states)
@@ -139,7 +153,9 @@ class CompactPosterior:
             raise ValueError(
                 f"a posterior needs at least two networks, got {count}: the standard deviation of one is undefined"
             )
-        metadata: dict[str, Any] = {"networks": count, "aligned": align}
+        if not 0 <= rank < count:
+            raise ValueError(f"rank {rank}: the deviations of {count} networks span at most rank {count - 1}")
+        metadata: dict[str, Any] = {"networks": count, "aligned": align, "rank": rank}
         if align:
             if graph is None:
                 raise ValueError(
@@ -178,9 +194,14 @@ class CompactPosterior:
             aliases = {name: names for name, names in graph.aliases.items() if len(names) > 1}
             metadata["architecture"] = graph.architecture
             metadata["groups"] = {g.name: list(g.shape) for g in graph.permutations}
+        repeated = {alias for names in aliases.values() for alias in names[1:]}
+        factors = _low_rank(members, mean, [n for n in weights if n not in repeated], rank) if rank else {}
+        for names in aliases.values():
+            factors |= {alias: factors[names[0]] for alias in names if names[0] in factors}
         return cls(
             as_given(first, {n: mean[n].to(_precision(t)) if n in mean else t.clone() for n, t in first.items()}),
             {n: t.to(_precision(first[n])) for n, t in std.items()},
+            factors={n: t.to(_precision(first[n])) for n, t in factors.items()},
             aliases=aliases,
             metadata=metadata,
         )
@@ -226,6 +247,11 @@ class CompactPosterior:
             metadata={"architecture": type(model).__name__, **(metadata or {})},
         )
 
+    @property
+    def rank(self) -> int:
+        """Rank of the low-rank part, 0 for a diagonal posterior."""
+        return len(next(iter(self.factors.values()))) if self.factors else 0
+
     def sigma(self) -> Tensor:
         """All standard deviations, flat ``[weights]``, in the order of the names; tied weights once."""
         return torch.cat([self.std[name].flatten() for name in self._free()])
@@ -244,11 +270,19 @@ class CompactPosterior:
             raise ValueError(f"cannot draw {num_samples} networks")
         generator = own_generator(generator)
         stack = as_given(self.mean, {n: t.expand(num_samples, *t.shape).clone() for n, t in self.mean.items()})
+        scale = math.sqrt(0.5) if self.factors else 1.0
         for name in self._free():
             shape, sigma = (num_samples, *self.std[name].shape), self.std[name]
             noise = torch.randn(shape, generator=generator, dtype=sigma.dtype, device=generator.device)
-            draw = stack[name] + sigma * noise.to(sigma.device)
+            draw = stack[name] + scale * sigma * noise.to(sigma.device)
             stack |= {alias: draw for alias in self._tied[name]}
+        if self.factors:
+            size = (num_samples, self.rank)
+            common = torch.randn(size, generator=generator, dtype=torch.float64, device=generator.device)
+            for name in self._free():
+                factor = self.factors[name]
+                draw = stack[name] + scale * torch.tensordot(common.to(factor), factor, dims=1)
+                stack |= {alias: draw for alias in self._tied[name]}
         return stack
 
     def pruning_mask(self, keep_fraction: float) -> dict[str, Tensor]:
@@ -279,11 +313,17 @@ class CompactPosterior:
             moved = {n: t.to(device, dtype if t.is_floating_point() else None) for n, t in tensors.items()}
             return as_given(tensors, moved)
 
-        return CompactPosterior(move(self.mean), move(self.std), aliases=self._aliases(), metadata=self.metadata)
+        return CompactPosterior(
+            move(self.mean),
+            move(self.std),
+            factors=move(self.factors),
+            aliases=self._aliases(),
+            metadata=self.metadata,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file (``mean/NAME``, ``std/NAME``) whole or not at all."""
-        parts = {"mean": self.mean, "std": self.std}
+        """Write a safetensors file (``mean/NAME``, ``std/NAME``, ``factors/NAME``) whole or not at all."""
+        parts = {"mean": self.mean, "std": self.std, "factors": self.factors}
         tensors = {f"{part}/{name}": t for part, content in parts.items() for name, t in content.items()}
         header = {
             "format": _FORMAT,
@@ -306,7 +346,7 @@ class CompactPosterior:
             SampleFileError: a file that is truncated, foreign or was changed, NaN or infinite values in it, or a
                 posterior of another architecture.
         """
-        parts: dict[str, State] = {"mean": {}, "std": {}}
+        parts: dict[str, State] = {"mean": {}, "std": {}, "factors": {}}
         try:
             tensors, head = read_safetensors(path)
         except FileError as error:
@@ -345,7 +385,7 @@ class CompactPosterior:
         return CompactEnsemble(model, self.sample(num_samples, generator=generator), vectorize=vectorize)
 
     def __repr__(self) -> str:
-        return f"CompactPosterior({len(self.sigma())} weights, {self.metadata})"
+        return f"CompactPosterior({len(self.sigma())} weights, rank {self.rank}, {self.metadata})"
 
     def _free(self) -> list[str]:
         """Weight names without the further names of tied ones."""
@@ -498,6 +538,16 @@ def _moments(members: Sequence[Mapping[str, Tensor]], weights: list[str]) -> tup
         for name in weights:
             squares[name] += ((member[name].double() - mean[name]) * units[name]).square()
     return mean, squares, units
+
+
+def _low_rank(members: Sequence[Mapping[str, Tensor]], mean: State, weights: list[str], rank: int) -> State:
+    """Factors ``[rank, *shape]`` of the best approximation ``F F^T`` to ``D D^T / (M - 1)``, from the M x M Gram."""
+    count = len(members)
+    deviations = {n: torch.stack([m[n].double() - mean[n] for m in members]) for n in weights}
+    gram = sum((d.flatten(1) @ d.flatten(1).T for d in deviations.values()), torch.zeros((), device="cpu"))
+    _, vectors = torch.linalg.eigh(gram)
+    top = vectors[:, -rank:].flip(1).T / math.sqrt(count - 1)
+    return {name: torch.tensordot(top, d, dims=1) for name, d in deviations.items()}
 
 
 def _precision(t: Tensor) -> torch.dtype:
