@@ -275,6 +275,13 @@ def sample_count(states: Mapping[str, Tensor]) -> int:
     return len(next(iter(states.values())))
 
 
+def evenly(count: int, wanted: int | None = None) -> Tensor:
+    """Indices ``[wanted]`` of evenly spaced ones out of ``count``, both ends included; all where there are no more."""
+    if wanted is None or wanted >= count:
+        return torch.arange(count, device="cpu")
+    return torch.linspace(0, count - 1, wanted, dtype=torch.float64, device="cpu").round().long()
+
+
 def require_same(
     found: Mapping[str, Layout],
     expected: Mapping[str, Layout],
