@@ -7,8 +7,8 @@ import io
 import pickle
 import struct
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXT
 from tu_symmetry.datamodules.tomography import strip_projector
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import _dotted, load_table, run_commands
+from tu_symmetry.tables.outcome import Outcome
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -41,34 +42,80 @@ def run_table(folder: Path, out: Path, overrides: Sequence[str] = (), **more: An
 
 @dataclass(frozen=True)
 class Typed:
-    """What a reader types: ``tu-symmetry COMMAND --config FILE FLAGS``."""
+    """What a reader types: ``tu-symmetry COMMAND --config FILE ... FLAGS``."""
 
-    file: Path
+    recipe: str
     command: str
     name: str
-    flags: tuple[str, ...] = ()
+    files: tuple[Path, ...]
+    flags: tuple[str, ...]
 
     @property
-    def recipe(self) -> str:
-        return self.file.parent.relative_to(RECIPES).as_posix()
+    def words(self) -> list[str]:
+        """After ``tu-symmetry COMMAND``."""
+        return [*(f"--config={file}" for file in self.files), *self.flags]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What the files say together."""
+        found: dict[str, Any] = {}
+        for file in self.files:
+            found = over(found, read_mapping(file))
+        return found
+
+    @property
+    def folder(self) -> Path:
+        """Where the run stands."""
+        given = dict(flag.removeprefix("--").split("=", 1) for flag in self.flags)
+        return Path(given["root"]) / given["name"]
+
+
+def commands_of(recipe: Path) -> dict[str, Typed]:
+    """The commands of a recipe folder by their names."""
+    table = load_table(recipe)
+    name = recipe.relative_to(RECIPES).as_posix() if recipe.is_relative_to(RECIPES) else recipe.name
+    found = {}
+    for row in table.commands:
+        files = tuple((recipe / file).resolve() for file in row.config)
+        flags = (f"--root={table.root}", f"--name={row.name}", *_dotted(row.set))
+        found[row.name] = Typed(name, row.command, row.name, files, flags)
+    return found
 
 
 def typed_commands() -> list[Typed]:
-    """Of every recipe with a list of commands these, in order; and every other YAML file of all recipes."""
-    found: list[Typed] = []
+    """Of every recipe its commands, in order; and every other YAML file."""
+    found = [row for table in sorted(RECIPES.rglob("table.yaml")) for row in commands_of(table.parent).values()]
+    listed = {file for typed in found for file in typed.files}
     for path in sorted(RECIPES.rglob("*.yaml")):
-        beside = path.parent / "table.yaml"
-        if path == beside and "commands" in read_mapping(path):
-            rows = load_table(path.parent).commands
-            found += [Typed(path.parent / c.config, c.command, c.name, tuple(_dotted(c.set))) for c in rows]
-    listed = {typed.file for typed in found}
-    for path in sorted(RECIPES.rglob("*.yaml")):
-        if path.name == "table.yaml" or path in listed:
+        if path.name == "table.yaml" or path.resolve() in listed:
             continue
         content = read_mapping(path)
         command = "run" if "command" in content else "test" if "optimizer" not in content else "fit"
-        found.append(Typed(path, command, path.stem))
+        root = load_table(path.parent).root if (path.parent / "table.yaml").is_file() else "runs"
+        flags = (f"--root={root}", f"--name={path.stem}")
+        found.append(Typed(path.parent.relative_to(RECIPES).as_posix(), command, path.stem, (path.resolve(),), flags))
     return found
+
+
+Edit = Callable[[dict[str, Any], dict[str, Any]], None]
+
+
+def shortened(recipe: Path, folder: Path, keep: Collection[str], edit: Edit) -> Path:
+    """A copy of a recipe with some of its commands, each with one file, after ``edit(line of the table, content)``."""
+    table = read_mapping(recipe / "table.yaml")
+    folder.mkdir(exist_ok=True)
+    kept = [command for command in table["commands"] if command["name"] in keep]
+    for command in kept:
+        name = command["name"]
+        content = commands_of(recipe)[f"{name}_0" if "copies" in command else name].content
+        command |= {"config": f"{name}.yaml", "needs": [n for n in command.get("needs", ()) if n in keep]}
+        if name == "report":
+            command.setdefault("set", {})["command.recipe"] = str(folder)
+        edit(command, content)
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    table |= {"commands": kept, "bases": {}}
+    (folder / "table.yaml").write_text(yaml.safe_dump(table, sort_keys=False, allow_unicode=True))
+    return folder
 
 
 def _least(number: int) -> Callable[[Any], Any]:
@@ -158,12 +205,19 @@ def small(value: Any, key: str = "") -> Any:
     return [small(v) for v in value] if isinstance(value, list) else value
 
 
-def small_file(typed: Typed, folder: Path) -> Path:
-    """A small copy of a file."""
-    path = folder / typed.recipe / typed.file.name
+def over(earlier: Any, later: Any) -> Any:
+    """A later configuration over an earlier one."""
+    if not isinstance(earlier, Mapping) or not isinstance(later, Mapping):
+        return later
+    return {**earlier, **{key: over(earlier.get(key), value) for key, value in later.items()}}
+
+
+def small_copy(typed: Typed, folder: Path) -> Typed:
+    """The same command with a small configuration, in one file."""
+    path = folder / typed.recipe / f"{typed.name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(small(read_mapping(typed.file)), sort_keys=False))
-    return path
+    path.write_text(yaml.safe_dump(small(typed.content), sort_keys=False))
+    return replace(typed, files=(path,))
 
 
 def run_files(commands: Sequence[Typed], folder: Path, accelerator: str) -> Iterator[Typed]:
@@ -171,10 +225,22 @@ def run_files(commands: Sequence[Typed], folder: Path, accelerator: str) -> Iter
     plant_images(folder / "data")
     plant_scan(folder / "data")
     for typed in commands:
-        words = [typed.command, "--config", str(small_file(typed, folder / "small")), *typed.flags]
+        words = [typed.command, *small_copy(typed, folder / "small").words]
         quiet = ["--trainer.enable_progress_bar=false", f"--trainer.accelerator={accelerator}", "--trainer.devices=1"]
         assert main([*words, *(quiet if typed.command != "run" else ())]) == 0
         yield typed
+
+
+def assert_goes_on(command: Callable[[Path], Outcome], out: Path) -> Outcome:
+    """A command without its last parts, as a kill leaves it, makes these, reads the others, and finds the same."""
+    whole = command(out)
+    parts = sorted(out.rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+    stamps = {path: path.stat().st_mtime_ns for path in parts}
+    for path in parts[-2:]:
+        path.unlink()
+    assert len(parts) > 2 and command(out).results == whole.results
+    assert {path for path in parts if path.stat().st_mtime_ns != stamps[path]} == set(parts[-2:])
+    return whole
 
 
 def plant_images(root: Path, train: int = 240, test: int = 80) -> None:

@@ -194,7 +194,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         ConfigError: a file that is missing, no YAML (see :func:`read_yaml`) or no mapping.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} is missing: each stage listed in table.yaml has a YAML file of its name beside it")
+        raise ConfigError(f"{path} is missing: table.yaml names it")
     values = read_yaml(path.read_bytes(), str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, it holds {type(values).__name__}")

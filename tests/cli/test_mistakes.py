@@ -99,7 +99,6 @@ def words_of(base: list[str], option: str, value: str) -> list[str]:
 
 MISTAKES = [words_of(base, option, value) for base, option, values in VALUES for value in values]
 MISTAKES += [[], ["nothing"], ["inspect"], ["table"], ["table", ""], ["table", "nowhere"], ["table", "IN/a.pt"]]
-MISTAKES += [["table", "IN/old"], ["table", "IN/old", "--out", "OUT"]]
 MISTAKES += [["align", f"IN/{name}", *ALIGN[2:]] for name in ("none*.pt", "none", "text.pt")]
 
 CHECKPOINTS: dict[str, Callable[[dict[str, Tensor]], object]] = {
@@ -133,9 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("a", "b"):
         torch.save(net().state_dict(), made / f"{name}.pt")
     (made / "text.pt").write_text("no checkpoint")
-    write_recipe(made / "toy", "{class_path: toy_functions.walk, init_args: {out: runs/toy/walk}}")
-    (made / "old").mkdir()
-    (made / "old" / "table.yaml").write_text("title: Toy\nstages: [walk]\n")
+    write_recipe(made / "toy", "{class_path: toy_functions.walk, init_args: {out: $root/$name}}")
     return made
 
 
@@ -394,7 +391,7 @@ def test_signals_also_during_imports(
     number: signal.Signals, after: float, code: int, message: str, folder: Path, tmp_path: Path
 ) -> None:
     """The command sleeps, so that the signal comes before it is done."""
-    sleeping = "{class_path: toy_functions.wait, init_args: {out: runs/toy/walk, seconds: 1000}}"
+    sleeping = "{class_path: toy_functions.wait, init_args: {out: $root/$name, seconds: 1000}}"
     write_recipe(tmp_path / "toy", sleeping)
     with process(["table", str(tmp_path / "toy"), "--out", str(tmp_path / "out")]) as running:
         assert running.stdout is not None and running.stdout.readline() == "go\n"

@@ -123,7 +123,7 @@ def test_a_table_writes_the_peak_of_each_commands_memory(tmp_path: Path) -> None
         + "".join(f"  - {{name: take{n}, command: run, config: take{n}.yaml}}\n" for n in (64, 16))
     )
     for n in (64, 16):
-        options = f"{{out: {tmp_path}/root/take{n}, megabytes: {n}}}"
+        options = f"{{out: $root/$name, megabytes: {n}}}"
         (tmp_path / f"take{n}.yaml").write_text(f"command:\n  class_path: toy_commands.take\n  init_args: {options}\n")
     torch.cuda.init()
     _, shown = run_table(tmp_path, tmp_path / "out")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from recipe_runs import run_files, typed_commands
 
-from tu_symmetry.configs import read_mapping
 from tu_symmetry.tables.commands import gpu_peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +38,7 @@ def test_every_command_runs(recipe: str, tmp_path: Path, monkeypatch: pytest.Mon
     for typed in run_files([typed for typed in typed_commands() if typed.recipe == recipe], tmp_path, "gpu"):
         there = typed.command != "run"
         if not there:
-            module, _, name = read_mapping(typed.file)["command"]["class_path"].rpartition(".")
+            module, _, name = typed.content["command"]["class_path"].rpartition(".")
             there = "device" in inspect.signature(getattr(importlib.import_module(module), name)).parameters
         assert (gpu_peaks()["gpu_allocated"] > before) == there, typed
         gpu_peaks(fresh=True)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from recipe_runs import RECIPES, ROOT, run_table
+from recipe_runs import RECIPES, commands_of, run_table
 
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.compact import CompactPosterior
@@ -47,16 +42,13 @@ TINY = [
 
 def test_the_reference_predictive_of_mnist_is_the_papers() -> None:
     """The 1,000 samples linspace(500, 9899) of the chain's 9,900 after burn-in are stored, and all stored are used."""
-    import yaml
-
-    content = yaml.safe_load((PAPER / "mnist" / "hmc.yaml").read_text())
+    commands = commands_of(PAPER / "mnist")
+    content = commands["hmc"].content
     options = content["routine"]["init_args"]
     assert content["trainer"]["max_epochs"] - options["burn_in"] == 9900
     assert options["stored"] == [500, 9899, 1000]
     (fit,) = [c for c in content["trainer"]["callbacks"] if c["class_path"].endswith("FitCompactPosterior")]
     assert "num_samples" not in fit["init_args"]
-    comparison = yaml.safe_load((PAPER / "mnist" / "comparison.yaml").read_text())["command"]["init_args"]
-    assert "reference_samples" not in comparison
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +60,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
     out, results, text = tiny
-    rows = results["comparison"]["rows"]
-    assert rows["agreement"]["hmc/sample"] == 1 and rows["tv"]["hmc/sample"] == 0
+    found = results["comparison"]["rows"]
+    assert found["agreement"]["hmc/sample"] == 1 and found["tv"]["hmc/sample"] == 0
     for row in ("agreement", "tv", "accuracy", "mean_accuracy"):
-        assert all(v is None or 0 <= v <= 1 for v in rows[row].values())
-    assert set(rows["mean_accuracy"]) == {"hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q"}
-    assert "0.8249" in text and f"{rows['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
+        assert all(v is None or 0 <= v <= 1 for v in found[row].values())
+    assert set(found["mean_accuracy"]) == {"hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q"}
+    assert "0.8249" in text and f"{found['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
     q_r = CompactPosterior.load(out / "ensemble" / "q_r.safetensors")
     assert len(q_r.metadata["transpositions"]) == 3 and q_r.metadata["transpositions"][0] == 0  # the reference
     assert len(SampleStore.open(out / "hmc" / "samples")) == 84
@@ -110,75 +102,9 @@ def test_interpolations_start_and_end_alike(tiny: tuple[Path, dict[str, Any], st
             assert (a[0], a[-1]) == pytest.approx((b[0], b[-1]), rel=1e-5)
 
 
-def test_digits_skip_what_is_done(tiny: tuple[Path, dict[str, Any], str]) -> None:
-    out, results, _ = tiny
-    again, text = run_table(DIGITS, out, TINY)
-    assert again == results
-    assert "▸" not in text
-    _, text = run_table(DIGITS, out, [*TINY, "pruning.command.num_samples=4"])
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["pruning", "report"]
-
-
 def test_a_damaged_result_is_refused(tiny: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     out, _, _ = tiny
     text = (out / "comparison" / "results.json").read_text()
     (tmp_path / "results.json").write_text(text.replace('"repeats"', '"repeat"').replace("0.", "1.", 1))
     with pytest.raises(FileError, match="changed or damaged"):
         Outcome.load(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["ensemble", "hmc", "vi"])
-def test_killed_in_a_fit_resumes_to_the_same_numbers(
-    tiny: tuple[Path, dict[str, Any], str], tmp_path: Path, command: str
-) -> None:
-    """kill -9 in the middle of the fit; the second run gives what an uninterrupted one gives."""
-    out, whole, _ = tiny
-    often = [*TINY, f"{command}.trainer.callbacks.every_seconds=0"]
-    words = [word for override in often for word in ("--set", override)]
-    line = [sys.executable, "-m", "tu_symmetry.cli", "table", str(DIGITS), "--out", str(tmp_path / "run"), *words]
-    process = subprocess.Popen(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
-    checkpoint = tmp_path / "run" / command / "checkpoints" / "last.ckpt"
-    deadline = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < deadline and not checkpoint.exists():
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-    before = torch.load(checkpoint, weights_only=True)["global_step"]
-    assert 0 < before < {"ensemble": 8, "hmc": 86, "vi": 4}[command]
-    assert json.loads((tmp_path / "run" / ".table" / f"{command}.json").read_text())["status"] == "running"
-    results, text = run_table(DIGITS, tmp_path / "run", often)
-    assert f"{command} (resuming)" in text
-    assert results["comparison"]["rows"] == whole["comparison"]["rows"]
-    assert results["pruning"]["curves"] == whole["pruning"]["curves"]
-    for column in ("hmc/q_r", "hmc/q_d", "ensemble/q_r", "ensemble/q_d", "vi/q"):
-        resumed, uncut = (CompactPosterior.load(folder / f"{column}.safetensors") for folder in (tmp_path / "run", out))
-        assert all(torch.equal(t, uncut.mean[name]) for name, t in resumed.mean.items())
-        assert all(torch.equal(t, uncut.std[name]) for name, t in resumed.std.items())
-
-
-@pytest.mark.slow
-def test_one_row_typed_by_hand(tmp_path: Path) -> None:
-    """fit, fit, test without ``table``, from an empty folder, as a new user would: q_r evaluated by TU's routine."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-
-    def typed(*words: str) -> str:
-        line = [sys.executable, "-m", "tu_symmetry.cli", *words]
-        done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    for name in ("ensemble", "hmc"):
-        flags = [f"--{o.partition('.')[2]}" for o in TINY if o.startswith(f"{name}.")]
-        typed("fit", "--config", str(DIGITS / f"{name}.yaml"), *flags)
-    for q, draws in (("ensemble/q_r.safetensors", 7), ("hmc/samples", 4)):
-        text = typed(
-            "test",
-            "--config",
-            str(DIGITS / "test.yaml"),
-            f"--routine.model.posterior=runs/digits/{q}",
-            f"--routine.model.num_samples={draws}",
-            "--routine.model.model.hidden=[8]",
-        )
-        assert "Acc" in text and "ECE" in text
-    assert torch.load(tmp_path / "runs/digits/ensemble/checkpoints/last.ckpt", weights_only=False)["epoch"] == 3

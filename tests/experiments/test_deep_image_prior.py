@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from torch.distributions import MultivariateNormal
 
 import tu_symmetry as tus
-from tu_symmetry.cli import main
 from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
 from tu_symmetry.experiments.deep_image_prior import (
     UNet,
@@ -33,10 +32,9 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     one_problem,
     unet_priors,
 )
-from tu_symmetry.experiments.deep_image_prior.report import LEVELS, calibration_table, mean_and_error, orderings
+from tu_symmetry.experiments.deep_image_prior.report import LEVELS, calibration_table, orderings
 from tu_symmetry.files import read_tensors
 from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
-from tu_symmetry.tables.commands import load_table
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "deep_image_prior"
 
@@ -164,10 +162,9 @@ def test_orderings_say_what_held():
     assert f"{EVIDENCE} above {DIP} by more than 0.3, 5 angles at 10 %: **held**, +0.400" in text
     assert f"{TV_SEED} above {DIP} by more than 0.3, 5 angles at 10 %: **did not hold**, +0.200" in text
     assert f"{DIP_FITTED} below {DIP}, 5 angles at 10 %: **did not hold**, -0.500" in text
-    assert mean_and_error([1.0, 3.0]) == (2.0, 1 / math.sqrt(2))
     spread = [entry(EVIDENCE, 0, -0.1), entry(EVIDENCE, 1, 0.8), entry(DIP, 0, 0.0), entry(DIP, 1, 0.0)]
     (line,) = [line for line in orderings(spread) if DIP in line]
-    assert "5 angles at 10 %: **not resolved (within one standard error)**, +0.350 ± 0.318" in line
+    assert "5 angles at 10 %: **not resolved (within one standard error)**, +0.350 ± 0.450" in line
 
 
 def test_coverage_is_that_of_the_planted_errors():
@@ -208,19 +205,6 @@ def test_what_cannot_work_is_refused(run, tmp_path):
         dropout_posterior(tmp_path, root / "dropout.safetensors", UNet((4, 4), (2,)), num_samples=70)
     with pytest.raises(TypeError, match="UNet"):
         linearized_posterior(tmp_path, root / "dip.safetensors", torch.nn.Conv2d(1, 1, 1), 1e-3)
-
-
-@pytest.mark.parametrize(
-    "name", ["demo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kmnist-small", "kmnist", "walnut"))]
-)
-def test_recipes_parse(name, capsys):
-    table = load_table(RECIPES / name)
-    for command in table.commands:
-        path = RECIPES / name / command.config
-        with pytest.raises(SystemExit) as end:
-            main([command.command, "--config", str(path), "--print_config"])
-        assert end.value.code in (0, None)
-    assert "DeepImagePriorRoutine" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from recipe_runs import assert_goes_on, commands_of, shortened
 from rich.console import Console
 from torch import nn
 
-from tu_symmetry.configs import read_mapping
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.linearized_laplace import (
     CNN,
@@ -46,7 +44,6 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import CommandTable, load_table, run_commands
-from tu_symmetry.tables.lightning import SymmetryCLI
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome
 
@@ -69,34 +66,21 @@ def run(name: str | Path, out: Path, overrides: list[str], **more: Any) -> dict[
     return run_commands(RECIPES / name, out=out, overrides=overrides, display=display, **more)
 
 
-@pytest.mark.parametrize("name", ["t-former", "resnet", "pre-resnet"])
-def test_the_other_columns_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of their own files: members of every architecture are trained at once."""
-    words = [f"--trainer.{k}={v}" for k, v in (("fast_dev_run", 2), ("accelerator", "cpu"), ("logger", "false"))]
-    words += ["--trainer.enable_progress_bar=false", f"--routine.samples={tmp_path / 'samples'}"]
-    words += [f"--trainer.default_root_dir={tmp_path}", "--trainer.callbacks=null"]
-    monkeypatch.setattr(sys, "argv", ["tu-symmetry"])
-    cli = SymmetryCLI(args=["fit", "--config", str(RECIPES / "table1" / f"{name}.yaml"), *words])
-    start = initialized(cli.routine.members, 0).state_dict()
-    states = SampleStore.open(tmp_path / "samples").load()
-    assert cli.trainer.global_step == 2 and all(len(t) == 3 for t in states.values())
-    assert any(not torch.equal(t, start[key]) for key, t in states.items())
-
-
 @pytest.mark.parametrize("name", ["toy", *TABLES])
 def test_every_network_of_a_recipe_can_be_made_from_its_file(name: str) -> None:
     """And is evaluated as what it was trained as: the files of the evidence name the same classes and arguments."""
     from tu_symmetry.configs import resolve
 
-    fits = {c.config: read_mapping(RECIPES / name / c.config) for c in load_table(RECIPES / name).commands}
-    trained = {k: f["routine"]["init_args"]["model"] for k, f in fits.items() if "routine" in f}
-    data = {k: f["data"] for k, f in fits.items() if "routine" in f}
+    contents = {k: row.content for k, row in commands_of(RECIPES / name).items()}
+    fits = {k: content for k, content in contents.items() if "routine" in content and not k.endswith("-early")}
+    trained = {k: fit["routine"]["init_args"]["model"] for k, fit in fits.items()}
+    data = {k: fit["data"] for k, fit in fits.items()}
     for model in trained.values():
         assert isinstance(resolve(model["class_path"])(**model["init_args"]), nn.Module)
     for kind in ("bands", "evidence", "early_evidence"):
-        if f"{kind}.yaml" not in fits:
+        if kind not in contents:
             continue
-        arguments = fits[f"{kind}.yaml"]["command"]["init_args"]
+        arguments = contents[kind]["command"]["init_args"]
         networks = arguments.get("networks", {"": {"model": arguments.get("model"), "samples": ""}})
         assert [n["model"] for n in networks.values()] == list(trained.values())
         for own in data.values():
@@ -225,28 +209,14 @@ def test_the_toy_report(bands: tuple[Path, dict[str, Any]]) -> None:
         assert f"| {band_title(name)} |" in text and f"{row['nll']:.3f}" in text
 
 
-def test_bands_that_were_cut_go_on(
-    bands: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others are made, none twice; a part made from something else is refused."""
+def test_bands_that_were_cut_go_on(bands: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, results = bands
-    band, calls = toy._band, []
-
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments[1])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return band(*arguments)
-
-    monkeypatch.setattr(toy, "_band", interrupted)
     given: Any = {"model": BatchNormMLP([6, 5]), "network": out / "network", "points": 21}
     given |= {"precisions": [100.0, 1.0], "choices": ["map/single", "map/per_group"]}
-    with pytest.raises(KeyboardInterrupt):
-        toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30), **given)
-    resumed = toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30), **given)
-    assert list(resumed.results["rows"]) == ["100", "1", "map/single", "map/per_group"]
-    assert resumed.results["rows"].items() <= results["bands"]["rows"].items()
-    assert len(calls) == 4 + 1  # one was cut off, none was done twice
+    data = CurveDataModule(train_size=30)
+    whole = assert_goes_on(lambda folder: toy.compute_bands(folder, data=data, **given), tmp_path)
+    assert list(whole.results["rows"]) == ["100", "1", "map/single", "map/per_group"]
+    assert whole.results["rows"].items() <= results["bands"]["rows"].items()
     with pytest.raises(FileError, match="other options, or from other networks or data"):
         toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30, noise=0.3), **given)
 
@@ -268,10 +238,9 @@ SIZES = {"train_size": 60, "test_size": 40}
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe's own files, with two of its columns."""
-    folder = tmp_path_factory.mktemp("recipe")
-    root = "runs/laplace-table1"
-    for name in ("cnn", "fixup", "evidence", "early_evidence", "report"):
-        content = read_mapping(RECIPES / "table1" / f"{name}.yaml")
+
+    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
+        name = command["name"].removesuffix("-early")
         arguments = content["command"]["init_args"] if "command" in content else content
         if "data" in arguments:
             arguments["data"]["init_args"] |= SIZES
@@ -287,19 +256,14 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             routine["num_members"] = content["data"]["init_args"]["orders"] = 2
             content["trainer"] |= {"max_epochs": 6, "enable_progress_bar": False, "accelerator": "cpu"}
             content["lr_scheduler"]["init_args"]["T_max"] = 6
-        if name == "report":
-            arguments |= {"recipe": str(folder), "evidence": {"after 6 epochs": f"{root}/evidence",
-                          "after 1 epochs": f"{root}/early_evidence"}}  # fmt: skip
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content, allow_unicode=True))
-    table = read_mapping(RECIPES / "table1" / "table.yaml")
-    left = {"cnn", "fixup", "evidence", "cnn-early", "fixup-early", "early_evidence", "report"}
-    table["commands"] = [c for c in table["commands"] if c["name"] in left]
-    for command in table["commands"]:
-        command["needs"] = [name for name in command.get("needs", []) if name in left]
         if command["name"].endswith("-early"):
             command["set"] |= {"trainer.max_epochs": 1, "lr_scheduler.T_max": 1}
-    (folder / "table.yaml").write_text(yaml.safe_dump(table, allow_unicode=True))
-    return folder
+        if name == "report":
+            folders = {"after 6 epochs": "$root/evidence", "after 1 epochs": "$root/early_evidence"}
+            arguments["evidence"] = folders
+
+    left = ("cnn", "fixup", "evidence", "cnn-early", "fixup-early", "early_evidence", "report")
+    return shortened(RECIPES / "table1", tmp_path_factory.mktemp("recipe"), left, edit)
 
 
 @pytest.fixture(scope="module")
@@ -420,27 +384,6 @@ def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> No
     assert len(results["evidence"]["rows"]["tangent_mode/per_group"]["FixUp"][0]["groups"]) > 3  # one for each layer
 
 
-def test_the_full_curvature_of_a_table_is_the_networks(table: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out, _ = table
-    found = optimize_evidence(
-        tmp_path,
-        {"CNN": Trained(CNN(width=2), out / "cnn" / "samples")},
-        digits(),
-        Settings(
-            curvature="full", batch_size=1000, tolerance=0.1, mode_tolerance=0.5, max_iterations=2, num_samples=50
-        ),
-        ["tangent_mode/per_group"],
-        device="cpu",
-    )
-    row = found.results["rows"]["tangent_mode/per_group"]["CNN"][0]
-    model, data = trained(out)[0].double(), digits()
-    la = LinearizedLaplace(model, evaluate_at="map", curvature="full", parameters=matrices(model))
-    la.fit([(data.train.x.double(), data.train.y)])
-    la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-    p = la.predictive(data.test.x.double(), num_samples=50)
-    assert row["nll"] == pytest.approx(float(-p[torch.arange(40), data.test.y].log().mean()), rel=1e-3)
-
-
 def test_the_table_stands_beside_the_papers(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
     text = (out / "report" / "report.md").read_text()
@@ -473,36 +416,20 @@ def test_what_a_choice_changes_is_taken_over_the_same_networks(table: tuple[Path
     assert line.split("|")[2].strip() == f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}{mark}"
 
 
-def test_an_evidence_that_was_cut_goes_on(
-    recipe: Path, table: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evidence_that_was_cut_goes_on(table: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, whole = table
-    content = read_mapping(recipe / "evidence.yaml")
-    content["command"]["init_args"] |= {"out": str(tmp_path)}
-    networks = content["command"]["init_args"]["networks"]
-    del networks["FixUp"]
-    networks["CNN"]["samples"] = str(out / "cnn" / "samples")
-    path = tmp_path.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(content))
-    measure, calls = evidence._measure, []
+    settings: Any = {"batch_size": 1000, "tolerance": 0.1, "mode_tolerance": 0.5, "num_samples": 50}
+    choices = list(whole["evidence"]["rows"])
 
-    def interrupted(*arguments: Any) -> Any:
-        calls.append(arguments[-1])
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return measure(*arguments)
+    def measure(folder: Path, most: int = 4) -> Outcome:
+        networks = {"CNN": Trained(CNN(width=2), out / "cnn" / "samples")}
+        given = Settings(**settings, max_iterations=most)
+        return optimize_evidence(folder, networks, digits(), given, choices, device="cpu")
 
-    monkeypatch.setattr(evidence, "_measure", interrupted)
-    from tu_symmetry.tables.functions import run_function
-
-    with pytest.raises(KeyboardInterrupt):
-        run_function(["--config", str(path)])
-    resumed = run_function(["--config", str(path)])
-    assert resumed.results["rows"] == {k: {"CNN": r["CNN"]} for k, r in whole["evidence"]["rows"].items()}
-    assert Outcome.load(tmp_path).results == resumed.results
-    assert len(calls) == 1 + 2 * 2  # one was cut off, none was done twice
+    found = assert_goes_on(measure, tmp_path)
+    assert found.results["rows"] == {k: {"CNN": r["CNN"]} for k, r in whole["evidence"]["rows"].items()}
     with pytest.raises(FileError, match="other options, or from other networks or data"):
-        run_function(["--config", str(path), "--command.settings.max_iterations", "5"])
+        measure(tmp_path, 5)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -511,15 +438,16 @@ def test_the_tables_differ_in_size_alone(name: str) -> None:
 
     table, first = load_table(RECIPES / name), load_table(RECIPES / "table1")
     assert table.paper == first.paper
-    assert [(c.name, c.command, c.config, c.needs) for c in table.commands] == [
-        (c.name, c.command, c.config, c.needs) for c in first.commands
+    assert [(c.name, c.command, c.needs) for c in table.commands] == [
+        (c.name, c.command, c.needs) for c in first.commands
     ]
-    early, late = (read_mapping(RECIPES / name / f"{p}evidence.yaml")["command"]["init_args"] for p in ("early_", ""))
+    commands = commands_of(RECIPES / name)
+    early, late = (commands[f"{p}evidence"].content["command"]["init_args"] for p in ("early_", ""))
     assert list(late["networks"]) == list(ARCHITECTURES) and early["settings"] == late["settings"]
     epochs = _epochs(table, RECIPES / name)
     assert len({epochs[n] for n in epochs if n.endswith("-early")}) == 1
     assert all(epochs[f"{n}-early"] < epochs[n] for n in epochs if not n.endswith("-early"))
-    titles = read_mapping(RECIPES / name / "report.yaml")["command"]["init_args"]["evidence"]
+    titles = commands["report"].content["command"]["init_args"]["evidence"]
     assert list(titles) == [f"after {epochs[n]} epochs" for n in ("cnn", "cnn-early")]
     image = {"table1": 8, "table1-mnist-small": 14, "table1-mnist": 28}[name]
     for network in late["networks"].values():
@@ -528,19 +456,14 @@ def test_the_tables_differ_in_size_alone(name: str) -> None:
 
 
 def _epochs(table: CommandTable, folder: Path) -> dict[str, int]:
-    """Epochs of every fit; its schedule ends with it, and all of its files lie in its own folder."""
+    """Epochs of every fit; its schedule ends with it."""
     found = {}
     for command in table.commands:
         if command.command == "fit":
-            content = read_mapping(folder / command.config)
+            content = commands_of(folder)[command.name].content
             epochs = command.set.get("trainer.max_epochs", content["trainer"]["max_epochs"])
             assert command.set.get("lr_scheduler.T_max", content["lr_scheduler"]["init_args"]["T_max"]) == epochs
-            own = f"{table.root}/{command.name}"
-            assert (
-                command.set.get("trainer.logger.save_dir", content["trainer"]["logger"]["init_args"]["save_dir"]) == own
-            )
-            samples = command.set.get("routine.samples", content["routine"]["init_args"]["samples"])
-            assert samples == f"{own}/samples"
+            assert content["routine"]["init_args"]["samples"] == "$root/$name/samples"
             assert content["routine"]["init_args"]["num_members"] == content["data"]["init_args"]["orders"]
             found[command.name] = epochs
     return found

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from recipe_runs import commands_of
 from rich.console import Console
 from torch import Tensor
 from torch.func import functional_call
 from torchvision.io import encode_jpeg, encode_png
 
-from tu_symmetry.configs import read_mapping, resolve
+from tu_symmetry.configs import resolve
 from tu_symmetry.datamodules import CIFARDataModule
 from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE, DataFileError
 from tu_symmetry.experiments.linearized_laplace import KroneckerSettings, optimize_kronecker_evidence, residual
@@ -103,14 +104,15 @@ def networks(out: Path) -> list[ResNet]:
 @pytest.mark.parametrize("name", ["table2", "table2-fixup", "table2-resnet50"])
 def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) -> None:
     table = load_table(RECIPES / name)
-    fit, taken = (read_mapping(RECIPES / name / f"{file}.yaml") for file in ("networks", "evidence"))
+    commands = commands_of(RECIPES / name)
+    fit, taken = commands["networks"].content, commands["evidence"].content
     given, routine = taken["command"]["init_args"], fit["routine"]["init_args"]
     assert set(table.paper) <= set(given["choices"]) == set(CHOICES)
     read_choices(given["choices"], given["settings"]["refreshes"])
     fixup = "FixUp" in table.title
     assert fixup == (name == "table2-fixup") and (RECIPES / name / "README.md").is_file()
     assert table.paper["tangent_mode/single"] == {"nll": -0.744 if fixup else -0.773, "error": 0.0 if fixup else 0.004}
-    assert given["model"] == routine["model"] and given["networks"] == routine["samples"]
+    assert given["model"] == routine["model"] and given["networks"] == "$root/networks/samples"
     trained, evaluated = fit["data"]["init_args"], given["data"]["init_args"]
     assert "augment" not in evaluated and trained["orders"] == routine["num_members"] == 3
     for key in ("dataset", "root", "source", "train_size", "test_size"):
@@ -123,7 +125,7 @@ def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) ->
 def test_the_large_recipes_network_is_a_resnet_50_for_small_images() -> None:
     from jsonargparse import ArgumentParser
 
-    given = read_mapping(RECIPES / "table2-resnet50" / "evidence.yaml")["command"]["init_args"]["model"]
+    given = commands_of(RECIPES / "table2-resnet50")["evidence"].content["command"]["init_args"]["model"]
     parser = ArgumentParser()
     parser.add_argument("--model", type=torch.nn.Module)
     model = parser.instantiate(parser.parse_object({"model": given})).model.eval()

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import yaml
+from recipe_runs import assert_goes_on, commands_of, shortened
 from rich.console import Console
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.barrier import loss_barrier, mean_loss, tempered_loss_barrier
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
-from tu_symmetry.configs import ConfigError, read_mapping
+from tu_symmetry.configs import ConfigError
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches, logits
-from tu_symmetry.experiments.rebasin import VGG, ResNet, barriers, match, matching, measure
+from tu_symmetry.experiments.rebasin import VGG, ResNet, barriers, match, measure
 from tu_symmetry.experiments.rebasin.matching import matched, read_permutations
 from tu_symmetry.experiments.rebasin.members import Members
 from tu_symmetry.experiments.rebasin.report import answers
@@ -35,7 +31,6 @@ from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_permutation
 from tu_symmetry.tables.commands import load_table, run_commands
-from tu_symmetry.tables.lightning import run_lightning
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "rebasin"
 SMALL, CIFAR = RECIPES / "fashion-small", RECIPES / "cifar10"
@@ -72,29 +67,22 @@ def flags(*kinds: str) -> list[str]:
     return [f"{key}={value}" for key, value in found.items()]
 
 
-def without(table: Path, *names: str) -> None:
-    """Take commands out of a table."""
-    lines = table.read_text().splitlines()
-    table.write_text("\n".join(line for line in lines if not any(f"name: {name}" in line for name in names)))
-
-
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small recipe's own files for two kinds of networks, on scikit-learn's digits, which need no download."""
-    folder: Path = tmp_path_factory.mktemp("recipe")
-    for file in SMALL.glob("*.yaml"):
-        text = file.read_text().replace("IDXDataModule", "DigitsDataModule")
-        (folder / file.name).write_text(text.replace("dataset: fashion_mnist, root: data, ", ""))
-    without(folder / "table.yaml", "wide")
-    table = (folder / "table.yaml").read_text()
-    (folder / "table.yaml").write_text(table.replace("wide_barriers, ", ""))
-    report = yaml.safe_load((folder / "report.yaml").read_text())
-    arguments = report["command"]["init_args"]
-    arguments["networks"] = {n: f for n, f in arguments["networks"].items() if "wide" not in f}
-    arguments["narrow"], arguments["wide"] = arguments["networks"]
-    arguments["recipe"] = str(folder)
-    (folder / "report.yaml").write_text(yaml.safe_dump(report))
-    return folder
+    """The small recipe for two kinds of networks, on scikit-learn's digits, which need no download."""
+
+    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
+        arguments = content["command"]["init_args"] if "command" in content else content
+        if "data" in arguments:
+            arguments["data"]["class_path"] = "tu_symmetry.datamodules.DigitsDataModule"
+            for key in ("dataset", "root"):
+                del arguments["data"]["init_args"][key]
+        if command["name"] == "report":
+            kept = {n: f for n, f in arguments["networks"].items() if "wide" not in f}
+            arguments |= {"networks": kept, "narrow": next(iter(kept)), "wide": list(kept)[1]}
+
+    kept = [f"{kind}{part}" for kind in KINDS for part in ("", "_matching", "_barriers")]
+    return shortened(SMALL, tmp_path_factory.mktemp("recipe"), [*kept, "report"], edit)
 
 
 def run(folder: Path, out: Path, overrides: list[str], root: Path | None = None) -> tuple[dict[str, Any], str]:
@@ -121,30 +109,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple[Pat
     return (out, *run(recipe, out, TINY))
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of data sets in the files of Fashion-MNIST and of CIFAR-10: noise."""
-    root: Path = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    raw, folder = root / "FashionMNIST" / "raw", root / "cifar-10-batches-py"
-    raw.mkdir(parents=True)
-    folder.mkdir()
-    for half, count in (("train", 400), ("t10k", 160)):
-        for stem, shape in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
-            values = rng.integers(0, 256 if len(shape) == 3 else 10, shape, dtype=np.uint8)
-            head = np.array([0x0800 + len(shape), *shape], dtype=">u4").tobytes()
-            (raw / f"{half}-{stem}-ubyte").write_bytes(head + values.tobytes())
-    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
-        pixels = rng.integers(0, 256, (160, 3 * 32 * 32), dtype=np.uint8)
-        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": rng.integers(0, 10, 160).tolist()}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
-    return root
-
-
 @pytest.mark.parametrize("folder", [SMALL, CIFAR], ids=["small", "cifar10"])
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_the_three_files_of_a_kind_are_about_the_same_networks(folder: Path, kind: str) -> None:
-    fit = read_mapping(folder / f"{kind}.yaml")
+    commands = commands_of(folder)
+    fit = commands[kind].content
     routine, pairs = fit["routine"]["init_args"], fit["data"]["init_args"]
     assert routine["num_members"] == pairs["orders"] == 3
     steps = math.ceil(pairs.get("train_size", 50_000) / pairs["batch_size"])
@@ -152,8 +121,8 @@ def test_the_three_files_of_a_kind_are_about_the_same_networks(folder: Path, kin
     assert schedule["total_steps"] == fit["trainer"]["max_epochs"] * steps
     assert schedule["max_lr"] == routine["optimizer"]["init_args"]["lr"]
     for name in ("matching", "barriers"):
-        made = read_mapping(folder / f"{kind}_{name}.yaml")["command"]["init_args"]
-        assert made["model"] == routine["model"] and made["samples"] == routine["samples"]
+        made = commands[f"{kind}_{name}"].content["command"]["init_args"]
+        assert made["model"] == routine["model"] and made["samples"] == f"$root/{kind}/samples"
         assert made["data"]["class_path"] == fit["data"]["class_path"]
         for size in ("dataset", "train_size", "test_size"):
             assert made["data"]["init_args"].get(size) == pairs.get(size)
@@ -163,42 +132,12 @@ def test_networks_have_the_papers_shapes() -> None:
     small, large = torch.zeros(2, 1, 28, 28), torch.zeros(2, 3, 32, 32)
     for folder, x in ((SMALL, small), (CIFAR, large)):
         for kind in NETWORKS:
-            made = read_mapping(folder / f"{kind}_matching.yaml")["command"]["init_args"]["model"]
+            made = commands_of(folder)[f"{kind}_matching"].content["command"]["init_args"]["model"]
             network = {"ResNet": ResNet, "VGG": VGG}[made["class_path"].rpartition(".")[2]](**made["init_args"])
             with torch.no_grad():
                 assert network.eval()(x).shape == (2, 10)
             if folder == CIFAR and kind == "resnet":  # 0.27 million in Table 6 of He et al. 2016, without projections
                 assert 0.27e6 < sum(p.numel() for p in network.parameters()) < 0.28e6
-
-
-@pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("folder", [SMALL, CIFAR], ids=["small", "cifar10"])
-def test_fits_take_their_first_step(
-    folder: Path, kind: str, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file as it is, but for few images and a narrow network: one batch (augmented for CIFAR-10), the members."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    narrow = [f"--routine.model.{key}={value}" for key, value in NETWORKS[kind].items()]
-    sizes = [f"--data.{key}={value}" for key, value in SIZES.items()] if folder == SMALL else []
-    fast = ["--trainer.fast_dev_run=1", "--trainer.accelerator=cpu", "--data.batch_size=4", f"--data.root={images}"]
-    cli = run_lightning(["fit", "--config", str(folder / f"{kind}.yaml"), *fast, *sizes, *narrow])
-    assert cli.datamodule.augment == (folder == CIFAR) and len(cli.datamodule.train) == (
-        800 if folder == CIFAR else 400
-    )
-    store = SampleStore.open(cli.routine.samples)
-    assert len(store) == 3 and cli.trainer.global_step == 1
-    assert all(t.tolist() == [1, 1, 1] for n, t in store.load().items() if n.endswith("num_batches_tracked"))
-
-
-@pytest.mark.slow
-def test_the_whole_table_of_cifar(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file of the recipe, one after the other."""
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
-    results, _ = run(CIFAR, tmp_path, flags(*NETWORKS), images)
-    for kind in NETWORKS:
-        assert results[f"{kind}_barriers"]["methods"].keys() == {"none", *METHODS}
-    assert len(list((tmp_path / "report").glob("*.png"))) == 4
 
 
 def test_members_learn_and_differ(trained: tuple[Path, dict[str, Any], str]) -> None:
@@ -216,7 +155,6 @@ def test_members_learn_and_differ(trained: tuple[Path, dict[str, Any], str]) -> 
 def planted(
     request: pytest.FixtureRequest,
     trained: tuple[Path, Any, Any],
-    images: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, Any, Any]:
     """A trained network and two copies of it, permuted at random: matched and measured."""
@@ -328,49 +266,16 @@ def test_report_shows_what_was_measured(trained: tuple[Path, dict[str, Any], str
     assert again == results and "▸" not in text
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> dict[str, int]:
-    """Count the calls of a function, and interrupt before the ``cut``-th."""
-    function: Callable[..., Any] = getattr(module, name)
-    calls = {"done": 0, "cut": -1}
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        if calls["done"] == calls["cut"]:
-            raise KeyboardInterrupt
-        calls["done"] += 1
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(module, name, call)
-    return calls
-
-
-def test_cut_commands_resume_to_the_same_numbers(
-    trained: tuple[Path, dict[str, Any], str], recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut in training, in matching and in measuring; what was done before is not done again."""
+def test_cut_commands_resume_to_the_same_numbers(trained: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     out, whole, _ = trained
-    steps = counted(monkeypatch, torch.optim.SGD, "step")
-    matchings = counted(monkeypatch, matching, "straight_through_matching")
-    scores = counted(monkeypatch, barriers, "classifier_scores")
-    folder = shutil.copytree(recipe, tmp_path / "recipe")
-    without(folder / "table.yaml", "vgg", "report")
-    own = [*(flag for flag in TINY if flag.startswith("resnet")), "resnet.trainer.callbacks.every_seconds=0"]
-    for calls, cut in ((steps, 50), (matchings, 1), (scores, 20)):
-        calls["cut"] = cut
-        with pytest.raises((KeyboardInterrupt, SystemExit)):
-            run(folder, tmp_path / "run", own)
-        calls["cut"] = -1
-    resumed, text = run(folder, tmp_path / "run", own)
-    assert "resuming" in text
-    assert steps["done"] == 80
-    assert matchings["done"] == 2
-    assert scores["done"] == 3 + 5 * 4 * 2 + 1  # the cell that was cut had been measured halfway
-    for name in ("resnet_matching", "resnet_barriers"):
-        assert resumed[name] == whole[name]
-    a, b = (SampleStore.open(folder / "resnet" / "samples").load() for folder in (out, tmp_path / "run"))
-    assert all(torch.equal(a[name], t) for name, t in b.items())
+    given: Any = (architecture("resnet"), data(), out / "resnet" / "samples")
+    found = assert_goes_on(lambda folder: match(folder, *given, list(METHODS), **MATCHING), tmp_path / "matching")
+    assert found.results == {k: v for k, v in whole["resnet_matching"].items() if k != "tables"}
+    found = assert_goes_on(lambda folder: measure(folder, *given, out / "resnet_matching", **MEASURING), tmp_path / "b")
+    assert found.results == {k: v for k, v in whole["resnet_barriers"].items() if k != "tables"}
 
 
-def test_arguments_that_make_no_sense(trained: tuple[Path, dict[str, Any], str], images: Path, tmp_path: Path) -> None:
+def test_arguments_that_make_no_sense(trained: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     out, _, _ = trained
     samples, made = out / "resnet" / "samples", out / "resnet_matching"
 

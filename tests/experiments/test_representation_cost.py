@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import RECIPES, run_table
+from recipe_runs import RECIPES, commands_of, run_table, shortened
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tu_symmetry.configs import read_mapping
 from tu_symmetry.experiments.representation_cost import ConvNet
 from tu_symmetry.experiments.symmetry_toy import Perceptron, TwoGroupsDataModule, remove
 from tu_symmetry.experiments.symmetry_toy.removal import FORMS, cluster_shares, rescaled, sorted_by_output
@@ -32,7 +31,7 @@ TINY_TOY = [
     "removal.command.neighbors=4",
     "removal.command.radius=0.2",
 ]
-FITS = ["none-0", "none-1", "strong-0", "strong-1"]
+FITS = ["none_0", "none_1", "strong_0", "strong_1"]
 
 
 @pytest.fixture(scope="module")
@@ -44,39 +43,33 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
 @pytest.fixture(scope="module")
 def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str], dict[str, Any], str]:
     """The recipe's own files with fewer rows, on images of its size that need no download."""
-    import yaml
 
-    folder, out = (tmp_path_factory.mktemp(name) for name in ("recipe", "cost"))
-    for name in ("run", "profiles", "report"):
-        content = read_mapping(COST / f"{name}.yaml")
-        data = content["data"] if name == "run" else content["command"]["init_args"].get("data")
+    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
+        data = content.get("data") or content["command"]["init_args"].get("data")
         if data is not None:
             data["class_path"] = "tu_symmetry.datamodules.DigitsDataModule"
-            for key in ("dataset", "root"):
-                del data["init_args"][key]
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
-    table = read_mapping(COST / "table.yaml")
-    table["commands"] = [c for c in table["commands"] if c["command"] == "run" or c["name"] in FITS]
-    next(c for c in table["commands"] if c["name"] == "profiles")["needs"] = FITS
-    (folder / "table.yaml").write_text(yaml.safe_dump(table))
+            data["init_args"] = {k: v for k, v in data["init_args"].items() if k not in ("dataset", "root")}
+        if "copies" in command:
+            command["copies"] = 2
+
+    folder, out = (tmp_path_factory.mktemp(name) for name in ("recipe", "cost"))
+    shortened(COST, folder, ("none", "strong", "profiles", "report"), edit)
     sizes = {"data.train_size": 256, "data.test_size": 100}
     sizes |= {"model.in_features": 64, "model.channels": [3, 4], "model.hidden": 8}
-    root = table["root"]
-    runs = {decay: [f"{out}/{kind}-{s}" for s in range(2)] for decay, kind in (("0", "none"), ("0.05", "strong"))}
+    runs = {decay: [f"{out}/{kind}_{s}" for s in range(2)] for decay, kind in (("0", "none"), ("0.05", "strong"))}
     tiny = [f"profiles.command.{key}={value}" for key, value in sizes.items()]
-    tiny += [f"profiles.command.runs={runs}", f"report.command.recipe={folder}"]
+    tiny.append(f"profiles.command.runs={runs}")
     for name in FITS:
         tiny += [f"{name}.{'' if k.startswith('data') else 'routine.'}{k}={v}" for k, v in sizes.items()]
         tiny += [f"{name}.data.batch_size=16", f"{name}.trainer.max_epochs=6", f"{name}.trainer.accelerator=cpu"]
         if name.startswith("strong"):
             tiny.append(f"{name}.optimizer.weight_decay=0.05")
-    assert root == "runs/representation-cost-mnist"
     return (folder, out, tiny, *run_table(folder, out, tiny))
 
 
 def test_the_toy_recipe_is_the_papers_protocol() -> None:
-    fit = read_mapping(TOY / "networks.yaml")
-    removal = read_mapping(TOY / "removal.yaml")["command"]["init_args"]
+    commands = commands_of(TOY)
+    fit, removal = commands["networks"].content, commands["removal"].content["command"]["init_args"]
     data = fit["data"]["init_args"]
     assert (fit["routine"]["init_args"]["num_members"], data["orders"], data["points"]) == (10_000, 10_000, 200)
     assert (data["batch_size"], fit["trainer"]["max_epochs"], fit["optimizer"]["init_args"]["lr"]) == (10, 10, 2.0)
@@ -87,17 +80,14 @@ def test_the_toy_recipe_is_the_papers_protocol() -> None:
 @pytest.mark.parametrize("folder", FOLDERS[1:], ids=["mnist", "fashion-mnist"])
 def test_the_cost_recipes_compare_decay_with_none(folder: Path) -> None:
     """Every weight decay has the same seeds, and the profiles name each run under its own decay."""
-    table = load_table(folder)
-    fits = [c for c in table.commands if c.command == "fit"]
-    seeds: dict[float, list[int]] = {}
-    folders: dict[str, list[str]] = {}
-    for c in fits:
-        assert c.set["seed_everything"] == c.set["data.seed"]
-        seeds.setdefault(c.set["optimizer.weight_decay"], []).append(c.set["seed_everything"])
-        folders.setdefault(f"{c.set['optimizer.weight_decay']:g}", []).append(c.set["trainer.default_root_dir"])
-        assert c.set["trainer.logger.save_dir"] == c.set["trainer.default_root_dir"]
-    assert min(seeds) == 0 and len(seeds) > 2 and set(map(tuple, seeds.values())) == {(0, 1, 2)}
-    assert read_mapping(folder / "profiles.yaml")["command"]["init_args"]["runs"] == folders
+    commands = load_table(folder).commands
+    runs: dict[str, list[str]] = {}
+    for c in (c for c in commands if c.command == "fit"):
+        mine = runs.setdefault(f"{c.set['optimizer.weight_decay']:g}", [])
+        assert c.set["seed_everything"] == c.set["data.seed"] == len(mine)
+        mine.append(f"$root/{c.name}")
+    assert len(runs) == 3 and "0" in runs and all(len(mine) == 3 for mine in runs.values())
+    assert commands_of(folder)["profiles"].content["command"]["init_args"]["runs"] == runs
 
 
 def test_toy_networks_are_trained_as_by_hand(toy: tuple[Path, dict[str, Any], str]) -> None:
@@ -164,12 +154,6 @@ def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
     assert numbers["both"]["variance"] < 0.1 * numbers["raw"]["variance"]
     assert f"{numbers['both']['variance']:.3g}" in text
     assert (out / "report" / "posterior.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_toy_skips_what_is_done(toy: tuple[Path, dict[str, Any], str]) -> None:
-    out, results, _ = toy
-    again, text = run_table(TOY, out, TINY_TOY)
-    assert again == results and "▸" not in text
 
 
 def test_a_training_that_fits_nothing_says_so(toy: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
@@ -257,14 +241,6 @@ def test_cost_profiles_and_report(cost: tuple[Path, Path, list[str], dict[str, A
     assert f"{sum(last) / 2:.4f}" in text
     assert "mass.png" in (out / "report" / "report.md").read_text()
     assert (out / "report" / "mass.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_cost_skips_what_is_done(cost: tuple[Path, Path, list[str], dict[str, Any], str]) -> None:
-    folder, out, tiny, results, _ = cost
-    again, text = run_table(folder, out, tiny)
-    assert again == results and "▸" not in text
-    _, text = run_table(folder, out, [*tiny, "strong-1.optimizer.weight_decay=0.04"])
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("▸")] == ["strong-1", "profiles", "report"]
 
 
 @pytest.mark.parametrize("side", [8, 28])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from recipe_runs import Typed, plant_cifar100, plant_images, plant_tiny_imagenet, run_table, small_file
+from recipe_runs import (
+    Typed,
+    commands_of,
+    plant_cifar100,
+    plant_images,
+    plant_tiny_imagenet,
+    run_table,
+    shortened,
+    small_copy,
+    typed_commands,
+)
 from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
@@ -46,7 +55,7 @@ CLAIMS = {
 def test_the_rows_are_the_papers(folder: Path) -> None:
     table = load_table(folder)
     assert set(table.claims) == CLAIMS
-    evaluation = build_parser().parse_args(["--config", str(folder / "evaluation.yaml")]).command.init_args
+    evaluation = build_parser().parse_args(commands_of(folder)["evaluation"].words).command.init_args
     methods = {"dropout", "swag", "laplace", "vibnn"}
     methods -= {"tinyimagenet": {"vibnn"}, "cifar10-frn": {"dropout"}}.get(folder.name, set())
     assert set(evaluation.one_mode) == methods | {"sghmc"} and set(evaluation.multi_mode) == methods | {"ensemble"}
@@ -211,25 +220,24 @@ def test_the_number_of_networks_on_the_device_changes_nothing(tmp_path: Path, mo
 def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     """Two runs of each method, few networks, few images."""
 
-    def kept(name: str) -> bool:
-        return name.rpartition("_")[2] in ("0", "1") or not name[-1].isdigit()
-
-    source, folder = RECIPES / "mnist-small", tmp_path / "recipe"
-    shutil.copytree(source, folder)
-    content = yaml.safe_load((source / "table.yaml").read_text())
-    rows = [c | {"needs": [n for n in c.get("needs", []) if kept(n)]} for c in content["commands"] if kept(c["name"])]
-    (folder / "table.yaml").write_text(yaml.safe_dump(content | {"commands": rows}))
-    evaluation = yaml.safe_load((source / "evaluation.yaml").read_text())
-    options = evaluation["command"]["init_args"]
-    for half in ("one_mode", "multi_mode"):
-        options[half] = {m: [r for r in runs if kept(r)] for m, runs in options[half].items()}
-    options |= {"num_samples": 6, "resamples": 5, "predictive": str(tmp_path / "trusted.npz")}
     np.savez(tmp_path / "trusted.npz", probs=np.full((100, 10), 0.1, dtype=np.float32))
-    options["data"]["init_args"]["test_size"] = 60
-    for module in options["ood"].values():
-        module["init_args"]["ood_size"] = 40
-    (folder / "evaluation.yaml").write_text(yaml.safe_dump(evaluation))
-    fits = [c["name"] for c in rows if c["command"] == "fit"]
+
+    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
+        if "copies" in command:
+            command["copies"] = 2
+        if command["name"] == "evaluation":
+            options = content["command"]["init_args"]
+            for half in ("one_mode", "multi_mode"):
+                options[half] = {m: runs[:2] for m, runs in options[half].items()}
+            options |= {"num_samples": 6, "resamples": 5, "predictive": str(tmp_path / "trusted.npz")}
+            options["data"]["init_args"]["test_size"] = 60
+            for module in options["ood"].values():
+                module["init_args"]["ood_size"] = 40
+
+    source = RECIPES / "mnist-small"
+    every = [command["name"] for command in read_mapping(source / "table.yaml")["commands"]]
+    folder = shortened(source, tmp_path / "recipe", every, edit)
+    fits = [command.name for command in load_table(folder).commands if command.command == "fit"]
     flags = [f"{n}.data.train_size=64" for n in fits]
     flags += [f"{n}.trainer.max_epochs={6 if n.startswith(('sghmc', 'swag')) else 2}" for n in fits if n != "hmc"]
     flags += [f"{n}.trainer.check_val_every_n_epoch=1" for n in fits]
@@ -264,21 +272,21 @@ def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
     assert "claims" in text
 
 
-TRAINED = [
-    (recipe, path)
-    for recipe in ("mnist-small", "mnist", "cifar10", "cifar10-frn", "cifar100", "tinyimagenet")
-    for path in sorted((RECIPES / recipe).glob("*.yaml"))
-    if path.name != "table.yaml" and "trainer" in read_mapping(path)
-]
+TRAINED = {  # each file once, as its first row
+    (typed.recipe, typed.files): typed
+    for typed in reversed(typed_commands())
+    if typed.recipe.startswith("symmetry_aware/") and typed.command == "fit"
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("recipe", "path"), TRAINED, ids=[f"{recipe}-{path.stem}" for recipe, path in TRAINED])
-def test_the_file_of_each_row_runs_by_itself_with_fit_and_test(
-    recipe: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("typed", [pytest.param(t, id=f"{t.recipe}-{t.name}") for t in TRAINED.values()])
+def test_the_files_of_each_row_run_by_themselves_with_fit_and_test(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What stands at the head of each file, typed in an empty folder: the networks are stored, and can be tested."""
+    """Typed in an empty folder: the networks are stored, and can be tested."""
+    recipe = typed.recipe.partition("/")[2]
 
     def smaller(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -295,13 +303,12 @@ def test_the_file_of_each_row_runs_by_itself_with_fit_and_test(
     else:
         plant_images(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    file = small_file(Typed(path, "fit", path.stem), tmp_path / "small")
-    content = smaller(yaml.safe_load(file.read_text()))
-    file.write_text(yaml.safe_dump(content))
-    quiet = ["--config", str(file), "--trainer.accelerator=cpu"]
+    typed = small_copy(typed, tmp_path / "small")
+    (file,) = typed.files
+    file.write_text(yaml.safe_dump(smaller(typed.content)))
+    quiet = [*typed.words, "--trainer.accelerator=cpu"]
     assert main(["fit", *quiet, "--trainer.enable_progress_bar=false"]) == 0
-    folder = tmp_path / content["trainer"]["default_root_dir"]
-    assert len(SampleStore.open(folder / "samples")) >= 2
+    assert len(SampleStore.open(typed.folder / "samples")) >= 2
     capsys.readouterr()
-    assert main(["test", *quiet, "--ckpt_path", str(folder / "checkpoints" / "last.ckpt")]) == 0
+    assert main(["test", *quiet, "--ckpt_path", str(typed.folder / "checkpoints" / "last.ckpt")]) == 0
     assert "Acc" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tu_symmetry.reporting.grid import Grid, write_grids
+from tu_symmetry.reporting.grid import Grid, mean_and_error, measured, verdict, write_grids
 from tu_symmetry.tables.outcome import Outcome
 
 TEXTS = [
@@ -143,3 +143,11 @@ def test_a_grid_is_markdown_and_fits_a_terminal() -> None:
     console = Console(record=True, width=80, file=io.StringIO())
     grid.print(console)
     assert "0.2" in console.export_text()
+
+
+def test_means_stand_with_the_error_of_a_sample() -> None:
+    assert mean_and_error([1.0, 3.0]) == (2.0, 1.0) and mean_and_error([4.0]) == (4.0, None)
+    assert measured([1.0, 3.0], "+.2f") == "+2.00 ± 1.00" and measured([4.0], ".1f") == "4.0"
+    assert measured([1.0, 3.0], ".2f", error=False) == "2.00 ± 1.41"
+    assert [verdict(v) for v in ([2.0, 3.0], [-2.0, -3.0])] == ["held", "did not hold"]
+    assert verdict([1.0, -0.5]).startswith("not resolved") and verdict([0.0]).startswith("not resolved")

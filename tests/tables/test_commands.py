@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ import toy_commands
 from lightning.pytorch import Callback
 from rich.console import Console
 
+from tu_symmetry.cli import main
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.files import FolderInUseError, lock_folder
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import TableInterrupted, load_table, run_commands
+from tu_symmetry.tables.outcome import Outcome
 
 TABLE = """
 title: Toy
@@ -40,17 +43,17 @@ trainer:
   logger: false
   enable_progress_bar: false
   enable_model_summary: false
-  default_root_dir: runs/toy/line
+  default_root_dir: $root/$name
   callbacks:
     - class_path: tu_symmetry.callbacks.LastCheckpoint
       init_args: {every_seconds: 0}
-routine: {class_path: toy_commands.Line, init_args: {out: runs/toy/line}}
-data: {class_path: toy_commands.Points, init_args: {root: data}}
+routine: {class_path: toy_commands.Line, init_args: {out: $root/$name}}
+data: {class_path: toy_commands.Points, init_args: {root: $data_root}}
 """
 DOUBLE = """
 command:
   class_path: toy_commands.double
-  init_args: {out: runs/toy/double, line: runs/toy/line}
+  init_args: {out: $root/$name, line: $root/line}
 """
 
 
@@ -146,7 +149,7 @@ def test_what_was_cut_without_a_checkpoint_starts_anew_in_an_empty_folder(
     table = TABLE[: TABLE.index("  - {name: double")].replace("command: fit", f"command: {command}")
     (recipe / "table.yaml").write_text(table)
     if command == "run":
-        (recipe / "line.yaml").write_text(DOUBLE.replace("out: runs/toy/double", "out: runs/toy/line"))
+        (recipe / "line.yaml").write_text(DOUBLE)
     target, seen = recipe.parent / "out" / "line", []
 
     def execute(words: list[str], deadline: float | None) -> dict[str, Any]:
@@ -205,19 +208,6 @@ def test_time_that_is_over_cuts_and_every_call_takes_it_further(recipe: Path) ->
         run(recipe, max_time=timedelta(seconds=0), fresh=True)
 
 
-def test_what_older_versions_left_is_refused_in_one_line(recipe: Path) -> None:
-    old = recipe.parent / "out" / "line"
-    old.mkdir(parents=True)
-    (old / "stage.json").write_text("{}")
-    with pytest.raises(ConfigError, match="older version") as error:
-        run(recipe)
-    assert "\n" not in str(error.value)
-    (recipe / "table.yaml").write_text("title: Old\nstages: [a, b]\n")
-    with pytest.raises(ConfigError, match="lists stages") as error:
-        run(recipe)
-    assert "\n" not in str(error.value)
-
-
 def test_a_further_configuration_is_part_of_what_was_run(recipe: Path) -> None:
     more = recipe.parent / "more.yaml"
     more.write_text("{command: {init_args: {factor: 3}}}")
@@ -232,9 +222,41 @@ def test_a_further_configuration_is_part_of_what_was_run(recipe: Path) -> None:
 def test_data_root_and_flags_reach_the_commands(recipe: Path) -> None:
     out = recipe.parent / "out"
     run(recipe, data_root="elsewhere", overrides=["line.trainer.max_epochs=1"])
-    config = (out / ".table" / "line.yaml").read_text()
-    assert "root: elsewhere" in config and str(out / "line") in config and "runs/toy" not in config
+    (config,) = (out / "line").rglob("config.yaml")
+    assert "root: elsewhere" in config.read_text() and f"out: {out / 'line'}" in config.read_text()
     assert toy_commands.CALLS == ["fit 1", "double"]
+
+
+def test_later_files_go_over_earlier_ones_and_copies_are_commands(recipe: Path) -> None:
+    (recipe / "short.yaml").write_text("trainer: {max_epochs: 1}\n")
+    (recipe / "both.yaml").write_text("command: {class_path: toy_commands.double, init_args: {line: $root/line_1}}\n")
+    (recipe / "out.yaml").write_text("command: {init_args: {out: $root/$name}}\n")
+    table = """
+    title: Toy
+    root: runs/toy
+    bases: {fit: [line.yaml]}
+    commands:
+      - {name: line, command: fit, config: short.yaml, copies: 2}
+      - {name: double, command: run, config: [both.yaml, out.yaml], needs: [line], set: {command.factor: 3}}
+    """
+    (recipe / "table.yaml").write_text(table)
+    results, calls, _ = run(recipe)
+    weights = [float((recipe.parent / "out" / f"line_{k}" / "weight.txt").read_text()) for k in (0, 1)]
+    assert calls == ["fit 1", "fit 1", "double"] and results["double"]["value"] == 3 * weights[1]
+    assert weights[0] != weights[1]  # the copies have seeds of their own
+    (recipe / "short.yaml").write_text("trainer: {max_epochs: 2}\n")
+    assert run(recipe)[1] == ["fit 2", "fit 2", "double"]
+
+
+def test_the_printed_commands_are_what_the_table_runs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, by_hand = recipe.parent / "out", recipe.parent / "by hand"
+    results, _, _ = run(recipe)
+    assert main(["table", str(recipe), "--print-commands", "--out", str(by_hand)]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert main(shlex.split(line)[1:]) == 0
+    weight = (by_hand / "line" / "weight.txt").read_text()
+    assert weight == (out / "line" / "weight.txt").read_text()
+    assert Outcome.load(by_hand / "double").results == {k: v for k, v in results["double"].items() if k != "tables"}
 
 
 def test_one_run_at_a_time(recipe: Path) -> None:
@@ -260,12 +282,13 @@ def test_a_folder_that_the_table_has_not_made_is_left_alone(recipe: Path) -> Non
         ("name: double", "name: line", "stands once"),
         ("command: run", "command: train", "command"),
         ("config: double.yaml", "config: triple.yaml", "triple.yaml is missing"),
-        ("root: runs/toy", "root: runs/other", "must be 'runs/other/line'"),
+        ("config: line.yaml", "config: [line.yaml, elsewhere.yaml]", r"is 'runs/line', it must be '\$root/\$name'"),
         ("title: Toy", "titel: Toy", "unknown key 'titel'"),
     ],
 )
 def test_a_wrong_table_is_refused(recipe: Path, old: str, new: str, message: str) -> None:
     (recipe / "table.yaml").write_text(TABLE.replace(old, new))
+    (recipe / "elsewhere.yaml").write_text("trainer: {default_root_dir: runs/line}\n")
     with pytest.raises(ConfigError, match=message):
         load_table(recipe)
 
@@ -295,9 +318,7 @@ def test_overrides_that_name_nothing_are_refused(recipe: Path, override: str) ->
 
 
 def test_only_functions_that_return_an_outcome_are_called(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (recipe / "double.yaml").write_text(
-        DOUBLE.replace("double\n", "not_a_command\n").replace(", line: runs/toy/line", "")
-    )
+    (recipe / "double.yaml").write_text(DOUBLE.replace("double\n", "not_a_command\n").replace(", line: $root/line", ""))
     with pytest.raises(SystemExit):
         run(recipe)
     assert "not_a_command" not in toy_commands.CALLS
@@ -314,8 +335,8 @@ commands:
   - {name: walk, command: run, config: walk.yaml}
   - {name: twice, command: run, config: twice.yaml, needs: [walk]}
 """
-WALK = "command: {class_path: toy_functions.walk, init_args: {out: runs/toy/walk, steps: 4}}\n"
-TWICE = "command: {class_path: toy_functions.doubled, init_args: {out: runs/toy/twice, walk: runs/toy/walk}}\n"
+WALK = "command: {class_path: toy_functions.walk, init_args: {out: $root/$name, steps: 4}}\n"
+TWICE = "command: {class_path: toy_functions.doubled, init_args: {out: $root/$name, walk: $root/walk}}\n"
 
 
 @pytest.fixture
@@ -375,19 +396,6 @@ def test_killed_anywhere_any_number_of_times_it_comes_to_the_same_end(walks: Pat
         if number % 4 == 3:
             assert quiet(walks, out, override)["twice"] == expected[steps]
             assert {p.name for p in out.iterdir()} == {".lock", ".table", "results.json", "twice", "walk"}
-
-
-# ---------------------------------------------------------------------- what was made for, or by, older versions
-
-
-def test_a_run_folder_of_stages_is_refused_in_one_line_and_left_alone(recipe: Path) -> None:
-    old = recipe.parent / "out" / "networks"
-    old.mkdir(parents=True)
-    (old / "stage.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is the run folder of an older version .* move it away, or give") as error:
-        run(recipe)
-    assert "\n" not in str(error.value) and not toy_commands.CALLS
-    assert [p.name for p in (recipe.parent / "out").iterdir()] == ["networks"]
 
 
 # ---------------------------------------------------------------------- files that mean harm or nothing

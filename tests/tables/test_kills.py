@@ -32,7 +32,7 @@ from tu_symmetry.tables.commands import run_commands
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
 
-OUT = "runs/killed/run"
+OUT = "$root/$name"
 MLP = {
     "class_path": "tu_symmetry.tables.models.MLP",
     "init_args": {"in_features": 64, "num_classes": 10, "hidden": [5]},
@@ -129,7 +129,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "tu_symmetry.routines.DeepImagePriorRoutine", num_problems=1, out=f"{OUT}/reconstructions.safetensors",
             model=made("tu_symmetry.experiments.deep_image_prior.UNet", channels=[4], skip_channels=[]),
         ),
-        "data": made("tu_symmetry.datamodules.TomographyDataModule", root="data", images=1, steps_per_epoch=3),
+        "data": made("tu_symmetry.datamodules.TomographyDataModule", root="$data_root", images=1, steps_per_epoch=3),
     },
 }  # fmt: skip
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from pathlib import Path
 
 from tu_symmetry.cli.ends import Handler, duration, fail, named
 
@@ -40,14 +42,21 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5",
     )
     parser.add_argument("--fresh", action="store_true", help="run every command again, whatever has been done")
+    parser.add_argument("--print-commands", action="store_true", help="print what one would type, and run nothing")
 
     def run(arguments: argparse.Namespace) -> int | None:
         from tu_symmetry.reporting.progress import Display
-        from tu_symmetry.tables.commands import TableInterrupted, run_commands
+        from tu_symmetry.tables.commands import TableInterrupted, load_table, run_commands, typed
         from tu_symmetry.tables.library import find_recipe
 
         display = Display()
         folder = find_recipe(arguments.folder)
+        if arguments.print_commands:
+            recipe = load_table(folder)
+            for command in recipe.commands:
+                words = typed(folder, command, Path(arguments.out or recipe.root), arguments.data_root)
+                print(shlex.join(["tu-symmetry", *words]))
+            return 0
         try:
             results = run_commands(
                 folder,

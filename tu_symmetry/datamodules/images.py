@@ -32,6 +32,7 @@ from tu_symmetry.datamodules.readers import (
     read_svhn,
     read_textures,
 )
+from tu_symmetry.states import evenly
 
 Part = Literal["train", "test", "ood"]
 BatchSize = int | Literal["full"] | None
@@ -207,8 +208,7 @@ class ImageDataModule(LightningDataModule):
                 found = self.read("ood")
                 if self.ood_size is not None and self.ood_size > len(found.x):
                     raise DataFileError(f"ood_size is {self.ood_size}, but there are {len(found.x)} such images")
-                count = self.ood_size or len(found.x)
-                chosen = torch.linspace(0, len(found.x) - 1, count, dtype=torch.float64, device="cpu").round().long()
+                chosen = evenly(len(found.x), self.ood_size)
                 self._parts["ood"] = self._pairs(LabeledImages(found.x[chosen], found.y[chosen]))
         return self._parts[name]
 
@@ -378,15 +378,13 @@ class CIFARDataModule(ImageDataModule):
         if self.download and self.source == "torchvision":
             read_cifar(self.root, self.dataset, "train", download=True)
         if self.download and self.eval_ood and self.ood_dataset == "svhn":
-            read_svhn(self.root, 1, download=True)
+            read_svhn(self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part (of an archive only what is asked for is decoded)."""
         if part == "ood":
-            if self.ood_dataset == "svhn":
-                x: Tensor = read_svhn(self.root, self.ood_size, download=False)
-            else:
-                x = read_textures(self.root, self.ood_size, self.input_shape[-1])
+            svhn = self.ood_dataset == "svhn"
+            x = read_svhn(self.root, download=False) if svhn else read_textures(self.root, self.input_shape[-1])
             return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8, device="cpu"))
         if self.source == "torchvision":
             return read_cifar(self.root, self.dataset, part, download=False)

@@ -210,45 +210,31 @@ def read_cifar10_archive(
     }
 
 
-def read_textures(root: Path, count: int | None, size: int) -> Tensor:
-    """Evenly spaced textures of the archive ``dtd10-64.tar.xz``, resized to ``[count, 3, size, size]``.
+def read_textures(root: Path, size: int) -> Tensor:
+    """The textures of the archive ``dtd10-64.tar.xz``, resized to ``[n, 3, size, size]``.
 
     Raises:
-        DataFileError: no such archive, a damaged one, or one with fewer images.
+        DataFileError: no such archive, or a damaged one.
     """
-    path = root / TEXTURES_ARCHIVE
-    images = torch.stack([image for _, image in read_archive(path, lambda name: True)])
-    smaller = F.interpolate(images[evenly_spaced(len(images), count, path)].float(), (size, size), mode="area")
-    return smaller.round().to(torch.uint8)
+    images = torch.stack([image for _, image in read_archive(root / TEXTURES_ARCHIVE, lambda name: True)])
+    return F.interpolate(images.float(), (size, size), mode="area").round().to(torch.uint8)
 
 
-def read_svhn(root: Path, count: int | None, *, download: bool = True) -> Tensor:
-    """Evenly spaced test images of SVHN ``[count, 3, 32, 32]``, as torchvision stores them.
+def read_svhn(root: Path, *, download: bool = True) -> Tensor:
+    """The test images of SVHN ``[n, 3, 32, 32]``, as torchvision stores them.
 
     Raises:
-        DataFileError: it is not there and could not be downloaded, or has fewer images.
+        DataFileError: it is not there and could not be downloaded.
     """
     from torchvision.datasets import SVHN
 
     try:
-        images = torch.from_numpy(SVHN(str(root), split="test", download=download).data)
+        return torch.from_numpy(SVHN(str(root), split="test", download=download).data)
     except (RuntimeError, OSError) as error:
         raise DataFileError(
             f"SVHN is not in {root} (torchvision's test_32x32.mat) and could not be downloaded there; give a folder "
             f"that holds it, or another out-of-distribution set. torchvision said: {error}"
         ) from error
-    return images[evenly_spaced(len(images), count, root)]
-
-
-def evenly_spaced(available: int, count: int | None, where: Path) -> Tensor:
-    """Indices of ``count`` evenly spaced images out of ``available``, both ends included; all for None.
-
-    Raises:
-        DataFileError: more than there are.
-    """
-    if count is not None and not 1 <= count <= available:
-        raise DataFileError(f"out_of_distribution_size is {count}, but there are {available} images in {where}")
-    return torch.linspace(0, available - 1, count or available, dtype=torch.float64, device="cpu").round().long()
 
 
 def read_archive(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:

@@ -143,7 +143,44 @@ class _Repeated(Dataset[TomographyProblem]):
         return self.problem
 
 
-class TomographyDataModule(LightningDataModule):
+class _ProblemDataModule(LightningDataModule):
+    """The whole problem at every step; it is copied to the device once.
+
+    Args:
+        steps_per_epoch: optimizer steps that make an epoch.
+
+    Attributes:
+        problem: after ``setup``.
+    """
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        super().__init__()
+        if steps_per_epoch < 1:
+            raise ValueError(f"steps_per_epoch={steps_per_epoch} has to be at least 1")
+        self.steps_per_epoch = steps_per_epoch
+        self.problem: TomographyProblem | None = None
+        self._moved: TomographyProblem | None = None
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The whole problem, ``steps_per_epoch`` times."""
+        return self._loader(self.steps_per_epoch)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """The whole problem, once."""
+        return self._loader(1)
+
+    def _loader(self, steps: int) -> DataLoader[Any]:
+        assert self.problem is not None
+        return DataLoader(_Repeated(self.problem, steps), batch_size=1, collate_fn=as_it_is)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Copy the problem to the device once."""
+        if self._moved is None or self._moved.truth.device != device:
+            self._moved = batch.to(device)
+        return self._moved
+
+
+class TomographyDataModule(_ProblemDataModule):
     """Images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
 
     ``y = A x + noise * mean|A x| * eps`` with ``eps`` standard normal from ``numpy.random.default_rng(seed + image)``.
@@ -183,7 +220,7 @@ class TomographyDataModule(LightningDataModule):
         steps_per_epoch: int = 500,
         seed: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(steps_per_epoch)
         self.root, self.dataset, self.projector, self.seed = Path(root), dataset, projector, seed
         self.images = list(range(images)) if isinstance(images, int) else list(images)
         self.num_angles = [num_angles] if isinstance(num_angles, int) else list(num_angles)
@@ -192,13 +229,9 @@ class TomographyDataModule(LightningDataModule):
             raise ValueError(f"nothing to measure: images {images}, num_angles {num_angles}, noise {noise}")
         if min(self.noise) < 0 or not all(math.isfinite(n) for n in self.noise):
             raise ValueError(f"noise is a share of the mean measurement, at least 0; got {noise}")
-        if steps_per_epoch < 1:
-            raise ValueError(f"steps_per_epoch={steps_per_epoch} has to be at least 1")
         if projector not in ("strip", "deepinv"):
             raise ValueError(f"projector={projector!r} is not known; choose 'strip' or 'deepinv'")
-        self.num_bins, self.bin_width, self.steps_per_epoch = num_bins, bin_width, steps_per_epoch
-        self.problem: TomographyProblem | None = None
-        self._moved: TomographyProblem | None = None
+        self.num_bins, self.bin_width = num_bins, bin_width
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images and measure them."""
@@ -223,24 +256,6 @@ class TomographyDataModule(LightningDataModule):
             return deepinv_projector(size, num_angles)
         return strip_projector(size, num_angles, self.num_bins, self.bin_width)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """The whole problem, ``steps_per_epoch`` times."""
-        return self._loader(self.steps_per_epoch)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """The whole problem, once."""
-        return self._loader(1)
-
-    def _loader(self, steps: int) -> DataLoader[Any]:
-        assert self.problem is not None
-        return DataLoader(_Repeated(self.problem, steps), batch_size=1, collate_fn=as_it_is)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copy the problem to the device once."""
-        if self._moved is None or self._moved.truth.device != device:
-            self._moved = batch.to(device)
-        return self._moved
-
 
 _WALNUT = {
     "operator.npz": "the projection matrix [values, height * width] of one slice, as scipy.sparse.save_npz writes it",
@@ -250,7 +265,7 @@ _WALNUT = {
 _WALNUT_SOURCE = "Zenodo records 2686726 (the scans) and 7282279"
 
 
-class ScannedTomographyDataModule(LightningDataModule):
+class ScannedTomographyDataModule(_ProblemDataModule):
     """One measured slice (the walnut) from three files that the user has made of downloaded data.
 
     In ``root/walnut``: ``operator.npz``, ``measurements.npy`` and ``truth.npy``. There is no filtered back-projection
@@ -267,10 +282,8 @@ class ScannedTomographyDataModule(LightningDataModule):
     """
 
     def __init__(self, root: str | Path = "data", *, num_angles: int = 60, steps_per_epoch: int = 100) -> None:
-        super().__init__()
-        self.root, self.num_angles, self.steps_per_epoch = Path(root), num_angles, steps_per_epoch
-        self.problem: TomographyProblem | None = None
-        self._moved: TomographyProblem | None = None
+        super().__init__(steps_per_epoch)
+        self.root, self.num_angles = Path(root), num_angles
 
     def setup(self, stage: str | None = None) -> None:
         """Read the files.
@@ -308,17 +321,6 @@ class ScannedTomographyDataModule(LightningDataModule):
             num_angles=torch.tensor([self.num_angles], device="cpu"),
             noise=torch.full((1,), torch.nan, dtype=torch.float64, device="cpu"),
         )
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        """The whole problem, ``steps_per_epoch`` times."""
-        assert self.problem is not None
-        return DataLoader(_Repeated(self.problem, self.steps_per_epoch), batch_size=1, collate_fn=as_it_is)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copy the problem to the device once."""
-        if self._moved is None or self._moved.truth.device != device:
-            self._moved = batch.to(device)
-        return self._moved
 
 
 def measured(

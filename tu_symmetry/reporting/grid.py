@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,6 +132,28 @@ class Grid:
         for line in more:
             rich.append("\n" + line, style="dim")
         return rich
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and its standard error, from the deviation that divides by n - 1; no error of a single value."""
+    mean = math.fsum(values) / len(values)
+    return mean, statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def measured(values: Sequence[float], form: str, *, error: bool = True) -> str:
+    """``mean ± standard error`` of some values as a table shows them, or ``mean ± standard deviation``."""
+    mean, spread = mean_and_error(values)
+    if spread is None:
+        return format(mean, form)
+    return f"{format(mean, form)} ± {format(spread if error else statistics.stdev(values), form.lstrip('+'))}"
+
+
+def verdict(excess: Sequence[float]) -> str:
+    """Whether a mean is above 0 by more than its standard error."""
+    mean, error = mean_and_error(excess)
+    if abs(mean) <= (error or 0.0):
+        return "not resolved (within one standard error)"
+    return "held" if mean > 0 else "did not hold"
 
 
 def write_grids(folder: Path, grids: Sequence[Grid]) -> list[Path]:

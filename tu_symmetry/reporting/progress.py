@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     SpinnerColumn,
     Task,
@@ -24,6 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bars
 from rich.text import Text
 
 from tu_symmetry.reporting.grid import Grid
@@ -36,6 +36,8 @@ class Tracker(Protocol):
         """Show that ``done`` steps are done, with some figures beside the bar."""
 
 
+Progress = Callable[[dict[str, Any]], None]
+"""What the argument ``progress`` of a long computation takes: it is called with ``{"stage": ..., ...}``."""
 Track = Callable[[str, int], AbstractContextManager[Tracker]]
 
 
@@ -50,7 +52,7 @@ class _Rate(ProgressColumn):
 
 
 class _BarTracker:
-    def __init__(self, progress: Progress, task: Any) -> None:
+    def __init__(self, progress: Bars, task: Any) -> None:
         self._progress, self._task = progress, task
 
     def update(self, done: int, **info: float | str) -> None:
@@ -100,9 +102,9 @@ class Display:
             names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in commands)
             self.console.print(f"commands: {names}", soft_wrap=True)
 
-    def skipped(self, name: str, by: str = "") -> None:
-        """Say that a stage had been done before, and by which other versions."""
-        self.console.print(f"[green]✓[/green] {name} [dim](done before{f' {by}' if by else ''})[/dim]", highlight=False)
+    def skipped(self, name: str) -> None:
+        """Say that a command had been done before."""
+        self.console.print(f"[green]✓[/green] {name} [dim](done before)[/dim]", highlight=False)
 
     def note(self, text: str) -> None:
         """Say something that the reader should know."""
@@ -132,7 +134,7 @@ class Display:
         if not self.console.is_terminal:
             yield _LineTracker(self.console, description, total)
             return
-        progress = Progress(
+        progress = Bars(
             SpinnerColumn(),
             TextColumn("  {task.description}"),
             BarColumn(bar_width=28),
@@ -203,9 +205,7 @@ class StageProgress:
 
 
 @contextmanager
-def show_progress(
-    title: str = "Laplace", *, console: Console | None = None, every: float = 10.0
-) -> Iterator[Callable[[dict[str, Any]], None]]:
+def show_progress(title: str = "Laplace", *, console: Console | None = None, every: float = 10.0) -> Iterator[Progress]:
     """What the argument ``progress`` of long computations takes, to see them work.
 
     In a terminal it is one line that changes, elsewhere (a log file, a batch job, a notebook's text) a line every

@@ -1,10 +1,10 @@
 """A table as a list of commands: what a reader would type one after the other, skipped where it is done.
 
 ``table.yaml`` lists commands by name, each with its subcommand (``fit``, ``validate``, ``test``, ``predict``, ``run``)
-and its YAML file beside it. Every one of these files runs by itself; :func:`run_commands` does nothing that the same
-words typed in a shell would not do, except
+and its YAML files, the later over the earlier. :func:`run_commands` does nothing that the same words typed in a shell
+would not do, except
 
-* to redirect the run folder that the files name (``runs/digits``) to another one, and the data root;
+* to say where the files stand (``--root``, ``--name``, ``--data_root``, see :mod:`~tu_symmetry.tables.folders`);
 * to skip a command whose configuration and inputs are those of a finished run and whose files are untouched;
 * to resume a training that was cut, from its last checkpoint; without one it starts anew, in an empty folder.
 
@@ -16,6 +16,7 @@ of the commands that it needs, the digest of every file that it wrote, its times
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -37,15 +38,14 @@ from tu_symmetry.files import (
     read_json,
     remove_folder,
     write_json,
-    write_text,
 )
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.progress import Display
+from tu_symmetry.tables.folders import OUT
 from tu_symmetry.tables.outcome import plain
 
 Subcommand = Literal["fit", "validate", "test", "predict", "run"]
 MARKS = ".table"
-STAGE = "stage.json"  # in the folders of tables of stages, which an older version ran
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,31 @@ class CommandConfig:
     Attributes:
         name: its folder below the run folder.
         command: subcommand of ``tu-symmetry``.
-        config: YAML file beside ``table.yaml``.
+        config: YAML files, as paths from the recipe folder; the later ones override the earlier.
         needs: names of the earlier commands whose files it reads.
-        set: dotted flag to value, over the file: one file can serve several rows.
+        set: dotted flag to value, over the files: one file can serve several rows.
+        copies: run it so often, as ``NAME_0``, ``NAME_1`` and so on; ``needs: [NAME]`` means all of them.
+        seeds: the flags whose values are the number of the copy.
     """
 
     name: str
     command: Subcommand
-    config: str
+    config: str | list[str]
     needs: list[str] = field(default_factory=list)
     set: dict[str, Any] = field(default_factory=dict)
+    copies: int = 0
+    seeds: list[str] = field(default_factory=lambda: ["seed_everything"])
 
 
 @dataclass(frozen=True)
 class CommandTable:
-    """``table.yaml`` of a recipe whose rows are commands.
+    """``table.yaml`` of a recipe.
 
     Attributes:
         title: heading of the report.
-        root: the run folder that the files beside it name.
+        root: the run folder, unless another one is given.
         commands: in the order in which they run.
+        bases: subcommand to the YAML files that come before each of its commands' own.
         source: the paper's table or figure that this one reproduces.
         note: what was reduced against the paper, and why.
         paper: the paper's numbers, row to column to value.
@@ -84,6 +89,7 @@ class CommandTable:
     title: str
     root: str
     commands: list[CommandConfig]
+    bases: dict[Subcommand, list[str]] = field(default_factory=dict)
     source: str = ""
     note: str = ""
     paper: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -91,50 +97,61 @@ class CommandTable:
 
 
 def load_table(folder: str | Path) -> CommandTable:
-    """Read and check a recipe folder.
+    """Read and check a recipe folder; copies are commands of their own, and files are with their bases.
 
     Raises:
-        ConfigError: missing files, unknown keys, stages in place of commands, a name listed twice, a command that needs
-            a later one, a file whose folder is not ``root/NAME``.
+        ConfigError: missing files, unknown keys, a name listed twice, a command that needs a later one, a command whose
+            folder is not ``$root/$name``.
     """
     folder = Path(folder)
     path = folder / "table.yaml"
     raw = read_mapping(path)
-    if "stages" in raw:
-        raise ConfigError(
-            f"{path} lists stages, which this version does not run: write each as a configuration for `tu-symmetry "
-            "fit`, `test` or `run`, and list them under commands:, as the recipes that come with the package do"
-        )
     entries = raw.get("commands")
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path}: 'commands' must list the commands in order")
-    commands = [parse(CommandConfig, entry, f"{path}: commands[{k}]") for k, entry in enumerate(entries)]
-    table = replace(parse(CommandTable, raw | {"commands": []}, str(path)), commands=commands)
-    known: list[str] = []
-    for command in table.commands:
+    read = [parse(CommandConfig, entry, f"{path}: commands[{k}]") for k, entry in enumerate(entries)]
+    table = parse(CommandTable, raw | {"commands": []}, str(path))
+    copies: dict[str, list[str]] = {}
+    commands: list[CommandConfig] = []
+    for command in read:
         where = f"{path}: command {command.name!r}"
-        if command.name in known or not command.name.replace("_", "").replace("-", "").isalnum():
+        if command.name in copies or not command.name.replace("_", "").replace("-", "").isalnum():
             raise ConfigError(f"{where}: names are letters, digits, - and _, and each stands once")
-        unknown = [name for name in command.needs if name not in known]
-        if unknown:
-            raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(known)})")
-        known.append(command.name)
-        content = read_mapping(folder / command.config)
-        *keys, last = _folder_key(command.command)
-        holder: Any = content
-        for key in keys:
-            holder = holder.get(key) if isinstance(holder, Mapping) else None
-        found = holder.get(last) if isinstance(holder, Mapping) else None
-        wanted = f"{table.root}/{command.name}"
-        if command.set.get(".".join([*keys, last]), found) != wanted:
-            raise ConfigError(
-                f"{folder / command.config}: {'.'.join([*keys, last])} is {found!r}, it must be {wanted!r}"
-            )
-    return table
+        if unknown := [name for name in command.needs if name not in copies]:
+            there = ", ".join(copies)
+            raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {there})")
+        own = [command.config] if isinstance(command.config, str) else command.config
+        files = [*table.bases.get(command.command, ()), *own]
+        flag = "command.init_args.out" if command.command == "run" else "trainer.default_root_dir"
+        found = command.set.get(flag, _last(flag, [read_mapping(folder / file) for file in files]))
+        if found != OUT:
+            raise ConfigError(f"{where} ({', '.join(files)}): {flag} is {found!r}, it must be {OUT!r}")
+        needs = [copy for name in command.needs for copy in copies[name]]
+        made = replace(command, config=files, needs=needs, copies=0, seeds=[])
+        copies[command.name] = [f"{command.name}_{k}" for k in range(command.copies)] or [command.name]
+        commands += [
+            replace(made, name=name, set=made.set | dict.fromkeys(command.seeds if command.copies else (), k))
+            for k, name in enumerate(copies[command.name])
+        ]
+    return replace(table, commands=commands)
 
 
-def _folder_key(command: Subcommand) -> tuple[str, ...]:
-    return ("command", "init_args", "out") if command == "run" else ("trainer", "default_root_dir")
+def _last(flag: str, contents: Sequence[Mapping[str, Any]]) -> Any:
+    """The value of a dotted key in the last of several configurations that has it."""
+    found: Any = None
+    for content in contents:
+        value: Any = content
+        for key in flag.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        found = found if value is None else value
+    return found
+
+
+def typed(folder: Path, command: CommandConfig, root: Path, data_root: str | Path | None = None) -> list[str]:
+    """What is typed after ``tu-symmetry`` for one command of a recipe folder."""
+    folders = [f"--root={root}", f"--name={command.name}", *([] if data_root is None else [f"--data_root={data_root}"])]
+    files = [f"--config={Path(os.path.normpath(folder / file))}" for file in command.config]
+    return [command.command, *files, *folders, *_dotted(command.set)]
 
 
 def run_commands(
@@ -152,7 +169,7 @@ def run_commands(
     Args:
         folder: the recipe folder.
         out: run folder; the recipe's own by default.
-        data_root: folder of data sets, for every file that has a key ``root``.
+        data_root: folder of data sets, ``$data_root`` in the files; ``data`` by default.
         overrides: ``NAME.FLAG=VALUE``: ``hmc.routine.num_samples=100`` is ``--routine.num_samples=100`` of ``hmc``.
         fresh: run every command again, whatever has been done.
         max_time: stop after this long, a fit at the next point from which it resumes exactly (see
@@ -163,7 +180,7 @@ def run_commands(
         Name of each command to its results.
 
     Raises:
-        ConfigError: a recipe or override that cannot be used, a run folder of an older version.
+        ConfigError: a recipe or override that cannot be used.
         FolderInUseError: another process works in the run folder.
         TableInterrupted: ``max_time`` is over.
     """
@@ -172,11 +189,6 @@ def run_commands(
     root = Path(out) if out is not None else Path(table.root)
     if root.resolve() == folder.resolve():
         raise ConfigError(f"{root} is the recipe, which a run would write into: choose another folder with --out")
-    for old in root.glob(f"*/{STAGE}"):
-        raise ConfigError(
-            f"{root} is the run folder of an older version ({old} marks a stage), whose results cannot be resumed: "
-            "move it away, or give another run folder (--out)"
-        )
     flags = _flags(table, overrides)
     display = display or Display()
     deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
@@ -233,7 +245,7 @@ class _Run:
         return digest_of(
             {
                 "command": command.command,
-                "config": read_mapping(self.folder / command.config),
+                "config": [read_mapping(self.folder / file) for file in command.config],
                 "flags": flags,
                 "more": {str(path): digest_file(path) for path in more if path.is_file()},
                 "needs": {name: self.marks[name]["files"] for name in command.needs},
@@ -318,12 +330,7 @@ class _Run:
         self.marks[name] = self._mark(name, mark | {"environment": self.environment})
 
     def _words(self, command: CommandConfig, resumed: bool) -> list[str]:
-        """The command line: the file with its folders redirected, and the flags."""
-        moved = _redirect(read_mapping(self.folder / command.config), self.table.root, self.root, self.data_root)
-        path = self.root / MARKS / f"{command.name}.yaml"
-        write_text(path, yaml.safe_dump(moved, sort_keys=False, allow_unicode=True))
-        redirected = {k: _redirect(v, self.table.root, self.root, None) for k, v in command.set.items()}
-        words = [command.command, "--config", str(path), *_dotted(redirected), *self.flags[command.name]]
+        words = [*typed(self.folder, command, self.root, self.data_root), *self.flags[command.name]]
         newest = self._checkpoint(command) if resumed else None
         return [*words, *([] if newest is None else [f"--ckpt_path={newest}"])]
 
@@ -414,20 +421,6 @@ def _dotted(values: Mapping[str, Any]) -> list[str]:
         f"--{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
         for key, value in values.items()
     ]
-
-
-def _redirect(value: Any, old: str, new: Path, data_root: str | Path | None, key: str = "") -> Any:
-    """The same configuration with paths below ``old`` moved below ``new``, and data sets read from ``data_root``."""
-    if isinstance(value, Mapping):
-        return {k: _redirect(v, old, new, data_root, str(k)) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_redirect(v, old, new, data_root) for v in value]
-    if isinstance(value, str):
-        if value == old or value.startswith(old + "/"):
-            return str(new) + value[len(old) :]
-        if key == "root" and data_root is not None:
-            return str(data_root)
-    return value
 
 
 def _free_name(path: Path) -> Path:

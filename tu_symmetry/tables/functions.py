@@ -5,7 +5,7 @@ A configuration names a function that returns an :class:`~tu_symmetry.tables.out
     seed_everything: 0
     command:
       class_path: tu_symmetry.experiments.compact_posterior.interpolate
-      init_args: {ensemble: runs/digits/ensemble, hmc: runs/digits/hmc, out: runs/digits/interpolation, ...}
+      init_args: {ensemble: $root/ensemble, hmc: $root/hmc, out: $root/$name, ...}
 
 Several ``--config`` files, dotted flags (``--command.pairs 2``), ``--print_config`` and ``--command.help NAME`` work as
 they do for ``fit``. A class or function that does not return an Outcome is refused before it is called.
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from jsonargparse import ArgumentParser
 
 from tu_symmetry.configs import resolve
+from tu_symmetry.tables.folders import add_folders, with_folders
 from tu_symmetry.tables.mistakes import OneLineParser
 from tu_symmetry.tables.outcome import Outcome
 
@@ -30,6 +31,7 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, the later overrides")
     parser.add_argument("--seed_everything", type=int, default=0, help="seed of all random numbers (default: 0)")
+    add_folders(parser)
     parser.add_subclass_arguments(Outcome, "command", required=True)
     return parser
 
@@ -42,7 +44,7 @@ def run_function(arguments: Sequence[str]) -> Outcome:
     """
     from lightning.pytorch import seed_everything
 
-    config = build_parser().parse_args(list(arguments))
+    config = with_folders(build_parser().parse_args(list(arguments)))
     seed_everything(config.seed_everything, verbose=False)
     # the classes among the arguments are instantiated apart from the call, whose errors are then its own
     function = resolve(config.command.class_path)

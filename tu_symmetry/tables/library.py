@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tu_symmetry.configs import ConfigError, read_mapping
+from tu_symmetry.tables.commands import load_table
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIPPED = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # in a wheel, and in a checkout
@@ -31,12 +32,18 @@ def titles() -> dict[str, str]:
 
 
 def configurations() -> dict[str, Path]:
-    """Name (``lightning/mnist_ensemble_rebasin.yaml``) to file of every configuration that belongs to no table."""
+    """Name (``lightning/mnist_ensemble_rebasin.yaml``) to file of every configuration that no table runs."""
     folder = _shipped()
     if folder is None:
         return {}
-    files = [p for p in sorted(folder.rglob("*.yaml")) if not (p.parent / "table.yaml").is_file()]
+    used = {table for recipe in library().values() for table in (recipe / "table.yaml", *files_of(recipe))}
+    files = [p for p in sorted(folder.rglob("*.yaml")) if p not in used and not (p.parent / "table.yaml").is_file()]
     return {p.relative_to(folder).as_posix(): p for p in files}
+
+
+def files_of(recipe: Path) -> set[Path]:
+    """The configurations that the commands of a recipe take."""
+    return {(recipe / file).resolve() for command in load_table(recipe).commands for file in command.config}
 
 
 def _within_recipes(name: str | Path) -> str:

@@ -1,10 +1,11 @@
 """``tu-symmetry fit | validate | test | predict``: TorchUncertainty's LightningCLI, with arguments as they were typed.
 
 What a reader knows of LightningCLI holds: several ``--config`` files (the later overrides the earlier), dotted flags,
-``--print_config``, ``--trainer.callbacks+=Rebasin`` by the bare name of a class, ``--ckpt_path last``. Four things
-are added: a routine without ``class_path`` is a ``ClassificationRoutine``; ``--eval_after_fit`` takes true and false; a
-configuration that an earlier part of a resumed run saved is overwritten rather than refused; outside of a terminal, in
-a log file say, a line every half minute says how far a run is and how long it still takes.
+``--print_config``, ``--trainer.callbacks+=Rebasin`` by the bare name of a class, ``--ckpt_path last``. Five things
+are added: ``$root``, ``$name`` and ``$data_root`` (:mod:`~tu_symmetry.tables.folders`); a routine without
+``class_path`` is a ``ClassificationRoutine``; ``--eval_after_fit`` takes true and false; a configuration that an
+earlier part of a resumed run saved is overwritten rather than refused; outside of a terminal, in a log file say, a line
+every half minute says how far a run is and how long it still takes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError, read_yaml
 from tu_symmetry.files import FileError, check_archive
+from tu_symmetry.tables.folders import add_folders, with_folders
 from tu_symmetry.tables.mistakes import ROOMS, OneLineParser
 
 with scripting_unsaid():
@@ -55,14 +57,9 @@ class SymmetryCLI(TULightningCLI):
             subclass_mode_data=True,
             save_config_callback=_SaveConfig,
             save_config_kwargs={"overwrite": True},
+            parser_class=_Parser,
             **kwargs,
         )
-
-    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """A parser whose errors are one line."""
-        parser = super().init_parser(**kwargs)
-        parser.__class__ = _Parser
-        return parser
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """``--eval_after_fit`` as a switch that takes a value (TorchUncertainty's can only be set)."""
@@ -76,14 +73,17 @@ class SymmetryCLI(TULightningCLI):
         LightningCLI.add_default_arguments_to_parser(self, parser)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The routine's class unless a configuration names one."""
+        """The folders, and the routine's class unless a configuration names one."""
         super().add_arguments_to_parser(parser)
+        add_folders(parser)
         parser.set_defaults({"routine": {"class_path": ROUTINE}})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, and looks at the checkpoint before anything reads it."""
+        """Parses, fills the folders in, and looks at the checkpoint before anything reads it."""
         super().parse_arguments(parser, args)
-        given = self.config[self.config["subcommand"]].get("ckpt_path")
+        subcommand = self.config["subcommand"]
+        self.config[subcommand] = with_folders(self.config[subcommand])
+        given = self.config[subcommand].get("ckpt_path")
         if given is not None:
             require_checkpoint(str(given))
 

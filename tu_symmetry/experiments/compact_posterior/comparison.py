@@ -24,8 +24,6 @@ def compare(
     runs: Runs,
     num_samples: int = 100,
     repeats: int = 1,
-    reference_samples: int | None = None,
-    reference_first: int = 0,
     seed: int = 0,
     device: str = "auto",
 ) -> Outcome:
@@ -39,13 +37,11 @@ def compare(
         num_samples: draws from each q in a predictive.
         repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
             wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
-        reference_samples: how many HMC samples make up the reference predictive, evenly spaced; None for all.
-        reference_first: number of the first of them (counted from 0).
         seed: of the draws.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
     study = Study(model, data, seed, device)
-    hmc = study.samples(runs.hmc, reference_samples, reference_first)
+    hmc = study.samples(runs.hmc)
     sampled = {"hmc/sample": hmc, "ensemble/sample": study.samples(runs.ensemble)}
     total = sum(sample_count(s) for s in sampled.values()) + repeats * num_samples * len(COLUMNS)
     predictives: dict[str, list[Tensor]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 COLUMNS = {
     "hmc/sample": "HMC\nsample",
@@ -49,47 +47,79 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
         pruning: folder of :func:`~tu_symmetry.experiments.compact_posterior.prune`.
         interpolation: folder of :func:`~tu_symmetry.experiments.compact_posterior.interpolate`.
     """
-    table = load_table(find_recipe(recipe))
-    found = {"comparison": Outcome.load(comparison).results, "pruning": Outcome.load(pruning).results}
-    found["interpolation"] = Outcome.load(interpolation).results
-    grids = [
-        main_table(found["comparison"], table.paper, table.title),
-        alignment_table(runs, found["interpolation"]),
-        chain_table(runs),
-    ]
-    out.mkdir(parents=True, exist_ok=True)
+    report = Report(out, recipe)
+    compared, paths = Outcome.load(comparison).results, Outcome.load(interpolation).results
+    pruned = Outcome.load(pruning).results
+    report.add(main_table(compared, report.table.paper, report.table.title), alignment_table(runs, paths))
+    report.add(chain_table(runs))
+    title = "## Standard deviations before and after alignment"
+    report.figure("sigma", draw_sigmas, runs, alt="sigma histograms", before=title)
+    report.figure(
+        "pruning",
+        draw_pruning,
+        pruned["keep"],
+        pruned["curves"],
+        before="## Accuracy against pruning level",
+        after="Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are "
+        "matched to the ensemble's mean first.",
+    )
+    pairs = len(paths["ensemble/before"]["loss"])
+    report.figure(
+        "interpolation",
+        draw_interpolation,
+        paths,
+        before="## Loss along the interpolation",
+        after=f"Shaded: one standard deviation over {pairs} pairs.",
+    )
+    return report.done()
+
+
+def draw_sigmas(path: Path, runs: Runs) -> None:
+    """Histograms of the standard deviations of q_d and q_r."""
     sigmas = {
         title: {"before": _sigma(run / Q_D), "after": _sigma(run / Q_R)}
         for title, run in (("HMC", runs.hmc), ("Ensemble", runs.ensemble))
     }
-    with plots.figure(out / "sigma.png", len(sigmas)) as axes:
+    with plots.figure(path, len(sigmas)) as axes:
         plot.sigma_histograms(sigmas, ax=axes)
-    plots.pruning(out / "pruning.png", found["pruning"]["keep"], found["pruning"]["curves"])
-    paths = {k: v for k, v in found["interpolation"].items() if "/" in k}
-    with plots.figure(out / "interpolation.png", 2) as axes:
-        for ax, (source, title) in zip(
-            axes, {"ensemble": "Ensemble members", "hmc": "HMC samples"}.items(), strict=True
-        ):
-            lines = {
-                f"{when} alignment": [
-                    LossBarrier(barrier, found["interpolation"]["ratios"], losses, [], [])
-                    for barrier, losses in zip(
-                        *(paths[f"{source}/{when}"][k] for k in ("barrier", "loss")), strict=True
-                    )
-                ]
-                for when in ("before", "after")
-            }
+
+
+def draw_interpolation(path: Path, found: Mapping[str, Any]) -> None:
+    """Losses on the segments between networks before and after alignment, a panel for each source."""
+    titles = {"ensemble": "Ensemble members", "hmc": "HMC samples"}
+    with plots.figure(path, len(titles)) as axes:
+        for ax, (source, title) in zip(axes, titles.items(), strict=True):
+            lines = {}
+            for when in ("before", "after"):
+                own = found[f"{source}/{when}"]
+                pairs = zip(own["barrier"], own["loss"], strict=True)
+                lines[f"{when} alignment"] = [LossBarrier(b, found["ratios"], losses, [], []) for b, losses in pairs]
             plot.interpolation(lines, ylabel="training loss (nats)", title=title, ax=ax)
-    pairs = len(found["interpolation"]["ensemble/before"]["loss"])
-    sections = [
-        *(f"## {g.title}\n\n{g.markdown()}" for g in grids),
-        "## Standard deviations before and after alignment\n\n![sigma histograms](sigma.png)",
-        "## Accuracy against pruning level\n\n![pruning](pruning.png)\n\nKept are the weights of lowest σ. For "
-        "HMC's and VI's σ on the ensemble's mean and members, all are matched to the ensemble's mean first.",
-        "## Loss along the interpolation\n\n![interpolation](interpolation.png)\n\nShaded: one standard deviation over "
-        f"{pairs} pairs.",
-    ]
-    return Outcome({}, str(write_report(out, table, sections)), grids)
+
+
+def draw_pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+    """Accuracy against the share of weights that is kept, those of lowest sigma first (arXiv 2401.00611, Figure 5)."""
+    panels = {
+        "samples": "Samples, own σ",
+        "ensemble mean": "Mean of the ensemble's $q_r$",
+        "single networks": "Single networks",
+    }
+    methods = {"HMC": plots.ORANGE, "ensemble": plots.BLUE, "VI": plots.GREEN}
+    colors = methods | {"own σ": plots.BLUE, "HMC's σ": plots.ORANGE, "VI's σ": plots.GREEN}
+    with plots.figure(path, 3) as axes:
+        removed = [100 * (1 - k) for k in keep]
+        for ax, (kind, title) in zip(axes, panels.items(), strict=True):
+            for name, values in curves.items():
+                head, _, order = name.partition(", ")
+                if not (head == kind or (kind == "samples" and head.endswith(" samples"))):
+                    continue
+                label = head.removesuffix(" samples") if kind == "samples" else order
+                control = order == "random order"
+                line, mark = (":", "") if control else ("-", "o")
+                color = plots.GRAY if control else colors[label]
+                ax.plot(removed, [100 * v for v in values], label=label, color=color, linestyle=line, marker=mark)
+            ax.set(title=title, xlabel="weights pruned (%)", ylabel="test accuracy (%)", ylim=(0, 101), xlim=(-2, 101))
+            ax.legend(loc="lower left")
 
 
 def main_table(found: Mapping[str, Any], paper: Mapping[str, Any], title: str) -> Grid:

@@ -14,6 +14,7 @@ from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches, chosen_device
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import evenly
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -74,20 +75,7 @@ class Study:
         """A fitted Gaussian of this architecture."""
         return CompactPosterior.load(path, self.graph).to(self.device)
 
-    def samples(self, run: Path, wanted: int | None = None, first: int = 0) -> dict[str, Tensor]:
-        """The networks of a run, stacked, from the ``first`` on; ``wanted`` evenly spaced ones of them, or all.
-
-        Raises:
-            ValueError: if ``first`` is negative or no sample is left.
-        """
+    def samples(self, run: Path, wanted: int | None = None) -> dict[str, Tensor]:
+        """The networks of a run, stacked: ``wanted`` evenly spaced ones of them, or all."""
         store = SampleStore.open(run / SAMPLES)
-        if not 0 <= first < len(store):
-            raise ValueError(f"first is {first}, but {run} holds {len(store)} samples: choose 0 to {len(store) - 1}")
-        return store.stack(first + evenly(len(store) - first, wanted), device=self.device)
-
-
-def evenly(count: int, wanted: int | None) -> Tensor:
-    """Indices of ``wanted`` evenly spaced ones out of ``count`` (all where there are no more), both ends included."""
-    if wanted is None or wanted >= count:
-        return torch.arange(count, device="cpu")
-    return torch.linspace(0, count - 1, wanted, dtype=torch.float64, device="cpu").round().long()
+        return store.stack(evenly(len(store), wanted), device=self.device)

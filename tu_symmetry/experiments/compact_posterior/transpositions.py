@@ -6,7 +6,9 @@ permutation does training keep, and how do the distance and the loss barrier bet
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +23,13 @@ from tu_symmetry.files import FileError, new_folder, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import transposition_count
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import RESULTS, Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 INITIAL = "initial"
 
@@ -182,14 +182,11 @@ def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         matching: folder of :func:`match_pairs`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(matching).results
+    report, found = Report(out, recipe), Outcome.load(matching).results
     panels = found["panels"]
 
     def cell(key: str, i: int, form: str) -> str:
-        values = torch.tensor([run[i] for run in panels[key]], dtype=torch.float64, device="cpu")
-        spread = f" ± {format(values.std().item(), form)}" if len(values) > 1 else ""
-        return f"{format(values.mean().item(), form)}{spread}"
+        return measured([run[i] for run in panels[key]], form, error=False)
 
     rows = [
         [
@@ -202,8 +199,39 @@ def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
     ]
     header = ["NoT at initialization", "NoT after training", "squared distance", "barrier (nats)"]
     caption = "second line: after activation matching; ± one standard deviation over runs"
-    grid = Grid(table.title, header, rows, caption)
-    out.mkdir(parents=True, exist_ok=True)
-    plots.transpositions(out / "transpositions.png", found["initial"], panels, found["walk"])
-    path = write_report(out, table, [grid.markdown(), "![transpositions](transpositions.png)"])
-    return Outcome({}, str(path), [grid])
+    report.add(Grid(report.table.title, header, rows, caption), heading=False)
+    report.figure("transpositions", draw_transpositions, found["initial"], panels, found["walk"])
+    return report.done()
+
+
+def draw_transpositions(
+    path: Path, initial: Sequence[float], panels: Mapping[str, Any], walk: Mapping[str, Any]
+) -> None:
+    """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation.
+
+    Args:
+        path: of the PNG.
+        initial: NoT applied to the initialization, ``[k]``.
+        panels: ``transpositions``, ``distance`` and ``distance_unmatched``, ``barrier`` and ``barrier_unmatched``,
+            each ``[runs, k]``.
+        walk: ``ratios`` ``[m]`` and ``transpositions`` ``[runs, m]``.
+    """
+    with plots.figure(path, 4, width=3.1) as axes:
+        largest = max(initial)
+        axes[0].plot([0, largest], [0, largest], color=plots.GRAY, linestyle=":", label="unchanged")
+        plots.band(axes[0], initial, panels["transpositions"], plots.BLUE, "found by matching")
+        axes[0].set(title="NoT after training", xlabel="NoT at initialization", ylabel="NoT")
+        for ax, key, title, unit in (
+            (axes[1], "distance", "Weight distance", "$\\|W_0 - W_1\\|_2^2$"),
+            (axes[2], "barrier", "Loss barrier", "training loss (nats)"),
+        ):
+            plots.band(ax, initial, panels[f"{key}_unmatched"], plots.GRAY, "before matching")
+            plots.band(ax, initial, panels[key], plots.BLUE, "after matching")
+            ax.set(title=title, xlabel="NoT at initialization", ylabel=unit)
+            ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+        plots.band(axes[3], walk["ratios"], walk["transpositions"], plots.BLUE, None)
+        axes[3].set(
+            title="NoT along the interpolation", xlabel=r"interpolation $\lambda$", ylabel="NoT to $W_0$", xlim=(0, 1)
+        )
+        for ax in axes[:3]:
+            ax.legend(loc="best")

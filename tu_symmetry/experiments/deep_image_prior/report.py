@@ -23,12 +23,10 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
 )
 from tu_symmetry.files import read_tensors
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.reporting.grid import Grid, measured, verdict
 from tu_symmetry.routines.deep_image_prior import Reconstructions
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 Cell = tuple[float, int]
 Entries = Sequence[Mapping[str, Any]]
@@ -46,7 +44,7 @@ def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list
         linearized: folders of :func:`~tu_symmetry.experiments.deep_image_prior.linearized_posterior`.
         dropout: folders of :func:`~tu_symmetry.experiments.deep_image_prior.dropout_posterior`.
     """
-    table = load_table(find_recipe(recipe))
+    report = Report(out, recipe)
     found = [Outcome.load(folder).results for folder in linearized]
     entries = [entry for own in found for entry in own["rows"]]
     entries += [entry for folder in dropout for entry in Outcome.load(folder).results["rows"]]
@@ -56,28 +54,23 @@ def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list
         for one in problems
         for image, truth in zip(one.problem.image, one.problem.truth, strict=True)
     }
-    grids = [main_table(entries, table.title), noise_table(found), calibration_table(entries, background)]
+    report.add(main_table(entries, report.table.title), noise_table(found), heading=False)
+    report.add(calibration_table(entries, background), heading=False)
     answers = orderings(entries)
-    out.mkdir(parents=True, exist_ok=True)
-    first = problems[0]
-    arrays = read_tensors(linearized[0] / ARRAYS)
-    for name, tensor in (read_tensors(dropout[0] / ARRAYS) if dropout else {}).items():
-        arrays[name] = tensor
-    images_figure(out / "images.png", first, arrays)
-    samples_figure(out / "samples.png", first, arrays)
-    calibration_figure(out / "calibration.png", entries)
-    evidence_figure(out / "evidence.png", found[0]["histories"])
-    sections = [grid.markdown() for grid in grids]
-    sections.append("\n".join(["## Orderings, on the images that were run", "", *(f"- {line}" for line in answers)]))
-    figures = {
-        "images": "truth, filtered back-projection, reconstruction, error and standard deviation of each row",
-        "samples": "prior samples, and posterior samples, of each row",
-        "calibration": "normalized errors with the standard normal, and coverage of central intervals",
-        "evidence": "objective along its optimization (nats)",
-    }
-    sections += [f"![{text}]({name}.png)\n\n{text[0].upper()}{text[1:]}." for name, text in figures.items()]
-    write_report(out, table, sections)
-    return Outcome({"orderings": answers}, str(out / "report.md"), grids)
+    report.add("\n".join(["## Orderings, on the images that were run", "", *(f"- {line}" for line in answers)]))
+    first, arrays = problems[0], read_tensors(linearized[0] / ARRAYS)
+    arrays |= read_tensors(dropout[0] / ARRAYS) if dropout else {}
+    histories = found[0]["histories"]
+    errors = "truth, filtered back-projection, reconstruction, error and standard deviation of each row"
+    covered = "normalized errors with the standard normal, and coverage of central intervals"
+    for name, draw, drawn, text in (
+        ("images", images_figure, (first, arrays), errors),
+        ("samples", samples_figure, (first, arrays), "prior samples, and posterior samples, of each row"),
+        ("calibration", calibration_figure, (entries,), covered),
+        ("evidence", evidence_figure, (histories,), "objective along its optimization (nats)"),
+    ):
+        report.figure(name, draw, *drawn, alt=text, after=f"{text[0].upper()}{text[1:]}.")
+    return report.done({"orderings": answers})
 
 
 def cells(entries: Entries) -> list[Cell]:
@@ -94,11 +87,6 @@ def of(entries: Entries, row: str, cell: Cell, what: str = "log_likelihood") -> 
     }
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and population standard deviation over the root of the number: 0 for a single image."""
-    return float(np.mean(values)), float(np.std(values) / math.sqrt(len(values)))
-
-
 def main_table(entries: Entries, title: str) -> Grid:
     """Log-likelihood a pixel with its standard error, PSNR and SSIM, for each row and cell."""
     seen = cells(entries)
@@ -113,10 +101,9 @@ def main_table(entries: Entries, title: str) -> Grid:
             if not values:
                 cellsof.append("–")
                 continue
-            mean, error = mean_and_error(values)
             psnr = np.mean(list(of(entries, row, cell, "psnr").values()))
             ssim = np.mean(list(of(entries, row, cell, "ssim").values()))
-            cellsof.append(f"{mean:.3f} ± {error:.3f}\n{psnr:.2f} dB, {ssim:.3f}")
+            cellsof.append(f"{measured(values, '.3f')}\n{psnr:.2f} dB, {ssim:.3f}")
         body.append([row, *cellsof])
     numbers = sorted({len(of(entries, DIP, cell)) for cell in seen})
     count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
@@ -190,11 +177,10 @@ def orderings(entries: Entries) -> list[str]:
             if not shared:
                 continue
             gaps = [a[i] - b[i] for i in shared]
-            mean, error = mean_and_error(gaps)
-            held = _verdict(mean - margin, error)
+            held = verdict([gap - margin for gap in gaps])
             wins = sum(gap > margin for gap in gaps)
             lines.append(
-                f"{text}, {cell[1]} angles at {100 * cell[0]:g} %: **{held}**, {mean:+.3f} ± {error:.3f} nats a pixel, "
+                f"{text}, {cell[1]} angles at {100 * cell[0]:g} %: **{held}**, {measured(gaps, '+.3f')} nats a pixel, "
                 f"{wins} of {len(gaps)} images"
             )
 
@@ -219,19 +205,18 @@ def orderings(entries: Entries) -> list[str]:
         a, b = of(entries, EVIDENCE, low), of(entries, EVIDENCE, high)
         shared = sorted(a.keys() & b.keys())
         if shared:
-            mean, error = mean_and_error([a[i] - b[i] for i in shared])
-            held = _verdict(mean, error)
+            gaps = [a[i] - b[i] for i in shared]
             lines.append(
-                f"{EVIDENCE}: {100 * low[0]:g} % noise above {100 * high[0]:g} % at {low[1]} angles: **{held}**, "
-                f"{mean:+.3f} ± {error:.3f} nats a pixel"
+                f"{EVIDENCE}: {100 * low[0]:g} % noise above {100 * high[0]:g} % at {low[1]} angles: "
+                f"**{verdict(gaps)}**, {measured(gaps, '+.3f')} nats a pixel"
             )
     for cell in seen:
         a, b = of(entries, TV_SEED, cell), of(entries, EVIDENCE, cell)
         if not a:
             continue
-        mean, error = mean_and_error([a[i] - b[i] for i in sorted(a)])
+        gaps = [a[i] - b[i] for i in sorted(a)]
         lines.append(
-            f"TV-PredCP less evidence, {cell[1]} angles at {100 * cell[0]:g} % (no claim): {mean:+.3f} ± {error:.3f} "
+            f"TV-PredCP less evidence, {cell[1]} angles at {100 * cell[0]:g} % (no claim): {measured(gaps, '+.3f')} "
             "nats a pixel"
         )
     return lines
@@ -328,12 +313,6 @@ def _pictures(path: Path, panels: Sequence[Sequence[tuple[str, Tensor, str]]]) -
             figure.savefig(path)
         finally:
             plt.close(figure)
-
-
-def _verdict(excess: float, error: float) -> str:
-    if abs(excess) <= error and error > 0:
-        return "not resolved (within one standard error)"
-    return "held" if excess > 0 else "did not hold"
 
 
 def _short(row: str) -> str:

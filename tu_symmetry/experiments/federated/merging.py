@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,8 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 STEPS = {"naive": "mean of the weights", "aligned": "aligned, then mean", "corrected": "and REPAIR"}
 
@@ -103,16 +101,20 @@ def report(out: Path, recipe: str, merging: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         merging: folder of :func:`merge_clients`.
     """
-    table, found = load_table(find_recipe(recipe)), Outcome.load(merging)
-    out.mkdir(parents=True, exist_ok=True)
+    report, found = Report(out, recipe), Outcome.load(merging)
+    report.add(*found.tables, heading=False)
+    report.figure("lines", draw_lines, found.results["lines"])
+    return report.done()
+
+
+def draw_lines(path: Path, steps: Mapping[str, Any]) -> None:
+    """Losses along the lines between networks, for each step towards the merged one."""
     lines = {
         STEPS[step]: [LossBarrier(one["barrier"], one["ratios"], one["losses"], [], []) for one in ones]
-        for step, ones in found.results["lines"].items()
+        for step, ones in steps.items()
     }
-    with plots.figure(out / "lines.png", 1, width=4.6, height=3.4) as axes:
+    with plots.figure(path, 1, width=4.6, height=3.4) as axes:
         plot.interpolation(lines, ylabel="test loss (nats)", title="Between the clients' networks", ax=axes[0])
-    path = write_report(out, table, [found.tables[0].markdown(), "![lines](lines.png)"])
-    return Outcome({}, str(path), [*found.tables])
 
 
 def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,6 @@ from torch import nn
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
-from tu_symmetry.experiments.linearized_laplace.jacobians import Tangent, features
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
     Images,
@@ -68,7 +67,6 @@ class Settings:
     """How the evidence is optimized, and the predictive computed.
 
     Attributes:
-        curvature: ``full`` for small networks (it also makes finding theta* cheap), ``kfac`` for larger ones.
         batch_size: of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
@@ -76,7 +74,6 @@ class Settings:
         num_samples: of the Monte-Carlo predictive.
     """
 
-    curvature: Literal["full", "kfac"] = "kfac"
     batch_size: int = 250
     tolerance: float = 1e-2
     mode_tolerance: float = 0.1
@@ -146,7 +143,7 @@ def optimize_evidence(
 
 @dataclass(frozen=True)
 class Subject:
-    """A network (or its tangent model), data as it takes them, and the parameters of each prior group."""
+    """A network, its data in batches, and the parameters of each prior group."""
 
     model: nn.Module
     train: Batches
@@ -195,13 +192,9 @@ class Work:
         groups: dict[str, list[str]] = {}
         for name, number in partition.of.items():
             groups.setdefault(partition.names[int(number)], []).append(name)
-        model, train_x, test_x = self.model, images.train_x, images.test_x
-        if self.settings.curvature == "full":
-            # float64: eigenvalues of small networks' curvatures are too close to each other for float32
-            train_x, test_x = (features(model, names, x).double() for x in (train_x, test_x))
-            model = Tangent(model, names).double()
         size = self.settings.batch_size
-        return Subject(model, Batches(train_x, images.train_y, size), Batches(test_x, images.test_y, size), groups)
+        train, test = Batches(images.train_x, images.train_y, size), Batches(images.test_x, images.test_y, size)
+        return Subject(self.model, train, test, groups)
 
 
 def approximate(subject: Subject, settings: Settings, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult]:
@@ -211,32 +204,39 @@ def approximate(subject: Subject, settings: Settings, choice: Choice) -> tuple[L
         evaluate_at="map" if choice.where == "map" else "tangent_mode",
         prior=choice.prior,
         groups=subject.groups if choice.prior == "per_group" else None,
-        curvature=settings.curvature,
         parameters=[name for names in subject.groups.values() for name in names],
     )
     la.fit(subject.train)
+    return la, chosen(la, choice, settings)
+
+
+def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings, progress: Any = None) -> EvidenceResult:
+    """Have the evidence choose precisions; what its warnings would say stands in the tables."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
-        warnings.simplefilter("ignore", UnevenEvidenceWarning)
-        warnings.simplefilter("ignore", NotConvergedWarning)
-        result = la.optimize_evidence(
+        for kind in (PrunedGroupWarning, UnevenEvidenceWarning, NotConvergedWarning):
+            warnings.simplefilter("ignore", kind)
+        return la.optimize_evidence(
             hyperprior=None if choice.flat else Hyperprior(),
             tolerance=settings.tolerance,
             mode_tolerance=settings.mode_tolerance,
             max_iterations=settings.max_iterations,
+            progress=progress,
         )
-    return la, result
+
+
+def groups_of(la: LinearizedLaplace) -> dict[str, dict[str, Any]]:
+    """Precision, effective dimension and number of weights of each group."""
+    return {g.name: {"precision": g.precision, "gamma": g.gamma, "size": g.size} for g in la.report()}
 
 
 def _measure(subject: Subject, settings: Settings, choice: Choice) -> dict[str, Any]:
     la, result = approximate(subject, settings, choice)
     p = torch.cat([la.predictive(x, num_samples=settings.num_samples) for x, _ in subject.test])
-    groups = la.report()
     return scores(p.double(), subject.test.y) | {
         "log_evidence": result.log_marginal_likelihood,
         "iterations": result.iterations,
         "gradient_norm": result.gradient_norm,
         "converged": result.converged,
-        "pruned": sum(g.pruned for g in groups),
-        "groups": {g.name: {"precision": g.precision, "gamma": g.gamma, "size": g.size} for g in groups},
+        "pruned": sum(g.pruned for g in la.report()),
+        "groups": groups_of(la),
     }

@@ -7,7 +7,6 @@ The paper's two rows for theta* are read as follows: "simple" has the curvature 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, Where, parse_all
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen, groups_of
 from tu_symmetry.experiments.linearized_laplace.jacobians import StoredJacobian
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.sources import (
@@ -29,12 +29,10 @@ from tu_symmetry.experiments.linearized_laplace.sources import (
 )
 from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
-from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -56,26 +54,19 @@ CHOICES = (
 
 
 @dataclass(frozen=True)
-class KroneckerSettings:
-    """How the evidence is optimized, and the predictive computed.
+class KroneckerSettings(Settings):
+    """How the evidence is optimized, and the predictive computed; for networks whose factors are kept between rows.
 
     Attributes:
-        batch_size: of all passes over the data.
-        tolerance: largest change of a log precision at convergence.
         mode_tolerance: distance of theta* in posterior standard deviations, over all directions together.
-        max_iterations: largest number of directions that the search tries; None for its own limit.
         refreshes: how often a ``full`` choice takes the curvature anew at most, until the precisions stay; 1 or more.
-        num_samples: of the outputs of every image for the predictive.
         stored_jacobian: keep the training data's Jacobian in memory (images x classes x weights numbers), which makes
             theta* many times faster to find.
     """
 
-    batch_size: int = 250
     tolerance: float = 0.05
     mode_tolerance: float = 1.0
-    max_iterations: int | None = None
     refreshes: int = 2
-    num_samples: int = 500
     stored_jacobian: bool = False
 
 
@@ -214,21 +205,17 @@ class Work:
         """Precisions and weights by the evidence, and what the table says of them."""
         la = self.start(choice)
         moved = 0.0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
-            warnings.simplefilter("ignore", UnevenEvidenceWarning)
-            warnings.simplefilter("ignore", NotConvergedWarning)
-            if choice.where == "full":
-                la = self.resumed(la, choice._replace(where="tangent_mode"))
-                for _ in range(self.settings.refreshes):
-                    before = la.log_precision
-                    la = self.retaken(la)
-                    result = self._evidence(la, choice)
-                    moved = float((la.log_precision - before).abs().max())
-                    if moved <= self.settings.tolerance:
-                        break
-            else:
-                result = self._evidence(la, choice)
+        if choice.where == "full":
+            la = self.resumed(la, choice._replace(where="tangent_mode"))
+            for _ in range(self.settings.refreshes):
+                before = la.log_precision
+                la = self.retaken(la)
+                result = chosen(la, choice, self.settings, self._progress)
+                moved = float((la.log_precision - before).abs().max())
+                if moved <= self.settings.tolerance:
+                    break
+        else:
+            result = chosen(la, choice, self.settings, self._progress)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
         groups = la.report()
@@ -243,28 +230,12 @@ class Work:
             "gamma": sum(g.gamma for g in groups),
             "pruned": sum(g.pruned for g in groups),
             "groups": {
-                g.name: {
-                    "precision": g.precision,
-                    "center": g.center,
-                    "gamma": g.gamma,
-                    "size": g.size,
-                    "squared_norm": g.squared_norm,
-                }
-                for g in groups
+                g.name: groups_of(la)[g.name] | {"center": g.center, "squared_norm": g.squared_norm} for g in groups
             },
         }
 
     def _file(self, choice: Choice) -> Path:
         return self.folder / f"{choice.key.replace('/', '-')}.safetensors"
-
-    def _evidence(self, la: LinearizedLaplace, choice: Choice) -> Any:
-        return la.optimize_evidence(
-            hyperprior=None if choice.flat else Hyperprior(),
-            tolerance=self.settings.tolerance,
-            mode_tolerance=self.settings.mode_tolerance,
-            max_iterations=self.settings.max_iterations,
-            progress=self._progress,
-        )
 
     def _progress(self, info: Mapping[str, Any]) -> None:
         what = "gradient_norm" if "gradient_norm" in info else "change" if "change" in info else "samples"

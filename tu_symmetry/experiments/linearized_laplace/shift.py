@@ -20,7 +20,7 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
-from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate, groups_of
 from tu_symmetry.experiments.linearized_laplace.sources import Images, scores
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
@@ -78,18 +78,16 @@ def measure_rotations(
         out: folder of the results.
         networks: trained networks of one architecture.
         data: what they were trained on, with ``val_size`` images for the temperature; test images are rotated.
-        settings: how the evidence is optimized; ``curvature`` must be ``kfac``.
+        settings: how the evidence is optimized.
         choices: ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no hyperprior.
         angles: degrees, counterclockwise.
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Raises:
-        ValueError: a choice that is none, no validation images, no angle, another curvature.
+        ValueError: a choice that is none, no validation images, no angle.
         FileError: ``out`` holds parts that were made from something else.
     """
     rows = parse_all(choices)
-    if settings.curvature != "kfac":
-        raise ValueError(f"curvature: {settings.curvature} works on the features of unrotated images; choose kfac")
     if data.val_size < 1:
         raise ValueError("data: val_size must be at least 1, for the temperature is chosen on validation images")
     if not angles:
@@ -147,7 +145,7 @@ def _rows(
     la, result = approximate(work.subject, work.settings, Choice.parse(key))
     facts = {
         "converged": result.converged,
-        "groups": {g.name: {"precision": g.precision, "gamma": g.gamma, "size": g.size} for g in la.report()},
+        "groups": groups_of(la),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it

@@ -7,7 +7,6 @@ the precisions that the evidence chooses with and without each of the paper's tw
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,8 @@ from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
 from tu_symmetry.experiments.linearized_laplace.choices import Choice
-from tu_symmetry.laplace.determinants import Hyperprior
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.posterior.network import derived_seed
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -211,11 +209,7 @@ def _band(fit: Any, job: float | Choice, data: CurveDataModule, grid: Tensor) ->
     converged = True
     if isinstance(job, Choice):
         la = fit(job)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", PrunedGroupWarning)  # the table says it
-            warnings.simplefilter("ignore", NotConvergedWarning)
-            hyperprior = None if job.flat else Hyperprior()
-            converged = la.optimize_evidence(hyperprior=hyperprior, tolerance=1e-4, mode_tolerance=1e-3).converged
+        converged = chosen(la, job, Settings(tolerance=1e-4, mode_tolerance=1e-3)).converged
     else:
         la = fit(Choice("map", "single"))
         la.set_precision(job)

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace.choices import Choice, Groups, Where
-from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate, groups_of
 from tu_symmetry.experiments.linearized_laplace.sources import Images, network_scores, scores
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.function_posterior import gaussian_samples
@@ -152,7 +152,7 @@ def _distance(work: Work, prior: Groups, held_out: tuple[Tensor, Tensor]) -> dic
             "nll": scores(p, work.subject.test.y)["nll"],
             "val_nll": scores(val_p, held_out[1])["nll"],
             "spread": float(spread(covariance).mean()),
-            "groups": {g.name: {"precision": g.precision, "gamma": g.gamma, "size": g.size} for g in la.report()},
+            "groups": groups_of(la),
         }
     distance = gaussian_wasserstein(*covariances)
     at_mode = pairs[WHERE.index("tangent_mode")][0]

@@ -15,10 +15,8 @@ from tu_symmetry.configs import ConfigError
 from tu_symmetry.experiments.rebasin.barriers import CORRECTIONS
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 METHODS = {
     "none": "no permutation",
@@ -48,26 +46,26 @@ def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide:
     Raises:
         ConfigError: a claim that has no answer here, or a width that is no kind of network.
     """
-    table = load_table(find_recipe(recipe))
+    report = Report(out, recipe)
     found = {title: Outcome.load(folder).results for title, folder in networks.items()}
     for kind in (narrow, wide):
         if kind not in found:
             raise ConfigError(f"{kind!r} is none of the networks: {', '.join(map(repr, found))}")
-    out.mkdir(parents=True, exist_ok=True)
-    draw_barriers(out / "barriers.png", found)
-    answered = answers(table.claims, found, narrow, wide)
+    report.figure("barriers", draw_barriers, found)
+    claims = report.table.claims
+    answered = answers(claims, found, narrow, wide)
     text = "A case is a kind of network and a method of matching (for widths, a method)."
-    grids = [Grid("Claims", ["", "in these runs"], [[name, one.verdict] for name, one in answered.items()], text)]
-    items = [f"* {table.claims[name]} **{one.verdict}.** {one.numbers}." for name, one in answered.items()]
-    sections = ["![barriers](barriers.png)", "\n".join([f"## Claims\n\n{text}\n", *items])]
+    items = [f"* {claims[name]} **{one.verdict}.** {one.numbers}." for name, one in answered.items()]
+    report.add("\n".join([f"## Claims\n\n{text}\n", *items]))
     for title, one in found.items():
-        file = f"paths-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.png"
-        draw_paths(out / file, one)
-        tables = [barrier_table(title, one), accuracy_table(title, one)]
-        grids += tables
-        sections += [f"## {title}", *(grid.markdown() for grid in tables), f"![losses along the paths]({file})"]
-    path = write_report(out, table, sections)
-    return Outcome({}, str(path), grids)
+        report.add(f"## {title}")
+        report.add(barrier_table(title, one), accuracy_table(title, one), heading=False)
+        file = f"paths-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}"
+        report.figure(file, draw_paths, one, alt="losses along the paths")
+    made = report.done()
+    rows = [[name, one.verdict] for name, one in answered.items()]
+    made.tables = (Grid("Claims", ["", "in these runs"], rows, text), *made.tables)
+    return made
 
 
 # -- what was measured ----------------------------------------------------------------------------------------------

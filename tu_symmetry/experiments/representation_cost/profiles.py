@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def take_profiles(
                     mine["rms"][name].append(float(log_scale.square().mean().sqrt()))
                 tracker.update(len(records))
             profiles[decay] = mine
-    ratios = {decay: _mean([r["ratio"][-1] for r in records if r["weight_decay"] == decay]) for decay in runs}
+    ratios = {decay: fmean([r["ratio"][-1] for r in records if r["weight_decay"] == decay]) for decay in runs}
     text = ", ".join(f"{ratio:.3f} with {decay}" for decay, ratio in ratios.items())
     return Outcome(
         {"runs": records, "log_factors": log_factors, "profiles": profiles},
@@ -83,7 +84,3 @@ def mass_curves(run: Path) -> Mapping[str, Any]:
     _, least = logged_curve(run, "scale/minimal_mass")
     ratio = [m / c for m, c in zip(mass, least, strict=True)]
     return {"step": step, "mass": mass, "minimal_mass": least, "ratio": ratio}
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

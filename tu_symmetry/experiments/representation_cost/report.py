@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 
 def report(out: Path, recipe: str, profiles: Path) -> Outcome:
@@ -23,13 +20,10 @@ def report(out: Path, recipe: str, profiles: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         profiles: folder of :func:`~tu_symmetry.experiments.representation_cost.take_profiles`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(profiles).results
-    grid = cost_table(found, table.title)
-    out.mkdir(parents=True, exist_ok=True)
-    draw(out / "mass.png", found["runs"], found["log_factors"], found["profiles"])
-    path = write_report(out, table, [grid.markdown(), "![mass](mass.png)"])
-    return Outcome({}, str(path), [grid])
+    report, found = Report(out, recipe), Outcome.load(profiles).results
+    report.add(cost_table(found, report.table.title), heading=False)
+    report.figure("mass", draw, found["runs"], found["log_factors"], found["profiles"])
+    return report.done()
 
 
 def cost_table(found: Mapping[str, Any], title: str) -> Grid:
@@ -48,10 +42,13 @@ def cost_table(found: Mapping[str, Any], title: str) -> Grid:
         ("training loss (nats)", lambda r: r["train_loss"], ".2g"),
         ("test accuracy (%)", lambda r: 100 * r["test_accuracy"], ".2f"),
     ]
-    rows = [[name, *(_spread([read(r) for r in mine], form) for mine in by_decay)] for name, read, form in lines]
+    rows = [
+        [name, *(measured([read(r) for r in mine], form, error=False) for mine in by_decay)]
+        for name, read, form in lines
+    ]
     layers = [profiles[decay]["rms"].values() for decay in decays]
     distances = [[sum(seed) / len(seed) for seed in zip(*values, strict=True)] for values in layers]
-    rows.insert(6, ["log-factor to the minimum", *(_spread(values, ".3f") for values in distances)])
+    rows.insert(6, ["log-factor to the minimum", *(measured(values, ".3f", error=False) for values in distances)])
     caption = (
         f"Ratio: mass over minimal mass. {len(by_decay[0])} seeds, ± one standard deviation. Log-factor: root mean "
         "square of the natural-log factors from the last weights to the minimum, mean over the layers."
@@ -95,9 +92,3 @@ def draw(
             low, high = ax.get_ylim()
             ax.set_ylim(low, high + 0.25 * (high - low))
             ax.legend(loc="upper right")
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    """Mean and standard deviation over seeds."""
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
-    return f"{sum(values) / len(values):{form}}{spread}"

@@ -29,7 +29,7 @@ from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
-from tu_symmetry.states import layout_of, require_same, sample_count
+from tu_symmetry.states import evenly, layout_of, require_same, sample_count
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
@@ -216,8 +216,7 @@ def _networks(
             raise ValueError(
                 f"{folder} holds {len(store)} networks, {count} are wanted: train longer, or ask for fewer"
             )
-        chosen = torch.linspace(0, max(len(store) - 1, 0), count, dtype=torch.float64, device="cpu").round().long()
-        stack = store.stack(chosen)
+        stack = store.stack(evenly(len(store), count))
         stack = {n: t.float() if t.is_floating_point() else t for n, t in stack.items()}
         require_finite_networks(stack, str(folder)) if len(folders) == 1 else None
         stacks.append(stack)

@@ -11,10 +11,9 @@ import numpy as np
 from tu_symmetry.experiments.symmetry_aware.claims import answers
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import CommandTable, load_table
-from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.tables.commands import CommandTable
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 COLUMNS = {
     "mmd": "MMD ↓",
@@ -39,23 +38,37 @@ def report(out: Path, recipe: str, evaluation: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note, claims and the paper's numbers.
         evaluation: folder of :func:`~tu_symmetry.experiments.symmetry_aware.evaluate`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(evaluation).results
-    grids = [main_table(table, found), control_table(found), mode_table(found), quotient_table(found)]
+    report, found = Report(out, recipe), Outcome.load(evaluation).results
+    report.add(main_table(report.table, found), control_table(found), mode_table(found), quotient_table(found))
     if any("agreement" in entries[0] for entries in found["rows"].values()):
-        grids.append(trusted_table(found))
-    claims = claim_table(table, found)
-    out.mkdir(parents=True, exist_ok=True)
-    _figures(out, found)
-    sections = [f"## {grid.title}\n\n{grid.markdown()}" for grid in (*grids, claims)]
-    sections += [
-        "## Diversity\n\n![pairwise mutual information](diversity.png)\n\nEach point is a pair of reference networks.",
-        "## MMD against NS\n\n![discrepancy](discrepancy.png)",
-        "## Marginals\n\n![marginals](marginals.png)\n\nDistribution of the first layer's weights before and after the "
-        "paper's removal, one method a panel; dotted: the reference.",
-        "## Where a layer's largest weight is\n\n![largest weights](largest.png)\n\nUniform for independent networks.",
-    ]
-    return Outcome({}, str(write_report(out, table, sections)), [*grids, claims])
+        report.add(trusted_table(found))
+    report.add(claim_table(report.table, found))
+    report.figure(
+        "diversity",
+        draw_diversity,
+        found["pairs"],
+        alt="pairwise mutual information",
+        before="## Diversity",
+        after="Each point is a pair of reference networks.",
+    )
+    report.figure("discrepancy", draw_discrepancy, found["rows"], before="## MMD against NS")
+    report.figure(
+        "marginals",
+        draw_marginals,
+        found["marginals"],
+        before="## Marginals",
+        after="Distribution of the first layer's weights before and after the paper's removal, one method a panel; "
+        "dotted: the reference.",
+    )
+    report.figure(
+        "largest",
+        draw_largest,
+        found,
+        alt="largest weights",
+        before="## Where a layer's largest weight is",
+        after="Uniform for independent networks.",
+    )
+    return report.done()
 
 
 def main_table(table: CommandTable, found: Mapping[str, Any]) -> Grid:
@@ -154,13 +167,18 @@ def _interval(entry: Mapping[str, Any], column: str) -> tuple[str, str, str]:
     return tuple("–" if v is None else f"{100 * v:.{digits}f}" for v in values)  # type: ignore[return-value]
 
 
-def _figures(out: Path, found: Mapping[str, Any]) -> None:
-    with plots.figure(out / "diversity.png", len(found["pairs"])) as axes:
-        for ax, (name, (inside, outside)) in zip(axes, found["pairs"].items(), strict=True):
+def draw_diversity(path: Path, pairs: Mapping[str, Any]) -> None:
+    """Mutual information of pairs of networks on OOD data against that on test data, a panel for each OOD set."""
+    with plots.figure(path, len(pairs)) as axes:
+        for ax, (name, (inside, outside)) in zip(axes, pairs.items(), strict=True):
             ax.scatter(inside, outside, s=4, alpha=0.4, color=plots.BLUE, linewidths=0)
             ax.set(title=name, xlabel="ID mutual information (nats)", ylabel="OOD mutual information (nats)")
-    with plots.figure(out / "discrepancy.png", 1, width=4.4, height=3.4) as axes:
-        for row, entries in found["rows"].items():
+
+
+def draw_discrepancy(path: Path, rows: Mapping[str, Any]) -> None:
+    """NS against MMD of every row, with its intervals."""
+    with plots.figure(path, 1, width=4.4, height=3.4) as axes:
+        for row, entries in rows.items():
             color = plots.ORANGE if row.startswith("one") else plots.BLUE
             mmd, ns = (entries[0][k] for k in ("mmd", "ns"))
             axes[0].errorbar(
@@ -171,21 +189,28 @@ def _figures(out: Path, found: Mapping[str, Any]) -> None:
                 xytext=(4, 3), textcoords="offset points",
             )  # fmt: skip
         axes[0].set(title="Orange: one mode, blue: several", xlabel="MMD, times 100", ylabel="NS, times 100")
-    sets = {n: s for n, s in found["marginals"]["sets"].items() if n != "reference"}
-    levels = found["marginals"]["levels"]
-    reference = found["marginals"]["sets"]["reference"]
-    with plots.figure(out / "marginals.png", len(sets), width=2.3, height=2.4) as axes:
+
+
+def draw_marginals(path: Path, marginals: Mapping[str, Any]) -> None:
+    """Distributions of the first layer's weights before and after the removal of symmetries."""
+    sets = {n: s for n, s in marginals["sets"].items() if n != "reference"}
+    levels, reference = marginals["levels"], marginals["sets"]["reference"]
+    with plots.figure(path, len(sets), width=2.3, height=2.4) as axes:
         for ax, (name, both) in zip(axes, sets.items(), strict=True):
             for when, color in (("before", plots.GRAY), ("after", plots.BLUE)):
                 ax.plot(*_density(reference[when]["all"], levels), color=color, linestyle=":", linewidth=1)
                 ax.plot(*_density(both[when]["all"], levels), color=color, label=when)
             ax.set(title=name.replace(" mode", "").replace("several", "multi"), xlabel="weight", yticks=[])
         axes[0].legend()
+
+
+def draw_largest(path: Path, found: Mapping[str, Any]) -> None:
+    """Which unit has the largest weight of its layer, sample by sample."""
     panels = {n: h for n, h in found["homogeneity"].items()}
     first = next((row for row in found["rows"] if "ensemble" in row), None)
     if first is not None:
         panels[first] = found["rows"][first][0]["homogeneity"]
-    with plots.figure(out / "largest.png", len(panels)) as axes:
+    with plots.figure(path, len(panels)) as axes:
         for ax, (name, entry) in zip(axes, panels.items(), strict=True):
             for (group, largest), color in zip(
                 entry["largest"].items(), (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE) * 9, strict=False

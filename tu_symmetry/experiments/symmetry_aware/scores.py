@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -99,8 +100,8 @@ def scores(
             aupr.append(float(binary_average_precision(score, is_ood)))
             fpr.append(_fpr95(score, is_ood))
             information.append(float(outside[name][others[name]].mean()))
-        found |= {"aupr": _mean(aupr), "fpr95": _mean(fpr)}
-        return found | {"id_mi": float(inside[rows].mean()), "ood_mi": _mean(information)}
+        found |= {"aupr": fmean(aupr), "fpr95": fmean(fpr)}
+        return found | {"id_mi": float(inside[rows].mean()), "ood_mi": fmean(information)}
 
     def drawn(count: int, generator: torch.Generator) -> Tensor:
         return torch.randint(count, (count,), generator=generator, device="cpu")
@@ -146,10 +147,6 @@ def _fpr95(score: Tensor, is_ood: Tensor) -> float:
     metric = FPR95(pos_label=1)
     metric.update(score, is_ood)
     return float(metric.compute())
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def require_finite_networks(states: Mapping[str, Tensor], what: str) -> None:

@@ -13,10 +13,8 @@ from tu_symmetry.experiments.symmetry_toy.removal import FORMS
 from tu_symmetry.files import read_tensors
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 PANELS = {"raw": "Raw", "scaled": "Scaled", "sorted": "Sorted", "both": "Scaled and sorted"}
 ROWS = {
@@ -37,13 +35,10 @@ def report(out: Path, recipe: str, removal: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         removal: folder of :func:`~tu_symmetry.experiments.symmetry_toy.remove`.
     """
-    table = load_table(find_recipe(recipe))
-    grid = collapse_table(Outcome.load(removal).results, table.title)
-    forms = read_tensors(removal / FORMS)
-    out.mkdir(parents=True, exist_ok=True)
-    draw(out / "posterior.png", {k: forms[f"{k}/output.weight"][:, 0] for k in PANELS})
-    path = write_report(out, table, [grid.markdown(), "![posterior](posterior.png)"])
-    return Outcome({}, str(path), [grid])
+    report, forms = Report(out, recipe), read_tensors(removal / FORMS)
+    report.add(collapse_table(Outcome.load(removal).results, report.table.title), heading=False)
+    report.figure("posterior", draw, {k: forms[f"{k}/output.weight"][:, 0] for k in PANELS})
+    return report.done()
 
 
 def collapse_table(found: Mapping[str, Any], title: str) -> Grid:

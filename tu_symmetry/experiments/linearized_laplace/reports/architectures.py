@@ -9,10 +9,8 @@ from typing import Any
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK
 from tu_symmetry.experiments.linearized_laplace.reports.cells import ITSELF, OPEN_CAPTION, cell, marks, title_of
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 CHANGES = {  # title to what is compared with what
     "θ* instead of θ~, single λ": ("tangent_mode/single", "map/single"),
@@ -34,13 +32,11 @@ def report_architectures(out: Path, recipe: str, evidence: dict[str, Path]) -> O
         evidence: title, ``after 40 epochs`` for example, to the folder of
             :func:`~tu_symmetry.experiments.linearized_laplace.optimize_evidence`.
     """
-    table = load_table(find_recipe(recipe))
-    grids = []
+    report = Report(out, recipe)
     for title, folder in evidence.items():
         found = Outcome.load(folder).results
-        grids += [_quality(found, title, table.paper), _differences(found, title), _dimensions(found, title)]
-    path = write_report(out, table, [f"## {grid.title}\n\n{grid.markdown()}" for grid in grids])
-    return Outcome({}, str(path), grids)
+        report.add(_quality(found, title, report.table.paper), _differences(found, title), _dimensions(found, title))
+    return report.done()
 
 
 def _quality(found: Mapping[str, Any], title: str, paper: Mapping[str, Mapping[str, float | None]]) -> Grid:

@@ -12,10 +12,8 @@ from tu_symmetry.experiments.linearized_laplace.choices import Choice
 from tu_symmetry.experiments.linearized_laplace.reports.cells import OPEN, marks
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 
 def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
@@ -26,13 +24,10 @@ def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         bands: folder of :func:`~tu_symmetry.experiments.linearized_laplace.compute_bands`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(bands).results
-    out.mkdir(parents=True, exist_ok=True)
-    draw_bands(out / "bands.png", found)
-    grid = bands_table(found["rows"], table.title)
-    path = write_report(out, table, [grid.markdown(), "![bands](bands.png)"])
-    return Outcome({}, str(path), [grid])
+    report, found = Report(out, recipe), Outcome.load(bands).results
+    report.add(bands_table(found["rows"], report.table.title), heading=False)
+    report.figure("bands", draw_bands, found)
+    return report.done()
 
 
 def band_title(name: str) -> str:

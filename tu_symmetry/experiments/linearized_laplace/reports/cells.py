@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice
 from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import measured
 
 ITSELF = "network itself"
 OPEN = "†"  # stands beside every number from an optimum that had not converged
@@ -18,16 +17,9 @@ COLORS = {"map": plots.ORANGE, "tangent_mode": plots.BLUE, "full": plots.GREEN} 
 Runs = Sequence[Mapping[str, Any]]
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and its standard error, None for a single value."""
-    found = torch.tensor(values, dtype=torch.float64, device="cpu")
-    return float(found.mean()), float(found.std()) / len(found) ** 0.5 if len(found) > 1 else None
-
-
 def cell(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
     """Mean and standard error as a table shows them."""
-    mean, error = mean_and_error(values)
-    return f"{mean:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+    return measured(values, f"{sign}.{digits}f")
 
 
 def marks(runs: Runs) -> str:

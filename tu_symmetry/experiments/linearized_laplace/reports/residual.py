@@ -16,15 +16,12 @@ from tu_symmetry.experiments.linearized_laplace.reports.cells import (
     Runs,
     cell,
     marks,
-    mean_and_error,
     title_of,
 )
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.reporting.grid import Grid, mean_and_error
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 COLUMNS = {"nll": "NLL", "accuracy": "accuracy %", "ece": "ECE %", "auroc": "OOD AUROC %"}
 
@@ -37,19 +34,15 @@ def report_residual(out: Path, recipe: str, evidence: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note and the paper's numbers.
         evidence: folder of :func:`~tu_symmetry.experiments.linearized_laplace.optimize_kronecker_evidence`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(evidence).results
+    report, found = Report(out, recipe), Outcome.load(evidence).results
     rows: dict[str, Runs] = {NETWORK: found["networks"], **found["rows"]}
-    grids = [_residual_quality(rows, table.paper, table.title), _residual_dimensions(found["rows"])]
-    if several := _several(found["rows"]):
-        grids.append(_residual_groups(several))
-    out.mkdir(parents=True, exist_ok=True)
-    draw_evidence(out / "evidence.png", rows)
     sizes = ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items())
-    facts = f"{len(rows[NETWORK])} networks of {found['parameters']:,} parameters; images: {sizes}."
-    sections = [facts, *(f"## {grid.title}\n\n{grid.markdown()}" for grid in grids)]
-    path = write_report(out, table, [*sections, "## Figure\n\n![test likelihood and groups](evidence.png)"])
-    return Outcome({}, str(path), grids)
+    report.add(f"{len(rows[NETWORK])} networks of {found['parameters']:,} parameters; images: {sizes}.")
+    report.add(_residual_quality(rows, report.table.paper, report.table.title), _residual_dimensions(found["rows"]))
+    if several := _several(found["rows"]):
+        report.add(_residual_groups(several))
+    report.figure("evidence", draw_evidence, rows, alt="test likelihood and groups", before="## Figure")
+    return report.done()
 
 
 def _residual_quality(rows: Mapping[str, Runs], paper: Mapping[str, Mapping[str, float | None]], title: str) -> Grid:

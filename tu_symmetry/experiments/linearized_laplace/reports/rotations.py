@@ -12,16 +12,13 @@ from tu_symmetry.experiments.linearized_laplace.reports.cells import (
     OPEN_CAPTION,
     cell,
     marks,
-    mean_and_error,
     title_of,
 )
 from tu_symmetry.experiments.linearized_laplace.shift import CALIBRATED
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.reporting.grid import Grid, mean_and_error
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 SHIFTED = {"nll": "NLL", "ece": "ECE"}
 
@@ -34,18 +31,12 @@ def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         rotations: folder of :func:`~tu_symmetry.experiments.linearized_laplace.measure_rotations`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(rotations).results
-    out.mkdir(parents=True, exist_ok=True)
-    draw_rotations(out / "rotations.png", found)
-    grids = [_by_angle(found, column) for column in ("nll", "ece", "accuracy")]
-    grids.append(_against_network(found))
+    report, found = Report(out, recipe), Outcome.load(rotations).results
     sizes = ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items())
-    facts = f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters; images: {sizes}."
-    sections = [facts, "![NLL and ECE by angle](rotations.png)"]
-    sections += [f"## {grid.title}\n\n{grid.markdown()}" for grid in grids]
-    path = write_report(out, table, sections)
-    return Outcome({}, str(path), grids)
+    report.add(f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters; images: {sizes}.")
+    report.figure("rotations", draw_rotations, found, alt="NLL and ECE by angle")
+    report.add(*(_by_angle(found, column) for column in ("nll", "ece", "accuracy")), _against_network(found))
+    return report.done()
 
 
 def shift_title(key: str) -> str:

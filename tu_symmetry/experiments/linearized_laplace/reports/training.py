@@ -15,14 +15,11 @@ from tu_symmetry.experiments.linearized_laplace.reports.cells import (
     Runs,
     cell,
     marks,
-    mean_and_error,
 )
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.commands import load_table
-from tu_symmetry.tables.library import find_recipe
+from tu_symmetry.reporting.grid import Grid, mean_and_error, verdict
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import write_report
+from tu_symmetry.tables.report import Report
 
 VANISHED = 0.1  # a distance below this share of the spread of M(θ*) counts as none
 
@@ -35,24 +32,19 @@ def report_training(out: Path, recipe: str, training: Path) -> Outcome:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
         training: folder of :func:`~tu_symmetry.experiments.linearized_laplace.measure_training`.
     """
-    table = load_table(find_recipe(recipe))
-    found = Outcome.load(training).results
-    out.mkdir(parents=True, exist_ok=True)
-    draw_training(out / "training.png", found)
-    grids = [
-        make(name, by_epoch(runs), found["priors"])
-        for name, runs in found["runs"].items()
-        for make in (_apart, _weights_apart, _precisions, _likelihoods)
-    ]
+    report, found = Report(out, recipe), Outcome.load(training).results
     sizes = ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items())
     networks = "; ".join(
         f"{name}: {len({run['chain'] for run in runs})} networks of {found['parameters'][name]:,} parameters"
         for name, runs in found["runs"].items()
     )
-    sections = [f"{networks}. Images: {sizes}.", "![distance along the training](training.png)"]
-    sections.append("## What held\n\n" + "\n".join(f"- {line}" for line in training_claims(found)))
-    path = write_report(out, table, [*sections, *(f"## {grid.title}\n\n{grid.markdown()}" for grid in grids)])
-    return Outcome({}, str(path), grids)
+    report.add(f"{networks}. Images: {sizes}.")
+    report.figure("training", draw_training, found, alt="distance along the training")
+    report.add("## What held\n\n" + "\n".join(f"- {line}" for line in training_claims(found)))
+    for name, runs in found["runs"].items():
+        epochs, priors = by_epoch(runs), found["priors"]
+        report.add(*(make(name, epochs, priors) for make in (_apart, _weights_apart, _precisions, _likelihoods)))
+    return report.done()
 
 
 def by_epoch(runs: Runs) -> dict[float, Runs]:
@@ -197,14 +189,6 @@ def training_claims(found: Mapping[str, Any]) -> list[str]:
                 f"{cell(gaps, 3, sign='+')} nats apart"
             )
     return lines
-
-
-def verdict(excess: Sequence[float]) -> str:
-    """Whether a mean is above 0 by more than its standard error."""
-    mean, error = mean_and_error(excess)
-    if abs(mean) <= (error or 0.0):
-        return "not resolved (within one standard error)"
-    return "held" if mean > 0 else "did not hold"
 
 
 def draw_training(path: Path, found: Mapping[str, Any]) -> None:
