@@ -1,25 +1,316 @@
-"""Brute force on small chains: every transposition that is a symmetry is claimed, and every one that is claimed is one.
+"""Brute force on small networks: which permutations of hidden units are symmetries, and which of them were claimed.
 
-A candidate swaps two neighboring units, the same two, in a subset of all places where units could lie: each axis of
-each parameter, from each offset at which a hidden layer's width fits. All subsets are tried in float64 on random
-weights. Those that leave the function unchanged, and hold no smaller one that does, are what there is to find.
+Handwritten networks come with their candidates: for a layer, the axes that its units index in the parameters. Every
+transposition of two units of a layer, and every product of transpositions in up to four layers, is tried out.
+
+In random chains a candidate swaps two neighboring units, the same two, in a subset of all places where units could lie:
+each axis of each parameter, from each offset at which a hidden layer's width fits. All subsets are tried. Those that
+leave the function unchanged, and hold no smaller one that does, are what there is to find.
+
+All of it is in float64 on random weights. What the graph claims must be among the symmetries, always; on these networks
+it must be all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from random_modules import Module, Node
 from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import Net
 
 import tu_symmetry as tus
+from tu_symmetry.symmetry.action import permute_tensors
+
+relu = torch.relu
+
+State = dict[str, Tensor]
+Place = tuple[str, int, int, int]  # parameter, axis, start, step
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``width`` units; unit k lies at ``start + k * step`` along an axis, for each (parameter, axis, start, step)."""
+
+    width: int
+    places: tuple[Place, ...]
+
+    def exchange(self, i: int, j: int, state: State) -> State:
+        """The state with two units exchanged."""
+        state = dict(state)
+        for name, axis, start, step in self.places:
+            order = torch.arange(state[name].shape[axis])
+            order[[start + i * step, start + j * step]] = order[[start + j * step, start + i * step]]
+            state[name] = state[name].index_select(axis, order)
+        return state
+
+
+def rows(width: int, name: str, *columns: str, start: int = 0) -> Layer:
+    """The output units of a linear layer: its rows, its bias, and the columns of others (``"c+4"``: from column 4)."""
+    places = [(f"{name}.weight", 0, start, 1), (f"{name}.bias", 0, start, 1)]
+    for column in columns:
+        other, _, offset = column.partition("+")
+        places.append((f"{other}.weight", 1, int(offset or 0), 1))
+    return Layer(width, tuple(places))
+
+
+NETWORKS: dict[str, tuple[Callable[[], Net], list[Layer], Callable[[], Tensor]]] = {}
+
+
+def network(*layers: Layer, inputs: tuple[int, ...] = (40, 5)) -> Callable[[Any], Any]:
+    def add(build: Callable[[], Net]) -> Callable[[], Net]:
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(inputs, generator=generator, dtype=torch.float64)
+        NETWORKS[build.__name__] = build, list(layers), lambda: x
+        return build
+
+    return add
+
+
+@network(rows(3, "a", "b"), rows(2, "b", "c"))
+def chain() -> Net:
+    return Net(lambda m, x: m.c(relu(m.b(relu(m.a(x))))), a=nn.Linear(5, 3), b=nn.Linear(3, 2), c=nn.Linear(2, 2))
+
+
+@network(rows(3, "a", "b"), rows(3, "b", "c"), rows(3, "c", "d"))
+def deep_chain() -> Net:
+    layers = {"a": nn.Linear(5, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3), "d": nn.Linear(3, 2)}
+    return Net(lambda m, x: m.d(torch.tanh(m.c(F.gelu(m.b(relu(m.a(x))))))), **layers)
+
+
+@network(rows(3, "a", "b"), rows(3, "b"), Layer(3, (("c.weight", 1, 0, 1),)))
+def residual() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c(relu(h + m.b(h)))
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(2, "a", "c"), rows(3, "b", "c+2"), Layer(5, (("c.weight", 1, 0, 1),)))
+def concatenated() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(torch.cat([relu(m.a(x)), torch.tanh(m.b(x))], -1))
+
+    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(5, 3), c=nn.Linear(5, 2))
+
+
+@network(rows(2, "a", "b", "c+3"), rows(3, "b", "c"))
+def dense() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c(torch.cat([relu(m.b(h)), h], -1))
+
+    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(2, 3), c=nn.Linear(5, 2))
+
+
+@network(rows(2, "a"), rows(4, "b", "c"), Layer(4, (("c.weight", 1, 0, 1),)), rows(2, "b", "c+1", start=1))
+def padded() -> Net:
+    """Zeros beside the units of ``a``: the first and the last unit of ``b`` are alike, the others follow ``a``."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(F.pad(relu(m.a(x)), (1, 1)) + m.b(x)))
+
+    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(5, 4), c=nn.Linear(4, 2))
+
+
+@network(rows(3, "a", "c", "c+3"), rows(3, "a"), Layer(6, (("c.weight", 1, 0, 1),)))
+def twice() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.c(torch.cat([h, h.sin()], -1))
+
+    return Net(forward, a=nn.Linear(5, 3), c=nn.Linear(6, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), Layer(3, (("c.weight", 1, 0, 1),)))
+def gated() -> Net:
+    return Net(
+        lambda m, x: m.c(m.a(x) * torch.sigmoid(m.b(x))), a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2)
+    )
+
+
+@network(rows(3, "a"), Layer(3, (("w", 0, 0, 1),)), Layer(3, (("w", 1, 0, 1),)), Layer(3, (("c.weight", 1, 0, 1),)))
+def beside_identity() -> Net:
+    """``h (W + 1)``: rows and columns of W change places together."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(relu(m.a(x)) @ (m.w + torch.eye(3, dtype=x.dtype))))
+
+    return Net(forward, a=nn.Linear(5, 3), w=nn.Parameter(torch.randn(3, 3)), c=nn.Linear(3, 2))
+
+
+@network(rows(2, "a", "b"), rows(3, "b", "c"), inputs=(2, 5, 4, 4))
+def convolutions() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(m.b(relu(m.a(x)))).mean((2, 3)))
+
+    return Net(forward, a=nn.Conv2d(5, 2, 3, padding=1), b=nn.Conv2d(2, 3, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(4, "a"), Layer(2, (("a.weight", 0, 0, 2), ("a.bias", 0, 0, 2), ("c.weight", 1, 0, 2))),
+         Layer(4, (("c.weight", 1, 0, 1),)), rows(4, "a", "c"))  # fmt: skip
+def every_other_unit_written() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = m.a(x)
+        h[:, ::2].relu_()
+        return m.c(h)
+
+    return Net(forward, a=nn.Linear(5, 4), c=nn.Linear(4, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b", "d"))
+def unused_sum() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h, g = relu(m.a(x)), relu(m.b(x))
+        _ = (h + g).cumsum(-1)
+        return m.c(h) * m.d(g)
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Linear(3, 2))
+
+
+@network(rows(3, "a"), rows(3, "b"), Layer(3, (("c.weight", 1, 0, 1),)))
+def diagonal_of_products() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x))).diagonal(dim1=1, dim2=2))
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a"), rows(3, "a", start=1), rows(3, "b"), rows(3, "b", start=1), Layer(3, (("c.weight", 1, 0, 1),)))
+def diagonal_beside_the_main_one() -> Net:
+    """Entries ``g_i h_(i+1)``: the last unit of ``g`` and the first one of ``h`` are not read."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x))).diagonal(1, 1, 2))
+
+    return Net(forward, a=nn.Linear(5, 4), b=nn.Linear(5, 4), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a"), Layer(3, (("w", 0, 0, 1),)), Layer(3, (("w", 1, 0, 1),)), Layer(3, (("c.weight", 1, 0, 1),)))
+def diagonal_of_a_parameter() -> Net:
+    """Rows of a matrix are read by hidden units, and its diagonal beside its columns: both move together."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        return m.c(relu(m.a(x)) @ m.w * torch.einsum("ii->i", m.w))
+
+    return Net(forward, a=nn.Linear(5, 3), w=nn.Parameter(torch.randn(3, 3)), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b"))
+def traces() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        g, h = relu(m.a(x)), torch.tanh(m.b(x))
+        return m.c(g) + torch.trace(g.T @ g) + torch.trace(h.T @ m.d @ m.d.T @ h)
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Parameter(torch.randn(40, 2)))
+
+
+@network(rows(3, "a"), rows(3, "a", start=3), Layer(3, (("c.weight", 1, 0, 1),)), inputs=(6, 4, 5))
+def convolution_over_tokens() -> Net:
+    """gMLP: the channels of the convolution are tokens, its positions hidden units."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        u, v = F.gelu(m.a(x)).chunk(2, -1)
+        return m.c(u * m.b(v))
+
+    return Net(forward, a=nn.Linear(5, 6), b=nn.Conv1d(4, 4, 1), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a", "c"))
+def put_at_points() -> Net:
+    """Units of ``a`` are written at points of the two axes around theirs."""
+
+    def forward(m: Net, x: Tensor) -> Tensor:
+        z = torch.zeros(40, 3, 4, dtype=x.dtype)
+        z[torch.arange(40), :, torch.arange(40) % 4] = relu(m.a(x))
+        return m.c(z.amax(-1))
+
+    return Net(forward, a=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+
+@network(rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), Layer(3, (("c.weight", 1, 0, 1),)))
+def put_into_other_units() -> Net:
+    def forward(m: Net, x: Tensor) -> Tensor:
+        h = relu(m.a(x)).view(8, 5, 3)
+        h = h.index_put((torch.tensor([0, 1, 1]), torch.tensor([4, 2, 3])), m.b(x)[:3])
+        return m.c(h.view(40, 3))
+
+    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+
+def candidates(layers: list[Layer], state: State) -> Iterator[State]:
+    """The state after one transposition in one to four of the layers."""
+    pairs = [[(layer, i, j) for i, j in itertools.combinations(range(layer.width), 2)] for layer in layers]
+    for count in (1, 2, 3, 4):
+        for chosen in itertools.combinations(pairs, count):
+            for moves in itertools.product(*chosen):
+                moved = state
+                for layer, i, j in moves:
+                    moved = layer.exchange(i, j, moved)
+                yield moved
+
+
+def elements(graph: tus.SymmetryGraph) -> Iterator[dict[str, Tensor]]:
+    """All elements of all groups."""
+    each = []
+    for group in graph.permutations:
+        assert len(group.shape) == 1
+        each.append([(group.name, torch.tensor(p)) for p in itertools.permutations(range(group.size))])
+    for chosen in itertools.product(*each):
+        yield dict(chosen)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_all_symmetries_are_claimed_and_nothing_else(name: str) -> None:
+    build, layers, make = NETWORKS[name]
+    torch.manual_seed(0)
+    model, x = build().double(), make()
+    graph = tus.discover_symmetries(model, x)
+    generator = torch.Generator().manual_seed(1)
+    state = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in model.state_dict().items()}
+
+    def run(weights: State) -> Tensor:
+        with torch.no_grad():
+            return torch.func.functional_call(model, {n: t.clone() for n, t in weights.items()}, (x,))
+
+    def key(weights: State) -> bytes:
+        return b"".join(weights[n].numpy().tobytes() for n in state)
+
+    before = run(state)
+    found = set()
+    for element in elements(graph):
+        moved = permute_tensors(graph, element, state)
+        torch.testing.assert_close(run(moved), before, rtol=1e-9, atol=1e-9)
+        found.add(key(moved))
+    symmetries = 0
+    for moved in candidates(layers, state):
+        holds = torch.allclose(run(moved), before, rtol=1e-9, atol=1e-9)
+        symmetries += holds
+        claimed = key(moved) in found
+        assert holds == claimed
+    assert symmetries > 0 and len(found) > 1
+
+
+def test_units_that_a_wider_kernel_mixes_are_not_claimed() -> None:
+    """gMLP with a kernel of three over the hidden units: neighbors are told apart, and none may move."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(5, 3), "b": nn.Conv1d(4, 4, 3, padding=1), "c": nn.Linear(3, 2)}
+    model = Net(lambda m, x: m.c(m.b(relu(m.a(x)))), **layers).double()
+    assert tus.discover_symmetries(model, torch.randn(6, 4, 5, dtype=torch.float64)).permutations == ()
+
+
+# -- random chains ----------------------------------------------------------------------------------------------------
 
 UNITS = 3  # of a hidden layer; two pairs of neighbors generate all of its permutations
 MOST_PLACES = 11  # so that 2 * 2^11 runs are the most that one chain takes
-
-Place = tuple[str, int, int]  # parameter, axis, offset
 
 # what follows a hidden layer h of three units: lines of __init__, and the line that makes the next h
 STEPS: list[tuple[tuple[str, ...], str]] = [
@@ -53,7 +344,7 @@ STEPS: list[tuple[tuple[str, ...], str]] = [
 ]
 
 
-def chain(seed: int) -> Module:
+def random_chain(seed: int) -> Module:
     """Two inputs, one to three random steps on three hidden units, two outputs."""
     draw = random.Random(seed)
     nodes = [Node(("x",), ("h",), ("h = self.first(x)",), ("self.first = nn.Linear(2, 3)",))]
@@ -67,29 +358,16 @@ def chain(seed: int) -> Module:
     return Module(inputs, tuple(nodes), ("y",))
 
 
-def places(state: dict[str, Tensor]) -> list[Place]:
+def places(state: State) -> list[Place]:
     return [
-        (name, axis, offset)
+        (name, axis, offset, 1)
         for name, tensor in state.items()
         for axis, size in enumerate(tensor.shape)
         for offset in range(size - UNITS + 1)
     ]
 
 
-def swapped(state: dict[str, Tensor], subset: list[Place], first: int) -> dict[str, Tensor]:
-    """The state with units ``first`` and ``first + 1`` exchanged in the given places."""
-    moved = dict(state)
-    for name, axis, offset in subset:
-        order = torch.arange(moved[name].shape[axis])
-        i = offset + first
-        order[i], order[i + 1] = i + 1, i
-        moved[name] = moved[name].index_select(axis, order)
-    return moved
-
-
-def transpositions(
-    model: nn.Module, inputs: tuple[Tensor, ...], states: list[dict[str, Tensor]]
-) -> list[dict[str, Tensor]]:
+def transpositions(model: nn.Module, inputs: tuple[Tensor, ...], states: list[State]) -> list[State]:
     """The first state, moved by all minimal swaps that leave the function unchanged.
 
     A swap counts if it does so with the other weights too: with some, a unit is off for all inputs by accident.
@@ -97,29 +375,29 @@ def transpositions(
     found = []
     where = places(states[0])
 
-    def kept(subset: list[Place], first: int) -> bool:
-        return all(gap(model, inputs, state, swapped(state, subset, first)) < 1e-10 for state in states)
+    def kept(swap: Layer, first: int) -> bool:
+        return all(gap(model, inputs, state, swap.exchange(first, first + 1, state)) < 1e-10 for state in states)
 
     for first in range(UNITS - 1):
         minimal: list[int] = []
         for bits in sorted(range(1, 2 ** len(where)), key=lambda b: (b.bit_count(), b)):
             if any(bits & m == m for m in minimal):
                 continue
-            subset = [p for k, p in enumerate(where) if bits >> k & 1]
-            if kept(subset, first):
+            swap = Layer(UNITS, tuple(p for k, p in enumerate(where) if bits >> k & 1))
+            if kept(swap, first):
                 minimal.append(bits)
-                found.append(swapped(states[0], subset, first))
+                found.append(swap.exchange(first, first + 1, states[0]))
     return found
 
 
-def gap(model: nn.Module, inputs: tuple[Tensor, ...], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def gap(model: nn.Module, inputs: tuple[Tensor, ...], one: State, other: State) -> float:
     """Largest difference of the outputs for two states."""
     with torch.no_grad():
         a, b = (torch.func.functional_call(model, state, inputs) for state in (one, other))
     return float((a - b).abs().max())
 
 
-def claimed(graph: tus.SymmetryGraph, state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def claimed(graph: tus.SymmetryGraph, state: State) -> list[State]:
     """The moved states of all transpositions in the groups that discovery found."""
     moved = []
     for group in graph.permutations:
@@ -134,7 +412,7 @@ def claimed(graph: tus.SymmetryGraph, state: dict[str, Tensor]) -> list[dict[str
 
 def compare(seed: int) -> tuple[int, int, str]:
     """How many transpositions there are, how many of them were claimed, and the source of the chain."""
-    module = chain(seed)
+    module = random_chain(seed)
     old = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -151,7 +429,7 @@ def compare(seed: int) -> tuple[int, int, str]:
     finally:
         torch.set_default_dtype(old)
 
-    def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    def same(a: State, b: State) -> bool:
         return all(torch.equal(a[k], b[k]) for k in a)
 
     for moved in mine:

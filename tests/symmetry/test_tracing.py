@@ -8,6 +8,7 @@ import pickle
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -89,40 +90,29 @@ def test_the_way_of_the_example_is_recorded_on_request() -> None:
     tus.verify_symmetries(graph, model, x)
 
 
-class Counting(nn.Module):
+def counting(self: Any, x: Tensor) -> Tensor:
     """The number of repetitions is read off the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.a(x))
-        for _ in range(int((h > 0).sum().item()) % 3):
-            h = 2 * h
-        return self.b(h)
+    h = torch.relu(self.a(x))
+    for _ in range(int((h > 0).sum().item()) % 3):
+        h = 2 * h
+    return self.b(h)
 
 
 def test_numbers_that_the_program_reads_stay_as_they_are() -> None:
-    model, x = Counting(), torch.randn(3, 4)
+    model, x = Net(counting, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.randn(3, 4)
     graph = tus.discover_symmetries(model, x, branches="record")
     tus.verify_symmetries(graph, model, x)
     assert sizes(graph) == {"a": 8}
     assert sum(g.size for g in graph.scales) == 8  # which units are positive is not changed by positive factors
 
 
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.a(x))
-        return self.b(h[h.sum(1) > 0.5])
+def masked(self: Any, x: Tensor) -> Tensor:
+    h = torch.relu(self.a(x))
+    return self.b(h[h.sum(1) > 0.5])
 
 
 def test_sizes_that_only_values_tell_are_no_branch() -> None:
-    model, x = Masked(), torch.randn(9, 4)
+    model, x = Net(masked, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.randn(9, 4)
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x)
     assert graph.branch is None and sizes(graph) == {"a": 8} and not graph.scales
@@ -157,57 +147,42 @@ def test_both_ways_of_a_cond_count() -> None:
     assert moved == {"a.weight", "a.bias", "b.weight", "d.weight"}
 
 
-class Contexts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            h = torch.relu(self.a(x))
-            h = torch.relu(self.b(h))
-        return self.c(h)
+def contexts_pass(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        h = torch.relu(self.a(x))
+        h = torch.relu(self.b(h))
+    return self.c(h)
 
 
 def test_contexts_are_looked_into() -> None:
-    model, x = Contexts(), torch.randn(2, 4)
+    model, x = Net(contexts_pass, a=nn.Linear(4, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 3)), torch.randn(2, 4)
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x)
     assert sizes(graph) == {"a": 8, "b": 6} and graph.unknown_operators == ()
 
 
-class Selected(nn.Module):
+def selected_pass(self: Any, x: Tensor) -> Tensor:
     """Unit 2 and unit 4 reach the output on their own, one by a slice and one by an index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 7), nn.Linear(7, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.a(x))
-        return self.b(h) + h[:, 2:3] + h[:, 4].unsqueeze(1)
+    h = torch.relu(self.a(x))
+    return self.b(h) + h[:, 2:3] + h[:, 4].unsqueeze(1)
 
 
-class Weighted(nn.Module):
+def weighted(self: Any, x: Tensor) -> Tensor:
     """A vector whose entries are used one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights, self.heads = nn.Parameter(torch.randn(3)), nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.weights.softmax(-1)
-        return torch.stack([weights[k] * head(x) for k, head in enumerate(self.heads)]).sum(0)
+    weights = self.weights.softmax(-1)
+    return torch.stack([weights[k] * head(x) for k, head in enumerate(self.heads)]).sum(0)
 
 
 def test_units_that_are_selected_by_position_stay() -> None:
-    model, x = Selected(), torch.randn(5, 4)
+    model, x = Net(selected_pass, a=nn.Linear(4, 7), b=nn.Linear(7, 2)), torch.randn(5, 4)
     graph = tus.discover_symmetries(model, x)
     assert sizes(graph) == {"a": 5}
     assert set(graph["a"].members[0].index.flatten().tolist()) == {0, 1, 3, 5, 6}
     for seed in range(5):
         tus.verify_symmetries(graph, model, x, seed=seed)
-    assert not tus.discover_symmetries(Weighted(), x).permutations
+    assert not tus.discover_symmetries(
+        Net(weighted, weights=nn.Parameter(torch.randn(3)), heads=nn.ModuleList(nn.Linear(4, 2) for _ in range(3))), x
+    ).permutations
 
 
 class Stochastic(nn.Module):
@@ -230,20 +205,16 @@ def test_a_mean_and_its_deviation_move_together() -> None:
     assert not graph.scales  # a softplus fixes the scale of what it deviates
 
 
-class SharedNoise(nn.Module):
+def shared_noise(self: Any, x: Tensor) -> Tensor:
     """One draw serves two layers, so their units cannot be permuted apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(12, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(6)
-        return self.c(torch.cat([torch.tanh(self.a(x) + noise), torch.tanh(self.b(x) * noise)], 1))
+    noise = torch.randn(6)
+    return self.c(torch.cat([torch.tanh(self.a(x) + noise), torch.tanh(self.b(x) * noise)], 1))
 
 
 def test_noise_that_is_used_twice_ties_its_users() -> None:
-    graph = tus.discover_symmetries(SharedNoise(), torch.randn(3, 4))
+    graph = tus.discover_symmetries(
+        Net(shared_noise, a=nn.Linear(4, 6), b=nn.Linear(4, 6), c=nn.Linear(12, 2)), torch.randn(3, 4)
+    )
     (group,) = graph.permutations
     assert {m.parameter for m in group.members} == {"a.weight", "a.bias", "b.weight", "b.bias", "c.weight"}
 

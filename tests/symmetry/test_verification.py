@@ -15,11 +15,13 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo import Net
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.merging import permutations_alone
+from tu_symmetry.symmetry import verification
 from tu_symmetry.symmetry.groups import PermutationMember, ScaleTerm
-from tu_symmetry.symmetry.running import precision, verification
+from tu_symmetry.symmetry.running import precision
 from tu_symmetry.symmetry.running import probe as probe_module
 from tu_symmetry.symmetry.running.comparison import Reference
 from tu_symmetry.symmetry.running.probe import Probe
@@ -147,16 +149,11 @@ def test_a_scale_group_that_is_split_in_two_or_has_a_wrong_exponent_is_refused(c
 
 
 def test_blocks_of_a_nested_group_are_moved_apart_from_each_other() -> None:
-    class Products(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(5, 4)
+    def products_pass(self: Any, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return (h[:, :2] * h[:, 2:]).sum(-1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.a(x)
-            return (h[:, :2] * h[:, 2:]).sum(-1)
-
-    model, x = Products(), torch.randn(3, 5)
+    model, x = Net(products_pass, a=nn.Linear(5, 4)), torch.randn(3, 5)
     graph = tus.discover_symmetries(model, x)
     blocks = torch.tensor([[[0], [1]], [[2], [3]]])
     members = tuple(PermutationMember(n, 0, blocks) for n in ("a.weight", "a.bias"))
@@ -369,16 +366,11 @@ def test_right_groups_pass_and_wrong_ones_do_not_whatever_the_outputs(name: str)
 def test_an_error_in_one_entry_beside_large_ones_is_seen() -> None:
     """The second output alone sees the units' order; the first is a billion times as large."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(5, 2), nn.Linear(2, 1), nn.Parameter(torch.randn(2))
+    def two_pass(self: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        return torch.cat([1e12 * (1 + self.b(h).exp()), h @ self.c[:, None]], 1)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.a(x))
-            return torch.cat([1e12 * (1 + self.b(h).exp()), h @ self.c[:, None]], 1)
-
-    model, x = Two(), torch.randn(3, 5)
+    model, x = Net(two_pass, a=nn.Linear(5, 2), b=nn.Linear(2, 1), c=nn.Parameter(torch.randn(2))), torch.randn(3, 5)
     graph = only(tus.discover_symmetries(model, x))
     wrong = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "b.weight": 1})  # c is left behind
     assert "'mine'" in refused(wrong, model, x)
@@ -590,18 +582,13 @@ def test_buffers_decide_by_their_values_only_where_an_output_reads_them() -> Non
 
 
 def test_what_is_computed_and_thrown_away_asks_nothing_of_the_units() -> None:
-    class Dead(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(5, 8), nn.Linear(5, 8), nn.Linear(8, 3)
+    def dead(self: Any, x: Tensor) -> Tensor:
+        h, g = torch.relu(self.a(x)), torch.relu(self.b(x))
+        h.cumsum(-1)
+        h + g
+        return self.c(h)
 
-        def forward(self, x: Tensor) -> Tensor:
-            h, g = torch.relu(self.a(x)), torch.relu(self.b(x))
-            h.cumsum(-1)
-            h + g
-            return self.c(h)
-
-    model, x = Dead(), torch.randn(3, 5)
+    model, x = Net(dead, a=nn.Linear(5, 8), b=nn.Linear(5, 8), c=nn.Linear(8, 3)), torch.randn(3, 5)
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x, on_failure="raise")
     assert {g.name: {m.parameter for m in g.members} for g in graph.permutations} == {
@@ -611,18 +598,21 @@ def test_what_is_computed_and_thrown_away_asks_nothing_of_the_units() -> None:
 
 
 def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.c = nn.Linear(8, 16), nn.Linear(8, 3)
-            self.up, self.down = nn.Parameter(torch.randn(2, 16, 8)), nn.Parameter(torch.randn(2, 8, 8))
+    def experts(self: Any, x: Tensor) -> Tensor:
+        offsets = torch.tensor([3, 8], dtype=torch.int32)
+        h = torch.relu(torch._grouped_mm(torch.relu(self.a(x)), self.up, offs=offsets))
+        return self.c(torch._grouped_mm(h, self.down, offs=offsets))
 
-        def forward(self, x: Tensor) -> Tensor:
-            offsets = torch.tensor([3, 8], dtype=torch.int32)
-            h = torch.relu(torch._grouped_mm(torch.relu(self.a(x)), self.up, offs=offsets))
-            return self.c(torch._grouped_mm(h, self.down, offs=offsets))
-
-    model, x = Experts(), torch.randn(8, 8)
+    model, x = (
+        Net(
+            experts,
+            a=nn.Linear(8, 16),
+            c=nn.Linear(8, 3),
+            up=nn.Parameter(torch.randn(2, 16, 8)),
+            down=nn.Parameter(torch.randn(2, 8, 8)),
+        ),
+        torch.randn(8, 8),
+    )
     graph = tus.discover_symmetries(model, x)  # recorded, where torch runs grouped products and cannot export them
     graph = graph.without(*{g.name for g in graph.groups()})
     right = graph.with_permutation("a", {"a.weight": 0, "a.bias": 0, "up": 1})
@@ -704,20 +694,14 @@ def test_large_networks_are_verified_and_certified_like_others(case: Case, monke
     assert certificate.change > 100 * tus.certify(alone, state, moved, model=model, example_inputs=inputs).change
 
 
-class Durations(nn.Module):
+def durations(self: Any, x: Tensor) -> Tensor:
     """As in speech models: how long the output is follows from the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.length = nn.Linear(3, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).relu()
-        return self.length(hidden).exp().mean() * hidden.new_ones(2000).sum()
+    hidden = self.first(x).relu()
+    return self.length(hidden).exp().mean() * hidden.new_ones(2000).sum()
 
 
 def test_a_tensor_that_would_fill_the_memory_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = Durations(), torch.randn(4, 3)
+    model, x = Net(durations, first=nn.Linear(3, 8), length=nn.Linear(8, 1)), torch.randn(4, 3)
     graph = tus.discover_symmetries(model, x)
     monkeypatch.setattr(precision, "free_memory", lambda device: 4 * 8 * 1999)
     with pytest.raises(
@@ -738,16 +722,10 @@ def test_a_network_with_batch_norm_may_be_on_the_meta_device() -> None:
     states = [random_state(model, torch.Generator().manual_seed(k)) for k in range(2)]
     assert tus.certify(graph, states[0], tus.apply_permutation(graph, tus.random_permutation(graph), states[0])).holds
 
-    class Indexed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("index", torch.tensor([0, 2]))
-            self.head = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x[:, self.index])
+    def indexed(self: Any, x: Tensor) -> Tensor:
+        return self.head(x[:, self.index])
 
     with pytest.raises(
         tus.SymmetryError, match=r"shape \(2,\) and dtype torch.int64.*no weight.*meta device.*on the CPU"
     ):
-        tus.discover_symmetries(Indexed().to("meta"), x.to("meta"))
+        tus.discover_symmetries(Net(indexed, index=torch.tensor([0, 2]), head=nn.Linear(2, 2)).to("meta"), x.to("meta"))

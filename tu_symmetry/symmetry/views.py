@@ -8,7 +8,7 @@ what an operator demands (a sum over an axis demands that nothing that remains d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -57,12 +57,14 @@ def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
     return replace(value.with_axis(axis, label=(), reason=value.reasons[axis] or reason), parameter=None)
 
 
-def mix(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
-    """The value before an operator that mixes fixed positions along an axis (a convolution's pixels).
+def mix(ledger: Ledger, value: Value, axes: int | Iterable[int], reason: str) -> Value:
+    """The value before an operator that mixes fixed positions along some axes (a convolution's pixels).
 
-    Nothing may move along that axis, and what is nested in it has to be the same all along it.
+    Nothing may move along them, and what is nested in them has to be the same all along.
     """
-    return ledger.alike_along(unnest(ledger, pin_axis(ledger, value, axis, reason), axis), axis)
+    for axis in [axes] if isinstance(axes, int) else axes:
+        value = ledger.alike_along(unnest(ledger, pin_axis(ledger, value, axis, reason), axis), axis)
+    return value
 
 
 def unnest(ledger: Ledger, value: Value, *axes: int) -> Value:
@@ -117,17 +119,20 @@ def independent(ledger: Ledger, component: Array, axis: int) -> Array:
     return np.expand_dims(merged.reshape([n for k, n in enumerate(component.shape) if k != axis]), axis)
 
 
-def drop(ledger: Ledger, value: Value, axis: int, *, keep: bool = False) -> Value:
-    """The value after a reduction over ``axis``: nothing that remains may depend on it."""
-    value = ledger.alike_along(unnest(ledger, value, axis), axis)
-    if keep:
-        return replace(value.with_axis(axis, size=1, label=()), parameter=None)
-    return Value(
-        value.shape[:axis] + value.shape[axis + 1 :],
-        tuple(tuple(c.squeeze(axis) for c in lab) for k, lab in enumerate(value.labels) if k != axis),
-        value.reasons[:axis] + value.reasons[axis + 1 :],
-        tuple((c, v.squeeze(axis)) for c, v in value.scale),
-    )
+def drop(ledger: Ledger, value: Value, axes: int | Iterable[int], *, keep: bool = False) -> Value:
+    """The value after a reduction over some axes: nothing that remains may depend on them."""
+    for axis in [axes] if isinstance(axes, int) else sorted(axes, reverse=True):
+        value = ledger.alike_along(unnest(ledger, value, axis), axis)
+        if keep:
+            value = replace(value.with_axis(axis, size=1, label=()), parameter=None)
+            continue
+        value = Value(
+            value.shape[:axis] + value.shape[axis + 1 :],
+            tuple(tuple(c.squeeze(axis) for c in lab) for k, lab in enumerate(value.labels) if k != axis),
+            value.reasons[:axis] + value.reasons[axis + 1 :],
+            tuple((c, v.squeeze(axis)) for c, v in value.scale),
+        )
+    return value
 
 
 def channel(ledger: Ledger, value: Value, axis: int) -> tuple[Label, tuple[Term, ...]]:

@@ -227,18 +227,13 @@ def _attention(call: Call) -> Value:
     lead = query.ndim - 2
     if call.get("enable_gqa", False) and key.shape[lead - 1] != query.shape[lead - 1]:
         axis, count = lead - 1, query.shape[lead - 1] // key.shape[lead - 1]
-        key, value = (
-            repeat(
-                Call(
-                    ledger,
-                    "aten.repeat_interleave",
-                    {"self": v, "repeats": count, "dim": axis},
-                    [v.with_axis(axis, size=v.shape[axis] * count).shape],
-                    call.place,
-                )
-            )
-            for v in (key, value)
-        )
+
+        def repeated(v: Value) -> Value:
+            arguments = {"self": v, "repeats": count, "dim": axis}
+            shape = v.with_axis(axis, size=v.shape[axis] * count).shape
+            return repeat(Call(ledger, "aten.repeat_interleave", arguments, [shape], call.place))
+
+        key, value = repeated(key), repeated(value)
     letters = "abcdef"[:lead]
     shape = (*np.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2], key.shape[-2])
     scores = contract(replace(call, outputs=[shape]), [query, key], [letters + "xy", letters + "zy"], letters + "xz")

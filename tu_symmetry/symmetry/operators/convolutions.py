@@ -33,8 +33,7 @@ def _conv(call: Call) -> Value:
         return _folded(call, value, weight, axis, whole[0])
     if groups == 1 and _reads_single_positions(call, value, weight, axis):
         return _pointwise(call, value, weight, axis, transposed=transposed)
-    for k in range(axis + 1, value.ndim):
-        value = views.mix(ledger, value, k, "spatial position")
+    value = views.mix(ledger, value, range(axis + 1, value.ndim), "spatial position")
     if batched and value.shape[0] > 1:
         value = views.unnest(ledger, views.unnest(ledger, value, 0), axis)
     for k in range(2, weight.ndim):
@@ -203,8 +202,7 @@ def _pool(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("input"))
     name = call.operator
     space = next(n for n in (1, 2, 3) if f"{n}d" in name)
-    for axis in range(value.ndim - space, value.ndim):
-        value = views.mix(call.ledger, value, axis, "spatial position")
+    value = views.mix(call.ledger, value, range(value.ndim - space, value.ndim), "spatial position")
     result = replace(value, shape=call.shape, parameter=None)
     positions = replace(result, scale=())  # of the largest entries in each channel's image: no factor changes them
     return [result, positions][: len(call.outputs)]
@@ -215,8 +213,7 @@ def _sample(call: Call) -> Value:
     """Each channel at positions that are computed, for each sample its own."""
     value: Value = call["input"]
     pin_tensor(call, call["grid"], "positions in an image")
-    for axis in (0, *range(2, value.ndim)):
-        value = views.mix(call.ledger, value, axis, "spatial position")
+    value = views.mix(call.ledger, value, (0, *range(2, value.ndim)), "spatial position")
     return replace(value, shape=call.shape, parameter=None)
 
 
@@ -235,8 +232,7 @@ def _fold(call: Call) -> Value:
 def _unfold(call: Call) -> Value:
     value: Value = call["self"]
     batched = value.ndim == 4
-    for axis in range(value.ndim - 2, value.ndim):
-        value = views.mix(call.ledger, value, axis, "spatial position")
+    value = views.mix(call.ledger, value, range(value.ndim - 2, value.ndim), "spatial position")
     lead, channels = value.shape[: value.ndim - 3], value.shape[value.ndim - 3]
     taps = math.prod(call["kernel_size"])
     flat = views.take(call.ledger, views.take(call.ledger, value, value.ndim - 1, 0), value.ndim - 2, 0)

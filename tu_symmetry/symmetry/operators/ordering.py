@@ -80,8 +80,8 @@ def _quantile(call: Call) -> Value:
         call.ledger.pin(levels, "quantiles")
     dim = call.arguments.get("dim")
     keep = bool(call.get("keepdim", False))
-    for axis in sorted(range(value.ndim) if dim is None else [dim % value.ndim], reverse=True):
-        value = views.drop(call.ledger, value, axis, keep=keep)
+    axes = range(value.ndim) if dim is None else [dim % value.ndim]
+    value = views.drop(call.ledger, value, axes, keep=keep)
     extra = len(call.shape) - value.ndim
     laid = views.pad_left(value, len(call.shape))
     return replace(laid, shape=call.shape, reasons=("quantiles",) * extra + value.reasons, parameter=None)
@@ -135,8 +135,7 @@ def _isin(call: Call) -> Value:
         if isinstance(value, Value):
             call.ledger.pin_scale(value.scale)
     if isinstance(among, Value):
-        for axis in reversed(range(among.ndim)):
-            among = views.drop(call.ledger, among, axis)
+        views.drop(call.ledger, among, range(among.ndim))
     if not isinstance(elements, Value):
         return pinned_value(call.shape, "a number is searched for")
     return replace(elements, scale=(), parameter=None)
@@ -148,9 +147,7 @@ def _unique(call: Call) -> list[Value]:
     value: Value = call["self"]
     if call.operator != "aten._unique2" or not call.get("sorted", True):
         return unknown(call)
-    flat, reason = value, "entries as a set"
-    for axis in reversed(range(value.ndim)):
-        flat = views.drop(call.ledger, flat, axis)
+    flat, reason = views.drop(call.ledger, value, range(value.ndim)), "entries as a set"
     terms = tuple((c, v.reshape((1,))) for c, v in flat.scale)
     listed = replace(pinned_value(call.outputs[0], reason), scale=terms)
     ranks = replace(value, scale=(), parameter=None)

@@ -161,17 +161,10 @@ def _complex(call: Call) -> Value:
     return replace(result, scale=aligned[0].scale)
 
 
-@register_rule("_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
-def _assertion(call: Call) -> Value:
-    """A check of a number that no symmetry changes (whatever moves has been summed over by then)."""
-    for value in call.tensors:
-        call.ledger.pin(value, "read by the program")
-    return pinned_value((), "read by the program")
-
-
 @register_rule("item", "_local_scalar_dense", "equal", "is_nonzero")
+@register_rule("_assert_async", "_assert_scalar", "sym_constrain_range_for_size")
 def _item(call: Call) -> Value:
-    """The program reads numbers and may branch on them."""
+    """The program reads numbers and may branch on them, or checks them."""
     for value in call.tensors:
         call.ledger.pin(value, "read by the program")
     return pinned_value((), "read by the program")
@@ -219,9 +212,8 @@ def _add(call: Call) -> Value:
     scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     if scalar == 0 or not value.scale:
         return replace(value, parameter=None)
-    if (
-        0 < scalar <= SMALL and call.operator == "aten.add" and id(value) in call.statistics
-    ):  # an epsilon in a normalization written by hand
+    if 0 < scalar <= SMALL and call.name == "add" and id(value) in call.statistics:
+        # an epsilon in a normalization written by hand
         call.ledger.inexact += [v for _, v in value.scale]
         return replace(value, parameter=None)
     return replace(call.ledger.unscaled(value), parameter=None)
@@ -267,15 +259,8 @@ def _power(call: Call) -> Value:
 
 @register_rule("addcmul", "addcdiv")
 def _addcmul(call: Call) -> Value:
-    product = multiply(
-        Call(
-            call.ledger,
-            "aten.mul" if "mul" in call.operator else "aten.div",
-            {"self": call["tensor1"], "other": call["tensor2"]},
-            call.outputs,
-            call.place,
-        )
-    )
+    name, factors = call.operator.replace("addc", ""), {"self": call["tensor1"], "other": call["tensor2"]}
+    product = multiply(Call(call.ledger, name, factors, call.outputs, call.place))
     return elementwise(replace_arguments(call, [call["self"], product]), additive=True)
 
 

@@ -47,11 +47,9 @@ def _permute(call: Call) -> Value:
     elif name == "numpy_T" or name == "t":
         order = order[::-1]
     else:
-        a, b = (
-            (-1, -2)
-            if name in ("adjoint", "mT")
-            else (call.get("dim0", call.get("axis0", 0)), call.get("dim1", call.get("axis1", 0)))
-        )
+        a, b = (call.get(f"dim{k}", call.get(f"axis{k}", 0)) for k in (0, 1))
+        if name in ("adjoint", "mT"):
+            a, b = -1, -2
         order[a % n], order[b % n] = order[b % n], order[a % n]
     return views.permute(value, order)
 

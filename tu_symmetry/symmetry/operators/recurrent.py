@@ -49,13 +49,8 @@ def _recurrent(call: Call) -> list[Value]:
             cell = Value((hidden,), ((units,),), ("",))
             ledger.observe(cell)
             for state in states:
-                batch = _initial_state(
-                    call,
-                    state,
-                    layer * directions + direction,
-                    cell if state.shape[-1] == hidden else Value((len(out),), ((out,),), ("",)),
-                    batch,
-                )
+                first = views.take(ledger, state, 0, layer * directions + direction)
+                batch = _tied_state(call, first, (units if state.shape[-1] == hidden else out,), batch)
             outs.append(Value((len(out),), ((out,),), ("",)))
             cells.append(cell)
         finals += outs
@@ -147,13 +142,8 @@ def _final_state(call: Call, position: int, cells: list[Value], outs: list[Value
     return _of_cells(call, states[0], shape, batch)
 
 
-def _initial_state(call: Call, state: Value, index: int, cell: Value, batch: Samples) -> Samples:
-    """An initial state is indexed by the samples and the hidden units, and must not scale."""
-    return _tied_state(call, views.take(call.ledger, state, 0, index), cell.labels[0], batch)
-
-
 def _tied_state(call: Call, state: Value, units: Label, batch: Samples) -> Samples:
-    """A state ``[samples, hidden]``, or ``[hidden]``, that is tied to samples and units; the samples to go on with."""
+    """Tie an initial state ``[samples, hidden]``, or ``[hidden]``, which must not scale; the samples to go on with."""
     ledger = call.ledger
     ledger.pin_scale(state.scale)
     for axis in range(state.ndim):

@@ -44,9 +44,7 @@ def _reduce(call: Call) -> Value | list[Value]:
     if counts or name in ("any", "all", "_is_all_true", "_is_any_true", "count_nonzero"):
         value = replace(value, scale=())  # what is zero stays zero whatever the factor of each entry
     keep = len(call.outputs[0]) == value.ndim
-    for axis in sorted(dims, reverse=True):
-        value = views.drop(call.ledger, value, axis, keep=keep)
-    value = replace(value, parameter=None)
+    value = replace(views.drop(call.ledger, value, dims, keep=keep), parameter=None)
     power = 2.0 if name in ("var", "var_mean") else 1.0
     first = replace(value, scale=times(value.scale, power))
     if len(call.outputs) == 1:
@@ -71,8 +69,7 @@ def _histogram(call: Call) -> Value:
     """How many of all entries lie in each interval."""
     value: Value = call["self"]
     call.ledger.pin_scale(value.scale)
-    for axis in reversed(range(value.ndim)):
-        value = views.drop(call.ledger, value, axis)
+    views.drop(call.ledger, value, range(value.ndim))
     return pinned_value(call.shape, "intervals")
 
 
@@ -84,8 +81,7 @@ def _segments(call: Call) -> Value:
         pin_tensor(call, call.get(name), "lengths of segments")
     if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
         value = call.ledger.unscaled(value)
-    for axis in range(len(call.shape) - value.ndim + call.get("axis", 0) + 1):
-        value = views.mix(call.ledger, value, axis, "segments")
+    value = views.mix(call.ledger, value, range(len(call.shape) - value.ndim + call.get("axis", 0) + 1), "segments")
     return replace(value, shape=call.shape, parameter=None)
 
 
@@ -114,6 +110,5 @@ def _fourier(call: Call) -> Value:
     axes = call.get("dim", (-2, -1) if call.operator.endswith("2") else None)
     if axes is None:
         axes = range(value.ndim) if call.operator.endswith("n") else -1
-    for axis in [axes] if isinstance(axes, int) else axes:
-        value = views.mix(call.ledger, value, axis % value.ndim, "Fourier transform along the axis")
-    return replace(value, shape=call.shape)
+    axes = [axis % value.ndim for axis in ([axes] if isinstance(axes, int) else axes)]
+    return replace(views.mix(call.ledger, value, axes, "Fourier transform along the axis"), shape=call.shape)
