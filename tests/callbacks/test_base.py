@@ -95,7 +95,7 @@ def test_laplace_takes_the_only_submodule() -> None:
     laplace = FitLaplace()
     module = Plain(backbone=mlp())
     fit(module, laplace)
-    assert laplace._find_networks(module) == [module.backbone]
+    assert laplace.laplace is not None and laplace.laplace.model is module.backbone
 
 
 def test_two_callbacks_on_one_network_discover_its_symmetries_once(monkeypatch: pytest.MonkeyPatch) -> None:

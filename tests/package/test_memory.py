@@ -39,7 +39,6 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
             r"243 parameters, a matrix of 243 x 243.*'kfac' or 'diag', or a",
         ),
         ({"curvature": "full", "prior": "per_layer"}, 52 * 243**2, r"243 x 243.*parameters=\[...\]"),
-        ({"curvature": "full", "prior": "diagonal"}, 52 * 243**2, r"243 x 243"),
         ({"curvature": "last_layer"}, 40 * 93**2, r"93 parameters of the last layer.*with parameters='last_layer'"),
         (
             {"curvature": "kfac"},

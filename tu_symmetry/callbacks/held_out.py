@@ -92,7 +92,7 @@ def calibration_loader(
     """A loader of the data that are given to choose a temperature on, or else the validation loader of the run.
 
     Args:
-        trainer: what runs the fit.
+        trainer: the one that runs.
         training: loader of the training data, whose batch size and collate function a data set gets.
         given: a loader, a data set, or None.
     """

@@ -89,8 +89,8 @@ class FitLaplace(Callback):
         at_fit_end: whether to fit at the end of ``fit``.
         evidence: whether to choose the precisions by the evidence.
         hyperprior: see :meth:`LinearizedLaplace.optimize_evidence`.
-        max_iterations: steps of the search for the evidence's optimum. ``auto``: as many as read 75,000 samples, and 30
-            at least, which is enough to predict with. None: to convergence, to compare networks by their evidence.
+        max_iterations: the most that the evidence takes. ``auto``: as many as read 75,000 samples, and 30 at least,
+            which is enough to predict with. None: to convergence, to compare networks by their evidence.
         calibrate: whether to choose the temperature (:meth:`LinearizedLaplace.calibrate`). ``auto``: on validation data
             that are neither test nor training data, else, with a warning, on 1,000 training samples. True: on the
             validation data, whatever they are.
@@ -102,7 +102,7 @@ class FitLaplace(Callback):
         prefix: first part of the logged names.
         log_groups: log three scalars for each group of weights, too.
         likelihood: None for that of the LightningModule's ``loss``, else ``classification``.
-        options: what else to pass to :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``curvature``, ...).
+        options: those of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``curvature``, ...).
 
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.

@@ -150,7 +150,7 @@ class Display:
             yield _BarTracker(progress, progress.add_task(description, total=total, info=""))
 
 
-_COUNTERS = ("batch", "iteration", "products", "newton", "step")  # what a stage counts its steps by
+_COUNTERS = ("batch", "iteration", "step")  # what a stage counts its steps by
 _WINDOW = 8  # steps that a rate of convergence is taken from
 
 
