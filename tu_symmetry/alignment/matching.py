@@ -249,14 +249,8 @@ def descend(
 ) -> tuple[Permutation, int, bool]:
     """Coordinate descent over families until nothing changes; a family is looked at again only if a neighbor moved.
 
-    Args:
-        similarities: what is maximized.
-        family_list: the families, in the order of a sweep.
-        start: where the descent starts.
-        max_iterations: bound on the sweeps.
-        generator: for another order in each sweep.
-        progress: called after each sweep.
-        stale: roots of the families that may improve at the start; all, if left out.
+    Families come in the order of the list or, with a generator, in another order in each sweep; ``stale`` names the
+    roots of those that may improve at the start, all if left out.
 
     Returns:
         The permutation, the number of sweeps, and whether it converged.
