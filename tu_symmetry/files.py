@@ -133,10 +133,8 @@ def clear_scratch(
 ) -> None:
     """Take away what a killed process has left under temporary names; only where no other process writes.
 
-    Args:
-        folder: where to look; nothing happens where it is not there.
-        recursive: look into its folders too.
-        of: names of the files whose temporary ones are meant; all if None.
+    ``recursive`` looks into the folder's folders too; ``of`` names the files whose temporary ones are meant, all if
+    None.
     """
     for left in sorted(Path(folder).iterdir() if Path(folder).is_dir() else ()):
         scratch = SCRATCH.fullmatch(left.name)
@@ -151,10 +149,9 @@ def clear_scratch(
 
 @contextmanager
 def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep other processes from writing a folder; the operating system lets go however the process ends.
+    """Keep others from writing a folder, which must exist; the operating system lets go however the process ends.
 
-    Args:
-        folder: must exist; it takes a file ``.lock``, which stays.
+    The folder takes a file ``.lock``, which stays.
 
     Raises:
         FolderInUseError: another process, or another block of this one, holds it.
@@ -190,10 +187,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def write_json(path: str | os.PathLike[str], value: Any, *, seal: bool = False) -> None:
     """Write a JSON file whole or not at all.
 
-    Args:
-        path: of the file.
-        value: anything that JSON can hold; an object if it is to be sealed.
-        seal: add a digest of the content and the versions that wrote it, which :func:`read_json` checks.
+    With ``seal``, an object takes a digest of its content and the versions that wrote it, which :func:`read_json`
+    checks.
     """
     if seal:
         content = {**json.loads(json.dumps(value)), _SEAL: {"by": versions()}}  # names as JSON has them
@@ -249,15 +244,10 @@ def write_safetensors(
 ) -> None:
     """Write a sealed safetensors file whole or not at all; the same content gives the same bytes.
 
-    The library's own writer keeps metadata in a random order, reports a full disk as an error without a number, and
-    leaves temporary files under random names; the format itself is a length (8 bytes), a header (JSON) and the bytes
-    of the tensors. The digest is of the whole file, with zeros where the digest stands.
-
-    Args:
-        path: of the file.
-        tensors: any dense tensors, on any device; tied ones are written under each of their names. The ``_metadata`` of
-            a state dict is written with them.
-        metadata: texts for the header.
+    The safetensors library's own writer keeps metadata in a random order, reports a full disk as an error without a
+    number, and leaves temporary files under random names. The format is a length (8 bytes), a header (JSON) and the
+    bytes of the tensors; the digest is of the whole file, with zeros where the digest stands. Tied tensors are written
+    under each of their names, and the ``_metadata`` of a state dict is written with them.
 
     Raises:
         ValueError: a tensor that such a file cannot hold.
@@ -305,15 +295,10 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
 
 def check_file(path: str | os.PathLike[str], *, finite: bool = False, warn: bool = True) -> Header:
-    """Read a safetensors file once, a megabyte at a time, and compare it with its seal.
+    """Read a safetensors file once, a megabyte at a time, and compare it with its seal; returns its header.
 
-    Args:
-        path: of the file.
-        finite: whether NaN and infinite values are errors, in a file without a seal too.
-        warn: whether a file without a seal is worth a warning.
-
-    Returns:
-        Its header.
+    With ``finite``, NaN and infinite values are errors, in a file without a seal too. ``warn`` says whether a file
+    without a seal is worth a warning.
 
     Raises:
         FileError: a file that is truncated, foreign, or was changed after it was written.
@@ -351,11 +336,6 @@ def read_safetensors(
     """Read the tensors of a safetensors file, each into aligned memory of its own, and check its seal.
 
     Within the file tensors lie as they come, and products of factors that lie differently round differently.
-
-    Args:
-        path: of the file.
-        device: where to put the tensors.
-        warn: whether a file without a seal is worth a warning.
 
     Raises:
         FileError: a file that is truncated, foreign, or was changed after it was written.

@@ -93,10 +93,10 @@ def interpolation(
     Raises:
         ValueError: no lines, or lines of different points.
     """
-    from tu_symmetry.reporting.plots import BLUE, COLORS, GRAY, band
+    from tu_symmetry.reporting.plots import band
 
     figure, axes = new_axes(ax)
-    usual = (GRAY, BLUE) if len(lines) == _BEFORE_AFTER else COLORS
+    usual = _colors(len(lines))
     for k, (label, given) in enumerate(lines.items()):
         found = list(given) if isinstance(given, Sequence) else [given]
         if not found or len({tuple(one.ratios) for one in found}) != 1:
@@ -184,14 +184,12 @@ def marginals(samples: Mapping[str, Any], *, bins: int = 40, title: str = "", ax
     Raises:
         ValueError: no samples.
     """
-    from tu_symmetry.reporting.plots import BLUE, COLORS, GRAY
-
     values = {label: _array(found) for label, found in samples.items()}
     if not values or any(v.size == 0 for v in values.values()):
         raise ValueError("a marginal needs at least one sample for each label")
     figure, axes = new_axes(ax)
     edges = np.histogram_bin_edges(np.concatenate(list(values.values())), bins=bins).tolist()
-    usual = (GRAY, BLUE) if len(values) == _BEFORE_AFTER else COLORS
+    usual = _colors(len(values))
     for k, (label, found) in enumerate(values.items()):
         axes.hist(found, bins=edges, density=True, alpha=0.55, color=usual[k % len(usual)], label=label)
     axes.set(xlabel="weight", ylabel="density", title=title)
@@ -211,10 +209,8 @@ def bars(
         log: whether that axis is logarithmic.
         ax: axes to draw on.
     """
-    from tu_symmetry.reporting.plots import BLUE, COLORS, GRAY
-
     figure, axes = new_axes(ax, width=min(max(4.6, 0.25 * len(names)), 24))
-    usual = (GRAY, BLUE) if len(values) == _BEFORE_AFTER else COLORS
+    usual = _colors(len(values))
     wide = 0.8 / max(len(values), 1)
     for k, (label, numbers) in enumerate(values.items()):
         at = [i + (k - (len(values) - 1) / 2) * wide for i in range(len(names))]
@@ -275,6 +271,12 @@ def group_graph(graph: SymmetryGraph, *, ax: Any = None) -> Drawn:
     axes.set(xlim=(-2, width), ylim=(layout.height + 4, -8))
     axes.axis("off")
     return figure, axes
+
+
+def _colors(labels: int) -> Sequence[str]:
+    from tu_symmetry.reporting.plots import BLUE, COLORS, GRAY
+
+    return (GRAY, BLUE) if labels == _BEFORE_AFTER else COLORS
 
 
 def _box(top: float, height: float, width: float) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from zoo import discovered, every_case, planted
 
 import tu_symmetry as tus
+from tu_symmetry.alignment import average, correct, measure
 from tu_symmetry.alignment.barrier import mean_loss
 from tu_symmetry.states import SampleFileError, State, open_state
 from tu_symmetry.symmetry.running.weights import random_state
@@ -176,6 +177,24 @@ def test_scores_say_what_each_step_is_worth() -> None:
     halves = tus.merge(graph, states[:2], model, loss=F.cross_entropy, validation=held)
     path = tus.loss_barrier(model, aligned[0], aligned[1], held, F.cross_entropy, points=3)
     assert max(halves.barriers["aligned"], 0) == pytest.approx(path.barrier)  # the middle of the path
+
+
+@pytest.mark.parametrize("correction", ["none", "batchnorm", "repair"])
+@pytest.mark.parametrize("weights", ["equal", [3, 1, 2], {"*": [1, 2, 1], "0.*": [1, 0, 0]}])
+def test_a_merge_is_its_steps(correction: Any, weights: Any) -> None:
+    """Align, average, correct, measure: the same by hand, bit for bit."""
+    if correction == "repair" and isinstance(weights, dict):
+        pytest.skip("repair is of one ratio for the whole network")
+    model, graph, states = trained(3, norm=True)
+    found = tus.merge(graph, states, model, data(), correction=correction, weights=weights, loss=F.cross_entropy)
+    aligned = tus.align(graph, states).states
+    by_hand = average(aligned, weights, graph=graph)
+    by_hand = correct(model, aligned, found.weights, by_hand, data(), correction)
+    assert all(torch.equal(t, by_hand[n]) for n, t in found.state.items())
+    last = found.scores["aligned" if correction == "none" else "corrected"]
+    assert last == measure(model, by_hand, data(), {"loss": F.cross_entropy})
+    with pytest.raises(ValueError, match="need graph="):
+        average(aligned, {"*": [1, 1, 1]})
 
 
 def test_statistics_are_reestimated_and_kept_for_one() -> None:

@@ -179,7 +179,6 @@ TEXTS: dict[str, Callable[[], Any]] = {
     "ratio": lambda: tus.interpolate(*states()[:2], "0.5"),
     "candidates": lambda: tus.align(GRAPH, states(), candidates="3"),
     "max_iterations": lambda: tus.align(GRAPH, states(), max_iterations="3"),
-    "restarts": lambda: tus.align(GRAPH, states(), solver="descent", restarts="3"),
     "threads": lambda: tus.align(GRAPH, states(), threads="3"),
 }
 

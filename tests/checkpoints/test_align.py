@@ -314,24 +314,15 @@ def test_more_files_resume_from_the_running_mean(
     assert len(calls) == 10
 
 
-@pytest.mark.parametrize(
-    ("mode", "writes"),
-    [
-        pytest.param("first", 4, marks=pytest.mark.slow),
-        pytest.param("medoid", 4, marks=pytest.mark.slow),
-        pytest.param("mean", 6, marks=pytest.mark.slow),
-        ("universe", 11),
-    ],
-)
 def test_a_killed_run_goes_on_to_identical_bytes(
-    mode: str, writes: int, graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """SIGKILL in the middle of a write, with a half-written file left behind."""
     files = write(tmp_path, noisy(graph, 4))
-    words = ["align", *map(str, files), "--model", "toy_networks.Net", "--input", "1,4", "--reference", mode]
+    words = ["align", *map(str, files), "--model", "toy_networks.Net", "--input", "1,4", "--reference", "universe"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     killed = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(writes), *words, "--out", str(tmp_path / "killed")],
+        [sys.executable, "-c", SCRIPT, "11", *words, "--out", str(tmp_path / "killed")],
         env=environment,
         capture_output=True,
         text=True,
@@ -344,19 +335,6 @@ def test_a_killed_run_goes_on_to_identical_bytes(
     assert "4 aligned files" in capsys.readouterr().out
     assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
     assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
-
-
-def test_another_architecture_is_named(graph: SymmetryGraph, tmp_path: Path) -> None:
-    files = write(tmp_path, planted(graph, 3)[0])
-    torch.save(Net(hidden=9).state_dict(), files[1])
-    with pytest.raises(FileError, match=r"net1\.pt.*shape"):
-        align_files(graph, files, tmp_path / "out")
-    torch.save({f"model.{n}": t for n, t in Net().state_dict().items()}, files[1])
-    with pytest.raises(FileError, match=r"net1\.pt.*--prefix model\."):
-        align_files(graph, files, tmp_path / "out")
-    torch.save({n: t * torch.nan for n, t in Net().state_dict().items()}, files[1])
-    with pytest.raises(FileError, match=r"net1\.pt.*NaN"):
-        align_files(graph, files, tmp_path / "out")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -377,33 +355,6 @@ def test_every_bad_file_is_named_before_anything_is_written(mode: Any, graph: Sy
         assert str(name) in line and reason in line
     assert tree(out) == before
     assert align_files(graph, files[:3], out, reference=mode).skipped == 3 and tree(out) == before
-
-
-def test_the_kind_of_file_does_not_matter(graph: SymmetryGraph, tmp_path: Path) -> None:
-    states = noisy(graph, 3)
-    files = write(tmp_path, states)
-    align_files(graph, files, tmp_path / "plain", reference="universe")
-    mixed = tmp_path / "mixed"
-    mixed.mkdir()
-    torch.save(states[0], mixed / "net0.pt")
-    torch.save({"state_dict": states[1], "epoch": 1, "optimizer_states": [{"state": {}}]}, mixed / "net1.ckpt")
-    save_file(states[2], mixed / "net2.safetensors")
-    align_files(graph, find_checkpoints([mixed / "*"]), tmp_path / "out", reference="universe")
-    for k in range(3):
-        expected, found = (load_file(tmp_path / folder / f"net{k}.safetensors") for folder in ("plain", "out"))
-        assert all(torch.equal(found[n], expected[n]) for n in expected)
-
-
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-def test_a_truncated_file_is_named_and_what_was_done_stays(suffix: str, graph: SymmetryGraph, tmp_path: Path) -> None:
-    states, _ = planted(graph, 3)
-    files = write(tmp_path, states)
-    broken = files[2].with_suffix(suffix)
-    if suffix == ".safetensors":
-        save_file(states[2], broken)
-    broken.write_bytes(broken.read_bytes()[:-300])
-    with pytest.raises(FileError, match=r"net2\..*truncated"):
-        align_files(graph, [*files[:2], broken], tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["net1.safetensors", "net1.permutation.safetensors", "report.json", "report.md"])
@@ -481,16 +432,6 @@ def test_files_with_and_without_a_prefix_are_mixed(graph: SymmetryGraph, tmp_pat
         align_files(graph, files, tmp_path / "other")
 
 
-def test_what_is_no_checkpoint_is_named(graph: SymmetryGraph, tmp_path: Path) -> None:
-    """Text makes torch's reader of pickles fail with errors of all kinds (a KeyError here)."""
-    states, _ = planted(graph, 1)
-    torch.save(states[0], tmp_path / "a.pt")
-    (tmp_path / "b.pt").write_text("hello world, not a checkpoint")
-    with pytest.raises(FileError, match=r"b.pt is no torch checkpoint, or it is truncated"):
-        align_files(graph, [tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_bad_reference_is_named_before_anything_is_written(graph: SymmetryGraph, tmp_path: Path) -> None:
     states, _ = planted(graph, 2)
     torch.save(states[0], tmp_path / "a.pt")
@@ -498,14 +439,6 @@ def test_a_bad_reference_is_named_before_anything_is_written(graph: SymmetryGrap
     with pytest.raises(FileError, match=r"nan.pt.*NaN"):
         align_files(graph, [tmp_path / "a.pt"], tmp_path / "out", reference=tmp_path / "nan.pt")
     assert not (tmp_path / "out").exists()
-
-
-def test_results_need_a_folder(graph: SymmetryGraph, tmp_path: Path) -> None:
-    torch.save(planted(graph, 1)[0][0], tmp_path / "a.pt")
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(FileError, match="out is a file, and the results need a folder"):
-        align_files(graph, [tmp_path / "a.pt"], tmp_path / "out")
-    assert (tmp_path / "out").read_text() == "mine"
 
 
 def test_a_file_is_aligned_once_however_it_is_written(
@@ -658,34 +591,8 @@ def test_results_of_other_versions_are_kept_and_said(
     assert found.skipped == 2 and found.kept_from == {"tu_symmetry 0.0.1": 2}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "message"),
-    [(torch.int8, "int8"), (torch.complex64, "complex64"), ("sparse", "sparse"), ("meta", "meta")],
-)
-def test_checkpoints_of_another_kind_are_named(dtype: Any, message: str, graph: SymmetryGraph, tmp_path: Path) -> None:
-    states = planted(graph, 2)[0]
-    files = write(tmp_path, states)
-    change = {"sparse": lambda t: t.to_sparse(), "meta": lambda t: t.to("meta")}.get(dtype, lambda t: t.to(dtype))
-    torch.save({n: change(t) for n, t in states[1].items()}, files[1])
-    with pytest.raises(FileError, match=rf"net1\.pt.*{message}") as raised:
-        align_files(graph, files, tmp_path / "out")
-    assert "\n" not in str(raised.value) and not (tmp_path / "out").exists()
-
-
 def test_results_can_be_read_by_whom_new_files_can_be_read(graph: SymmetryGraph, tmp_path: Path) -> None:
     torch.save(planted(graph, 1)[0][0], tmp_path / "a.pt")
     align_files(graph, [tmp_path / "a.pt"], tmp_path / "out")
     (tmp_path / "plain").write_text("")
     assert {p.stat().st_mode for p in (tmp_path / "out").iterdir()} == {(tmp_path / "plain").stat().st_mode}
-
-
-def test_errors_of_the_command_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "net.pt").write_bytes(b"nothing")
-    words = ["--model", f"{__name__}.Net", "--input", "1,4", "--out", str(tmp_path / "out")]
-    assert cli.main(["align", str(tmp_path / "net.pt"), *words]) == 2
-    assert "net.pt" in capsys.readouterr().err
-    monkeypatch.delattr(f"{__name__}.Net")  # a name that stands for no file is found out before any network is made
-    assert cli.main(["align", str(tmp_path / "none*.pt"), *words]) == 2
-    assert "none*.pt is no file" in capsys.readouterr().err

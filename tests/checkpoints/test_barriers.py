@@ -304,7 +304,7 @@ def test_a_data_module_gives_test_data_and_training_inputs() -> None:
     ],
 )
 def test_data_that_do_not_fit_are_named(name: str, arguments: list[str], message: str) -> None:
-    with pytest.raises(FileError, match=message):
+    with pytest.raises(ValueError, match=message):
         load_data(name, arguments, 10, torch.float32)
 
 

@@ -75,7 +75,6 @@ def align(
     reference: Reference | Mapping[str, Tensor] | nn.Module = "first",
     match_on: MatchOn = "weights",
     solver: Solver = "frank_wolfe",
-    restarts: int = 1,
     similarity: Similarity = "product",
     model: nn.Module | None = None,
     dataloader: Iterable[Any] | None = None,
@@ -103,14 +102,13 @@ def align(
             ``medoid``, a given state).
         solver: how weights are matched: ``frank_wolfe``, or ``descent``, from the identity, which misses more
             where networks were permuted.
-        restarts: starts of each ``descent``, see :func:`weight_matching`.
         similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
         candidates: bound on the networks that are compared for a medoid (a fixed sample of them if there are more).
         max_iterations: bound on the sweeps of a universe.
         threads: networks that are matched at the same time (assignments release the GIL).
-        generator: for the order of groups in descents and for random starts; a fixed order without one. The result
+        generator: for the order of groups in descents; a fixed order without one. The result
             does not depend on the number of threads.
         progress: called after each network with ``{"done", "total", "iteration"}``.
         certify: measure on the example inputs that the graph was discovered with that the outputs of each permuted
@@ -137,11 +135,11 @@ def align(
             "other as reference=state"
         )
     check_number(threads, "threads", whole=True)
-    _check_words(reference, match_on, solver, restarts, similarity, candidates, max_iterations)
+    _check_words(reference, match_on, solver, similarity, candidates, max_iterations)
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
-    match = matcher(graph, match_on, solver, restarts, similarity, model, dataloader, generator)
+    match = matcher(graph, match_on, solver, similarity, model, dataloader, generator)
     target = find_target(
         graph,
         members,
@@ -189,13 +187,12 @@ def matcher(
     graph: SymmetryGraph,
     match_on: MatchOn,
     solver: Solver,
-    restarts: int,
     similarity: Similarity,
     model: nn.Module | None,
     dataloader: Iterable[Any] | None,
     generator: torch.Generator | None,
 ) -> Match:
-    """How two networks are matched; of random starts the seed is counted on from one matching to the next.
+    """How two networks are matched; the seed of random orders is counted on from one matching to the next.
 
     Raises:
         ValueError: matching by activations without a model and data.
@@ -213,13 +210,13 @@ def matcher(
 
     def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
         own = None if seed is None else torch.Generator().manual_seed(seed + job)
-        return weight_matching(graph, target, member, solver=solver, restarts=restarts, generator=own)
+        return weight_matching(graph, target, member, solver=solver, generator=own)
 
     return match
 
 
 def _check_words(
-    reference: Any, match_on: Any, solver: Any, restarts: int, similarity: Any, candidates: int, max_iterations: int
+    reference: Any, match_on: Any, solver: Any, similarity: Any, candidates: int, max_iterations: int
 ) -> None:
     """Refuse unknown words, and options that nothing would read."""
     if isinstance(reference, str) and reference not in get_args(Reference):
@@ -230,12 +227,11 @@ def _check_words(
         )
     if solver not in ("frank_wolfe", "descent"):
         raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe' or 'descent'")
-    for value, what in ((candidates, "candidates"), (max_iterations, "max_iterations"), (restarts, "restarts")):
+    for value, what in ((candidates, "candidates"), (max_iterations, "max_iterations")):
         check_number(value, what, whole=True)
-    if candidates < 2 or max_iterations < 1 or restarts < 1:
+    if candidates < 2 or max_iterations < 1:
         raise ValueError(
-            "candidates must be at least 2, max_iterations and restarts at least 1; got "
-            f"{candidates}, {max_iterations} and {restarts}"
+            f"candidates must be at least 2, max_iterations at least 1; got {candidates}, {max_iterations}"
         )
     if match_on == "activations":
         if reference in ("mean", "universe"):
@@ -243,12 +239,10 @@ def _check_words(
                 f"reference={reference!r} averages weights and has no activations of its own; use match_on='weights', "
                 "or reference='first' or 'medoid'"
             )
-        if solver != "frank_wolfe" or restarts != 1:
-            raise ValueError("solver= and restarts= are of weight matching; match_on='activations' reads neither")
+        if solver != "frank_wolfe":
+            raise ValueError("solver= is of weight matching; match_on='activations' does not read it")
     elif similarity != "product":
         raise ValueError("similarity= is of activation matching; match_on='weights' does not read it")
-    if restarts != 1 and solver != "descent":
-        raise ValueError(f"restarts= counts the starts of solver='descent'; {solver!r} does not read it")
 
 
 UNMOVED = Certificate(0.0, 0.0, torch.float64, 0)  # of a network that stayed as it is

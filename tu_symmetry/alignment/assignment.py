@@ -52,8 +52,7 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
     Args:
         family: a root group and all groups nested in it.
         grams: for each group ``[blocks * size, blocks * size]`` on the host, rows for the reference.
-        prices: column prices of the last call for similar grams (see :func:`assign`), by name of the root; brought up
-            to date.
+        prices: see :func:`assign`; brought up to date.
 
     Returns:
         Group name to LongTensor ``[*blocks, size]``, for the groups of this family.
@@ -103,21 +102,14 @@ def _assign_pairs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assign(similarities: np.ndarray, prices: dict[str, Tensor] | None = None, name: str = "") -> np.ndarray:
-    """The columns of the assignment with the largest sum of similarities.
+    """The columns ``[n]`` of the assignment with the largest sum of similarities ``[n, n]``.
 
     Where the rows' largest entries lie in different columns, they are it (the rule once a planted permutation shows).
     Otherwise SciPy's solver decides, on large matrices with prices: taking a price off each row and each column does
     not change which assignment is the best, and with prices near the dual solution most rows find a free column at
     once. The solver then takes a third of the time on Gram matrices of independent networks, and up to a tenth on
-    matrices of low rank (as at a barycenter), which are its hard case.
-
-    Args:
-        similarities: ``[n, n]``, float32 or float64.
-        prices: column prices, from earlier calls with similar matrices; good ones save time and change no result.
-        name: under which the matrix' prices are found and left.
-
-    Returns:
-        int64 ``[n]``.
+    matrices of low rank (as at a barycenter), which are its hard case. Column prices of earlier calls with similar
+    matrices are found under ``name``, and left there; good ones save time and change no result.
     """
     largest = similarities.argmax(1)
     if np.bincount(largest).max() == 1:

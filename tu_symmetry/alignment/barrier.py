@@ -105,17 +105,7 @@ def between(a: Tensor, b: Tensor, ratio: float) -> Tensor:
 
 @leaves_randomness
 def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], loss: Loss) -> float:
-    """Mean of ``loss(outputs, targets)`` over the samples of a loader, in evaluation mode.
-
-    Args:
-        model: the module, left as it is.
-        state: its weights.
-        dataloader: batches ``(inputs, targets)``.
-        loss: a function whose value is the mean over the batch.
-
-    Raises:
-        ValueError: an empty loader, batches without targets, or a loss that is no single number.
-    """
+    """Mean of ``loss(outputs, targets)`` over the samples of a loader, see :func:`measure`."""
     return measure(model, state, dataloader, {"loss": loss})["loss"]
 
 

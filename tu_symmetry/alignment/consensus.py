@@ -74,11 +74,11 @@ def find_target(
     kept: Kept | None = None,
     progress: Progress | None = None,
 ) -> Target:
-    """Find what networks are to be aligned to.
+    """Find what networks are to be aligned to; they are read when they are asked for, two at a time.
 
     Args:
         graph: the symmetry graph, verified.
-        networks: read when they are asked for, two at a time.
+        networks: a sequence of states.
         reference: what is looked for, or a network.
         match: ``(target, state, number)`` to a matching; of pairs, and of the running mean.
         candidates: bound on the networks that are compared for a medoid.

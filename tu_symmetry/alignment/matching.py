@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -189,28 +189,19 @@ def weight_matching(
         check_permutation(init)
         init = {name: p.cpu() for name, p in init.items()}
     before = weight_distance(graph, reference_state, state)
-    exponents = [size_exponent(graph, one) for one in (reference_state, state)]
+    given = reference_state, state
+    exponents = [size_exponent(graph, one) for one in given]
     if any(exponents):  # the objective is bilinear: its maximum lies where it does for weights of ordinary size
-        pair = [resized(graph, one, e) for one, e in zip((reference_state, state), exponents, strict=True)]
-        found = weight_matching(
-            graph,
-            *pair,
-            solver=solver,
-            restarts=restarts,
-            look_again=look_again,
-            max_iterations=max_iterations,
-            init=init,
-            generator=generator,
-            progress=progress,
-        )
-        after = weight_distance(graph, reference_state, permute_tensors(graph, found.permutation, state))
-        objective = enlarged(found.objective, sum(exponents))
-        return replace(found, objective=objective, distance_before=before, distance_after=after)
+        reference_state, state = (resized(graph, one, e) for one, e in zip(given, exponents, strict=True))
     if not graph.permutations:
-        return Matching({}, inner_product(graph, reference_state, state), 0, True, before, before)
+        return Matching({}, inner_product(graph, *given), 0, True, before, before)
     similarities = KeptSimilarities.of(graph, reference_state, state)
     family_list = similarities.plan.families
-    best: Matching | None = None
+
+    def value(trial: Permutation) -> float:
+        return inner_product(graph, reference_state, permute_tensors(graph, trial, state))
+
+    best: tuple[float, Permutation, int, bool] | None = None
     for attempt in range(restarts if solver == "descent" else 1):
         iterations = 0
         if solver == "frank_wolfe":
@@ -222,20 +213,16 @@ def weight_matching(
             start = random_permutation(graph, generator=generator)
         permutation, sweeps, converged = descend(similarities, family_list, start, max_iterations, generator, progress)
         if solver == "descent" and look_again:
-
-            def value(trial: Permutation) -> float:
-                return inner_product(graph, reference_state, permute_tensors(graph, trial, state))
-
             least = _ROUNDING * math.prod(inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
             permutation, more = _look_again(similarities, family_list, start, permutation, value, least, max_iterations)
             sweeps += more
-        moved = permute_tensors(graph, permutation, state)
-        objective = inner_product(graph, reference_state, moved)
-        if best is None or objective > best.objective:
-            after = weight_distance(graph, reference_state, moved)
-            best = Matching(permutation, objective, iterations + sweeps, converged, before, after)
+        objective = value(permutation)
+        if best is None or objective > best[0]:
+            best = objective, permutation, iterations + sweeps, converged
     assert best is not None
-    return best
+    objective, permutation, sweeps, converged = best
+    after = weight_distance(graph, given[0], permute_tensors(graph, permutation, given[1]))
+    return Matching(permutation, enlarged(objective, sum(exponents)), sweeps, converged, before, after)
 
 
 def descend(
@@ -249,14 +236,8 @@ def descend(
 ) -> tuple[Permutation, int, bool]:
     """Coordinate descent over families until nothing changes; a family is looked at again only if a neighbor moved.
 
-    Args:
-        similarities: what is maximized.
-        family_list: the families, in the order of a sweep.
-        start: where the descent starts.
-        max_iterations: bound on the sweeps.
-        generator: for another order in each sweep.
-        progress: called after each sweep.
-        stale: roots of the families that may improve at the start; all, if left out.
+    Families come in the order of the list or, with a generator, in another order in each sweep; ``stale`` names the
+    roots of those that may improve at the start, all if left out.
 
     Returns:
         The permutation, the number of sweeps, and whether it converged.

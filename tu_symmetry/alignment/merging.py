@@ -211,7 +211,7 @@ def merge(
             tell("align", k + 1)
         found = _Found([identity_permutation(graph)] * len(networks), [], "the networks were merged as they are")
     else:
-        match = matcher(graph, match_on, solver, 1, "product", model, dataloader, None)
+        match = matcher(graph, match_on, solver, "product", model, dataloader, None)
         found = _find(graph, networks, reference, match, certify, kept, tell)
     aligned = networks.permuted(graph, found.permutations)
     if plan is None:

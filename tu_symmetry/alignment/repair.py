@@ -53,6 +53,11 @@ class _Moments:
         return (self.scatter / self.count).sqrt()
 
 
+def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The BatchNorm layers with running statistics, by their paths."""
+    return {p: m for p, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+
+
 @leaves_randomness
 def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> State:
     """Running statistics of all BatchNorm layers, from data.
@@ -73,7 +78,7 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
         ValueError: an empty loader, a network without running statistics, or statistics that would be NaN or infinite;
             the message names the batch.
     """
-    layers = {path: m for path, m in model.named_modules() if isinstance(m, _BatchNorm) and m.running_mean is not None}
+    layers = batchnorm_layers(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no BatchNorm layer with running statistics to re-estimate; networks without "
@@ -147,7 +152,7 @@ def repair(
     own = model.state_dict()
     batches = reusable(dataloader)
     result = as_given(merged_state, require_state(merged_state, "merged_state", like=own))
-    if any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules()):
+    if batchnorm_layers(model):
         result = reestimate_batchnorm(model, result, batches)
     todo = _correctable(model, result, batches) if layers is None else list(layers)
     modules = dict(model.named_modules())
@@ -191,13 +196,7 @@ def correct(
 ) -> State:
     """A merged network as it is (``none``), re-estimated (``batchnorm``), or after :func:`repair`.
 
-    Args:
-        model: the module, left as it is.
-        states: the endpoints, aligned.
-        ratios: their weights in the merged network, which sum to one.
-        merged_state: the interpolated or averaged network.
-        dataloader: batches for the statistics; not read for ``none``.
-        correction: which of the three.
+    The arguments are those of :func:`repair`; for ``none`` the loader is not read.
     """
     if correction == "none":
         return as_given(merged_state, merged_state)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, interpolate, mean_loss
 from tu_symmetry.alignment.gram import WeightSimilarities, families, working
@@ -24,7 +23,7 @@ from tu_symmetry.alignment.matching import (
     weight_distance,
     weight_matching,
 )
-from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.alignment.repair import batchnorm_layers, reestimate_batchnorm
 from tu_symmetry.evaluation import (
     evaluating,
     forward,
@@ -86,7 +85,7 @@ def straight_through_matching(
     optimizer = torch.optim.Adam(list(free.values()), lr=learning_rate)
     own = {n: t.to(free[n].dtype) for n, t in working(graph, other).items()}
     family_list = families(graph)
-    normalizations = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    normalizations = list(batchnorm_layers(model).values())
 
     def midpoint_loss(permutation: Permutation) -> float:
         middle = interpolate(anchor, permute_tensors(graph, permutation, other), 0.5)

@@ -175,27 +175,12 @@ def align_files(
     threads: int = 1,
     track: Track = silent,
 ) -> FileAlignment:
-    """Align checkpoint files; what a former run has done is kept.
+    """Align checkpoint files, by the words of :func:`tu_symmetry.align`; what a former run has done is kept.
 
     In memory are the reference (for a mean: the sum of all, float64) and, for each thread, one network, its permuted
-    copy, and what matching needs. All files are checked before the first is written.
-
-    Args:
-        graph: the architecture's symmetry graph (verified on first use).
-        checkpoints: files that :func:`tu_symmetry.posterior.samples.load_state` reads.
-        out: folder of the results.
-        reference: what all are aligned to. A path: that file. ``first``: the first checkpoint. ``medoid``: the one
-            with the least sum of distances to the others after matching, among at most ``candidates`` of them.
-            ``mean``: each to the mean of those before it. ``universe``: as ``mean``, then each to the mean of all
-            others, in sweeps, until nothing moves.
-            The results are those of :func:`tu_symmetry.align`.
-        prefix: of the names in the checkpoints, for example ``model.``; files whose names have none are read as they
-            are.
-        solver: see :func:`tu_symmetry.align`.
-        candidates: bound on the files that are compared for a medoid.
-        max_iterations: bound on the sweeps of a universe.
-        threads: networks that are matched at the same time (a mean and sweeps go one after the other).
-        track: shows progress.
+    copy, and what matching needs. All files are checked before the first is written. The reference is a path, or what
+    is found among the checkpoints. The ``prefix`` is taken off the names in files; files whose names have none are read
+    as they are. Networks are matched by ``threads`` at the same time (a mean and sweeps go one after the other).
 
     Returns:
         The alignment; ``report.json`` and ``report.md`` in ``out`` hold the same.
@@ -232,7 +217,7 @@ def align_files(
                 graph,
                 StateSource([file.path for file in files], prefix=prefix),
                 given,
-                matcher(graph, "weights", solver, 1, "product", None, None, None),
+                matcher(graph, "weights", solver, "product", None, None, None),
                 candidates=candidates,
                 max_iterations=max_iterations,
                 threads=threads,

@@ -66,12 +66,7 @@ class Architecture:
             kwargs[key] = parse_input(value, dtype, self._generator)
         with step(console, "running it once"):
             self._run(module, inputs, kwargs)
-        with step(console, "discovering its symmetries"):
-            graph = discover_symmetries(module, inputs, example_kwargs=kwargs)
-        if verify:
-            with step(console, "verifying them in float64"):
-                verify_symmetries(graph, module, inputs, example_kwargs=kwargs)
-        return graph
+        return discovered(console, module, inputs, kwargs, verify=verify)
 
     def _run(self, module: nn.Module, inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         try:
@@ -92,12 +87,20 @@ class Architecture:
             ) from error
 
 
+def discovered(
+    console: Console, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, verify: bool
+) -> SymmetryGraph:
+    """The symmetries of a module, saying on ``console`` what takes how long."""
+    with step(console, "discovering its symmetries"):
+        graph = discover_symmetries(module, inputs, example_kwargs=kwargs)
+    if verify:
+        with step(console, "verifying them in float64"):
+            verify_symmetries(graph, module, inputs, example_kwargs=kwargs)
+    return graph
+
+
 def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
     """Call a class or function by its dotted name; ``weights=None`` is passed if it takes ``weights``.
-
-    Args:
-        dotted: ``package.module.name``.
-        init: ``KEY=VALUE`` arguments, see :func:`~tu_symmetry.configs.parse_assignments`.
 
     Raises:
         ArchitectureError: no such name, or what it returns is no module.

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
 from tu_symmetry.alignment.consensus import once
-from tu_symmetry.alignment.repair import Correction, correct, reestimate_batchnorm
+from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import (
@@ -151,16 +150,11 @@ class BarrierReport:
 
 
 def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torch.dtype) -> BarrierData:
-    """Take the first samples of a loader by its dotted name.
+    """Take the first samples of a loader by its dotted name; floating-point inputs are converted to ``dtype``.
 
-    Args:
-        name: of a LightningDataModule (losses on its test loader, the first if there are several; statistics on its
-            training loader), or of a function that returns a loader of batches ``(inputs, targets)`` (for both), or a
-            pair of loaders: evaluation and statistics.
-        arguments: ``KEY=VALUE`` arguments of the class or function, see
-            :func:`~tu_symmetry.configs.parse_assignments`.
-        num_samples: how many, of each loader.
-        dtype: that floating-point inputs are converted to.
+    It names a LightningDataModule (losses on its test loader, the first if there are several; statistics on its
+    training loader), or a function that returns a loader of batches ``(inputs, targets)`` (for both), or a pair of
+    loaders: evaluation and statistics. ``arguments`` are ``KEY=VALUE`` texts for it.
 
     Raises:
         FileError: no such name, or what it returns gives no such batches.
@@ -242,7 +236,7 @@ def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> 
         raise FileError(
             f"points must be at least 3, pairs at least 1 and corrections among {', '.join(CORRECTIONS)}; got {options}"
         )
-    if "batchnorm" in options.corrections and not _has_batchnorm(model):
+    if "batchnorm" in options.corrections and not batchnorm_layers(model):
         raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
     if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
         raise FileError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
@@ -256,10 +250,6 @@ def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> 
             f"{type(error).__name__}: {error}"
         ) from error
     return loss
-
-
-def _has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(m, _BatchNorm) and m.running_mean is not None for m in model.modules())
 
 
 def sampled_pairs(networks: int, pairs: int | None) -> list[tuple[int, int]]:
@@ -284,17 +274,10 @@ def measure_barriers(
     *,
     track: Track = silent,
 ) -> BarrierReport:
-    """Measure barriers between files before and after their alignment, and write them into the reports.
+    """Measure barriers between files before and after their alignment, and write them into the reports in ``out``.
 
-    Each pair is kept in ``state/barriers`` when it is measured, so a killed run resumes to the same result.
-
-    Args:
-        model: the module, in the dtype of the data.
-        alignment: what :func:`tu_symmetry.checkpoints.align.align_files` returned.
-        out: its folder; ``barriers.png`` is drawn there.
-        data: the batches.
-        options: what is measured.
-        track: shows progress.
+    Each pair is kept in ``state/barriers`` when it is measured, so a killed run resumes to the same result. The module
+    is in the dtype of the data; ``barriers.png`` is drawn.
 
     Raises:
         FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
@@ -313,7 +296,7 @@ def _measure(
     if (out / FIGURE).exists() and not folder.is_dir() and not _reported(out):
         raise FileError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
-    corrections = options.corrections or (("none", "batchnorm") if _has_batchnorm(model) else ("none",))
+    corrections = options.corrections or (("none", "batchnorm") if batchnorm_layers(model) else ("none",))
     made_of = [
         [f.source_sha256 for f in alignment.files],
         [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
@@ -405,7 +388,7 @@ def _measured(
     model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
 ) -> dict[str, Any]:
     """Barrier and losses along the path between two networks."""
-    also = "batchnorm" if _has_batchnorm(model) else "none"
+    also = "batchnorm" if batchnorm_layers(model) else "none"
     how: Correction = also if correction == "tempered" else correction  # type: ignore[assignment]
 
     def merge(state: State, ratio: float) -> State:

@@ -93,10 +93,8 @@ def shown(track: Track) -> Iterator[Callable[[dict[str, Any]], None]]:
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Files of weights, in the order given, each once however it is written.
 
-    Args:
-        patterns: paths, globs of files or folders (``**`` descends into folders), and all that
-            :func:`tu_symmetry.sources.locate` knows: folders of checkpoints or of ``save_pretrained``, ``hf://``,
-            ``timm://``.
+    Patterns are paths, globs of files or folders (``**`` descends into folders), and all that
+    :func:`tu_symmetry.sources.locate` knows.
 
     Raises:
         FileError: a path or pattern that stands for no file, or weights that cannot be fetched.
@@ -354,14 +352,10 @@ def refuse_foreign(
 ) -> None:
     """Nothing that a run reads, and nothing that another program wrote, may be overwritten.
 
-    A file that is read is known however it is spelled: by links, hard links, and other cases of letters where the
-    file system takes them for the same. The files that an index names are read too.
-
-    Args:
-        tensors: safetensors files that a run will write.
-        texts: other files that it will write, with what stands in one that an earlier run wrote.
-        inputs: all files that it reads, whichever option names them.
-        others: files that it will write or delete, and folders that it will delete, which are looked at elsewhere.
+    A file that is read is known however it is spelled: by links, hard links, and other cases of letters where the file
+    system takes them for the same. The files that an index names are read too. Besides safetensors files and texts,
+    which hold a mark where an earlier run wrote them, ``others`` are files that a run writes or deletes, and folders
+    that it deletes, which are looked at elsewhere.
 
     Raises:
         FileError: names the file that is in the way.

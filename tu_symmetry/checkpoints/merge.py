@@ -18,11 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tu_symmetry.alignment.align import Reference
-from tu_symmetry.alignment.barrier import Loss
 from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
 from tu_symmetry.alignment.networks import StateSource
@@ -43,6 +41,7 @@ from tu_symmetry.checkpoints.files import (
     silent,
     write_owned,
 )
+from tu_symmetry.evaluation import accuracy
 from tu_symmetry.files import FileError, clear_scratch, remove_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
@@ -70,27 +69,10 @@ def merge_files(
     prefix: str = "",
     track: Track = silent,
 ) -> Merged:
-    """Merge checkpoint files into one, see :func:`tu_symmetry.merge`.
+    """Merge checkpoint files into one, by the words of :func:`tu_symmetry.merge`.
 
-    Args:
-        graph: the architecture's symmetry graph; where it is not verified, what is used of it is
-            (nothing, where networks are merged as they are).
-        checkpoints: at least two files that :func:`tu_symmetry.load_state` reads.
-        out: the ``.safetensors`` file to write; one that an earlier run wrote is replaced.
-        model: a module of the architecture, for the statistics and the scores.
-        data: batches for both; needed for a correction, and for greedy weights.
-        loss: dotted name of the loss that is measured.
-        weights: as for :func:`tu_symmetry.merge`.
-        correction: as for :func:`tu_symmetry.merge`.
-        reference: as for :func:`tu_symmetry.merge`; a path is that file.
-        solver: as for :func:`tu_symmetry.merge`.
-        only: as for :func:`tu_symmetry.merge`.
-        points: as for :func:`tu_symmetry.merge`; needs data.
-        prefix: prefix of the names in the checkpoints, for example ``model.``.
-        track: shows progress.
-
-    Returns:
-        The merged network and its scores.
+    What is used of the graph is verified here (nothing, where networks are merged as they are). An ``out`` that an
+    earlier run wrote is replaced. ``data`` and ``loss``, a dotted name, are for statistics and scores.
 
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
@@ -274,11 +256,7 @@ def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
     return Grid("Merged network", header, rows, caption)
 
 
-def _metrics(data: BarrierData | None, loss: str) -> dict[str, Loss]:
+def _metrics(data: BarrierData | None, loss: str) -> dict[str, Any]:
     """Accuracy, where the targets are classes."""
     classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
-    return {"accuracy": _accuracy} if classes else {}
-
-
-def _accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs.argmax(1) == targets).to(torch.float64).mean()
+    return {"accuracy": accuracy} if classes else {}

@@ -16,11 +16,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from tu_symmetry.checkpoints.architecture import ArchitectureError, parse_precision, step, weightless
+from tu_symmetry.checkpoints.architecture import ArchitectureError, discovered, parse_precision, step, weightless
 from tu_symmetry.files import FileError, read_json
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.verification import verify_symmetries
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _BATCH, _TOKENS = 2, 5
@@ -113,12 +111,7 @@ class Pretrained:
         with step(console, f"building {self.config['_class_name']} from {self.path}"):
             module = self.build()
         args, kwargs = self.inputs()
-        with step(console, "discovering its symmetries"):
-            graph = discover_symmetries(module, args, example_kwargs=kwargs)
-        if verify:
-            with step(console, "verifying them in float64"):
-                verify_symmetries(graph, module, args, example_kwargs=kwargs)
-        return graph
+        return discovered(console, module, args, kwargs, verify=verify)
 
 
 @contextmanager

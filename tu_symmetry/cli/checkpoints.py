@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tu_symmetry.cli.ends import Handler, fail, named, whole_number
 
@@ -53,6 +53,29 @@ def _add_architecture(parser: argparse.ArgumentParser, *, from_files: bool = Fal
         help="keyword arguments of forward; a value like 1,16:bool is a tensor",
     )
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
+
+
+def _add_sources(parser: argparse.ArgumentParser, *, out: str, metavar: str, merging: bool) -> None:
+    """What `align` and `merge` both take: files, the architecture, what is aligned to, and how."""
+    words = ["first", "medoid", "mean", "universe"] + ["none"] * merging
+    none = "; none leaves them as they are" if merging else ""
+    parser.add_argument("checkpoints", nargs="+", help=_SOURCES)
+    _add_architecture(parser, from_files=merging)
+    parser.add_argument(
+        "--out", type=named("a file" if merging else "a folder"), required=True, metavar=metavar, help=out
+    )
+    parser.add_argument(
+        "--reference",
+        type=named(f"a file, or {', '.join(words[:-1])} or {words[-1]}"),
+        default="first",
+        metavar="|".join(["FILE", *words]),
+        help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
+        f"those before each; or, from there, all others, in sweeps until nothing moves{none} (default: first)",
+    )
+    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
+    parser.add_argument(
+        "--solver", choices=["frank_wolfe", "descent"], default="frank_wolfe", help="of matching (default: frank_wolfe)"
+    )
 
 
 def _import_from_here() -> None:
@@ -116,26 +139,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
-    parser.add_argument("checkpoints", nargs="+", help=_SOURCES)
-    _add_architecture(parser)
-    parser.add_argument(
-        "--out", type=named("a folder"), required=True, metavar="DIR", help="folder of the aligned files and the report"
-    )
-    parser.add_argument(
-        "--reference",
-        type=named("a file, or first, medoid, mean or universe"),
-        default="first",
-        metavar="FILE|first|medoid|mean|universe",
-        help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
-        "those before each; or, from there, all others, in sweeps until nothing moves (default: first)",
-    )
-    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
-    parser.add_argument(
-        "--solver",
-        choices=["frank_wolfe", "descent"],
-        default="frank_wolfe",
-        help="of matching (default: frank_wolfe)",
-    )
+    _add_sources(parser, out="folder of the aligned files and the report", metavar="DIR", merging=False)
     parser.add_argument(
         "--candidates",
         type=whole_number(2),
@@ -163,10 +167,8 @@ def align(parser: argparse.ArgumentParser) -> Handler:
 
         _import_from_here()
         display = Display()
-        reference = arguments.reference
         checkpoints = find_checkpoints(arguments.checkpoints)
-        if reference not in ("first", "medoid", "mean", "universe"):
-            reference = _one_file(reference)
+        reference = _reference(arguments.reference)
         graph = _discover(arguments)
         measure = _barrier_measurement(arguments) if arguments.data else None
         alignment = align_files(
@@ -209,11 +211,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 "
         "--alpha 'layer4.*=0.5' --out merged.safetensors"
     )
-    parser.add_argument("checkpoints", nargs="+", help=_SOURCES)
-    _add_architecture(parser, from_files=True)
-    parser.add_argument(
-        "--out", type=named("a file"), required=True, metavar="FILE.safetensors", help="the merged network"
-    )
+    _add_sources(parser, out="the merged network", metavar="FILE.safetensors", merging=True)
     shares = parser.add_mutually_exclusive_group()
     shares.add_argument(
         "--weights",
@@ -230,20 +228,6 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         metavar="A|PATTERN=A",
         help="of two networks, the share of the second, from 0 to 1; for tensors whose names match a pattern with "
         "PATTERN=A, where the last that matches counts; may be repeated",
-    )
-    parser.add_argument(
-        "--reference",
-        type=named("a file, or first, medoid, mean, universe or none"),
-        default="first",
-        metavar="FILE|first|medoid|mean|universe|none",
-        help="what all are aligned to, as for `align`; none leaves them as they are (default: first)",
-    )
-    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
-    parser.add_argument(
-        "--solver",
-        choices=["frank_wolfe", "descent"],
-        default="frank_wolfe",
-        help="of matching, as for `align` (default: frank_wolfe)",
     )
     parser.add_argument(
         "--only",
@@ -281,9 +265,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         display = Display()
         checkpoints = find_checkpoints(arguments.checkpoints)
         weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))
-        reference = None if arguments.reference == "none" else arguments.reference
-        if reference not in (None, "first", "medoid", "mean", "universe"):
-            reference = _one_file(reference)
+        reference = None if arguments.reference == "none" else _reference(arguments.reference)
         dtype = parse_precision(arguments.dtype)
         data = None
         if arguments.data:
@@ -321,8 +303,8 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     return run
 
 
-def _one_file(source: str) -> Path:
-    """What ``--reference`` names.
+def _reference(source: str) -> Any:
+    """What ``--reference`` names: a word as it is, or a file.
 
     Raises:
         FileError: nothing, or several files.
@@ -330,6 +312,8 @@ def _one_file(source: str) -> Path:
     from tu_symmetry.checkpoints.files import find_checkpoints
     from tu_symmetry.files import FileError
 
+    if source in ("first", "medoid", "mean", "universe"):
+        return source
     found = find_checkpoints([source])
     if len(found) > 1:
         raise FileError(f"--reference {source} stands for {len(found)} files, as {found[0].name}; name one of them")

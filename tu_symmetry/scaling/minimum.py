@@ -50,20 +50,13 @@ class Minimum:
 def minimize_mass(
     tables: MassTables, start: MassPoint, active: Mask, targets: Array, tolerance: float, max_iterations: int
 ) -> Minimum:
-    """Minimize ``F(s) - 2 targets . s`` over the active factors; the others stay at one.
+    """Minimize ``F(s) - 2 targets . s`` over the active factors, bool ``[count]``; the others stay at one.
 
     Sweeps with the closed-form step of single factors come first, then Newton steps by preconditioned conjugate
-    gradients. The certificate: with the Newton step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual
-    problem if they are positive, and then its value is below the objective by ``u . H u`` at most. (To second order it
-    is below by half of that, which leaves room for the residual at which the conjugate gradients stop.)
-
-    Args:
-        tables: the masses.
-        start: the masses at factors of one.
-        active: which factors move, bool ``[count]``.
-        targets: linear terms ``[count]``, zero where factors are not active.
-        tolerance: on the gradient's norm, relative to the mass.
-        max_iterations: Newton steps.
+    gradients, until the gradient's norm relative to the mass is below ``tolerance``. The certificate: with the Newton
+    step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual problem if they are positive, and then its
+    value is below the objective by ``u . H u`` at most. (To second order it is below by half of that, which leaves room
+    for the residual at which the conjugate gradients stop.)
 
     Raises:
         RuntimeError: no convergence; the message says how far it came.

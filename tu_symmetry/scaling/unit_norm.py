@@ -24,14 +24,9 @@ def unit_scales(
 
     A unit's makers are the matrices that grow with its factor or, where there are none (the affine parameters of a
     normalization), the first tensor that does, which is the gain. A maker's entries also depend on the factors of the
-    units that feed it. Groups are therefore settled front to back: each by its first maker (in the state dict's order)
-    that is fed by settled groups alone. Where groups only feed each other, the first takes the others as they are.
-
-    Args:
-        graph: the symmetry graph.
-        state: state dict.
-        groups: the graph's scale groups, or these and its normalization groups.
-        mean_square: a mean square of one instead of a norm of one.
+    units that feed it. Groups (the graph's scale groups, or these and its normalization groups) are therefore settled
+    front to back: each by its first maker (in the state dict's order) that is fed by settled groups alone. Where groups
+    only feed each other, the first takes the others as they are.
 
     Returns:
         Log-factors ``[count]``, and a mask ``[count]`` of the units whose maker is zero (their log-factor is zero).
