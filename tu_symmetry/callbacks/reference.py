@@ -145,7 +145,7 @@ class PredictiveWriter(BasePredictionWriter):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.suffix == ".npz":
             with replacing(self.path) as scratch, open(scratch, "wb") as file:
-                np.savez_compressed(file, **{self.key: probs.numpy()})
+                np.savez_compressed(file, **{self.key: probs.numpy()})  # type: ignore[arg-type]
         else:
             write_safetensors(self.path, {self.key: probs}, {"predictive": type(pl_module).__name__})
 
