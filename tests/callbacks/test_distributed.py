@@ -68,7 +68,7 @@ def _main(folder: Path) -> None:
     _fit(folder / "plain")
     snapshots = PosteriorSnapshots(folder / "store", every_n_steps=4)
     _fit(folder / "aligned", Rebasin(in_place=True, every_n_steps=2, barrier_loader="val"), snapshots)
-    _fit(folder / "scaled", ScaleCanonicalization(in_place=True, every_n_steps=2, profile=[-0.1, 0.1]))
+    _fit(folder / "scaled", ScaleCanonicalization(in_place=True, every_n_steps=2))
     failing = _Failing(every_n_steps=2)
     failing.folder = folder / "failing"
     with contextlib.suppress(Exception):

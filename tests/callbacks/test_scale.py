@@ -20,7 +20,6 @@ from trainings import adam, cnn, fit, loader, mlp, mlp_graph, routine, sgd, trai
 
 from tu_symmetry.callbacks import Rebasin, ScaleCanonicalization
 from tu_symmetry.scaling.canonical import canonicalize
-from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_scale
@@ -79,7 +78,7 @@ class Watch(Callback):
 def test_logging_changes_nothing_and_says_what_canonicalize_says() -> None:
     plain, module, watch = routine(), routine(), Watch()
     fit(plain)
-    canonical = mlp_canonicalization(every_n_epochs=1, profile=[-0.5, 0.0, 0.5])
+    canonical = mlp_canonicalization(every_n_epochs=1)
     fit(module, watch, canonical)
     assert module.losses == plain.losses
     assert [(r["epoch"], r["step"]) for r in canonical.history] == [(0, 6), (1, 12), (2, 18)]
@@ -94,14 +93,6 @@ def test_logging_changes_nothing_and_says_what_canonicalize_says() -> None:
                 n: float(weights[f"{n}.weight"].square().sum() + weights[f"{n}.bias"].square().sum()) for n in "024"
             }
             assert record[key][0] == pytest.approx(expected)
-        rms = {name: float(s.square().mean().sqrt()) for name, s in form.log_scale.items()}
-        assert record["log_factor"][0] == pytest.approx(rms, rel=1e-6) and min(rms.values()) > 1e-3
-        profile = mass_profile(mlp_graph(), state, [-0.5, 0.0, 0.5]).masses
-        assert record["profile"] == [{name: pytest.approx(values.tolist()) for name, values in profile.items()}]
-        for group, reads, makes in (("0", "2.weight", "0."), ("2", "4.weight", "2.")):
-            up = sum(float(t.square().sum()) for n, t in state.items() if n.startswith(makes))
-            expected = 0.25 * math.log(float(state[reads].square().sum()) / up)
-            assert record["profile_minimum"][0][group] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -118,7 +109,7 @@ def test_it_can_act_before_the_first_step(given: bool) -> None:
 
 def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
     log = CSVLogger(tmp_path)
-    canonical = mlp_canonicalization(every_n_steps=4, profile=[-1.0, 0.0, 1.0], log_layers=True)
+    canonical = mlp_canonicalization(every_n_steps=4)
     t = fit(routine(), canonical, logger=[log], max_epochs=2)
     assert float(t.callback_metrics["scale/ratio"]) == pytest.approx(canonical.history[-1]["ratio"][0])
     with open(Path(log.log_dir) / "metrics.csv") as f:
@@ -127,10 +118,6 @@ def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
     for row, record in zip(rows, canonical.history, strict=True):
         for key in ("mass", "minimal_mass", "ratio"):
             assert float(row[f"scale/{key}"]) == pytest.approx(record[key][0])
-        for layer in "024":
-            assert float(row[f"scale/layer_mass/{layer}"]) == pytest.approx(record["layer_mass"][0][layer])
-        for group in "02":
-            assert float(row[f"scale/profile_minimum/{group}"]) == record["profile_minimum"][0][group]
 
 
 @pytest.mark.parametrize("method", ["min_mass", "unit_norm", "unit_variance"])
@@ -347,7 +334,7 @@ def test_swag_statistics_follow() -> None:
 @pytest.mark.parametrize(
     ("kind", "own"),
     [
-        (ScaleCanonicalization, {"method": "unit_norm", "profile": [-0.5, 0.5]}),
+        (ScaleCanonicalization, {"method": "unit_norm", "parameters": ["*.weight"]}),
         (Rebasin, {"reference": 1, "match_on": "activations", "dataloader": "val"}),
     ],
 )
@@ -391,7 +378,7 @@ def test_counted_parameters() -> None:
 
 def test_resumed_run_ends_where_the_whole_one_does(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    schedule = {"every_n_epochs": 2, "in_place": True, "profile": [0.0]}
+    schedule = {"every_n_epochs": 2, "in_place": True}
     whole, first = routine(optimizer=adam), mlp_canonicalization(**schedule)
     data = DataLoader(loader().dataset, batch_size=8)  # in order: a resumed run would shuffle anew
     trainer(first, keep, max_epochs=5).fit(whole, data)
@@ -421,7 +408,6 @@ def test_networks_without_scale_symmetry_are_refused() -> None:
     ("arguments", "message"),
     [
         ({"method": "norm"}, "min_mass, unit_norm, unit_variance"),
-        ({"profile": [0.0, float("inf")]}, "finite"),
         ({"at_end": False}, "ScaleCanonicalization would never act"),
     ],
 )

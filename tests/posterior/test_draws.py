@@ -195,20 +195,6 @@ def test_laplace_draws_have_its_covariance(curvature: str) -> None:
     torch.testing.assert_close(columns.var(0), torch.stack(variances).to(columns), rtol=0.12, atol=1e-4)
 
 
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
-def test_laplace_torch_draws(subset: str) -> None:
-    laplace = pytest.importorskip("laplace")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3))
-    la = laplace.Laplace(model, "classification", subset_of_weights=subset, hessian_structure="kron")
-    la.fit(blobs())
-    found = network_draws(la, 3000, seed=0)
-    assert found.method == "laplace" and found.states.keys() == model.state_dict().keys()
-    assert torch.equal(found.states["0.weight"][0], model[0].weight) == (subset == "last_layer")
-    mean = torch.cat([found.states[n].mean(0).flatten() for n in ("2.weight", "2.bias")])
-    torch.testing.assert_close(mean, la.mean[-12:].detach().flatten(), atol=0.08, rtol=0)
-
-
 def test_what_nothing_can_be_drawn_from() -> None:
     with pytest.raises(ValueError, match="single fixed network"):
         network_draws(nn.Linear(2, 2), 3)

@@ -33,8 +33,7 @@ class PosteriorDraws(Callback):
     """At the end of a fit, draws networks of the plain architecture and writes them to a sample store.
 
     What is drawn from is, in this order: the approximation of a :class:`~tu_symmetry.callbacks.FitLaplace` that stands
-    before it among the callbacks (of an ensemble, in equal shares from each member's); a fitted ``LaplaceApprox`` of
-    the routine (it is fitted to the training data if it has not been); the Gaussian of a
+    before it among the callbacks (of an ensemble, in equal shares from each member's); the Gaussian of a
     :class:`~tu_symmetry.routines.VariationalRoutine`; else the routine's ``model`` as
     :func:`~tu_symmetry.posterior.draws.network_draws` knows it: deep ensembles, checkpoint collectors, SWAG, dropout,
     Bayesian layers.
@@ -122,7 +121,6 @@ class PosteriorDraws(Callback):
             return
         self._checked = True
         laplace = any(isinstance(c, FitLaplace) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        laplace |= hasattr(getattr(pl_module, "post_processing", None), "la")
         if laplace or isinstance(pl_module, VariationalRoutine):
             return
         model: Any = pl_module.model
@@ -192,11 +190,6 @@ class PosteriorDraws(Callback):
             generator = torch.Generator().manual_seed(self.seed)
             states = pl_module.posterior().to("cpu").sample(self.num_samples, generator=generator)
             return Draws("variational", states, [0] * self.num_samples)
-        post: Any = getattr(pl_module, "post_processing", None)
-        if hasattr(post, "la"):
-            if getattr(post.la, "H", None) is None:
-                post.fit(_training_loader(trainer))
-            return network_draws(post, self.num_samples, seed=self.seed)
         inputs = next(iter(_training_loader(trainer)))[0]
         model: Any = pl_module.model
         if isinstance(inputs, Tensor):

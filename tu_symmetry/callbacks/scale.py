@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -15,7 +14,6 @@ from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import ModuleSource, detached_state
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
-from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.elements import LogScale
@@ -31,13 +29,7 @@ class ScaleCanonicalization(SymmetryCallback):
 
     * ``scale/mass``, ``scale/minimal_mass`` and ``scale/ratio``, the first over the second;
 
-    and with ``log_layers``, which adds four scalars for a layer or group (hundreds for a deep network),
-
-    * ``scale/layer_mass/LAYER`` and ``scale/layer_minimal_mass/LAYER``: what each module holds of both;
-    * ``scale/log_factor/GROUP``: root mean square of the natural-log factors that lead from the weights to the
-      minimum, for each scale group (zero at the minimum);
-    * ``scale/profile_minimum/GROUP``: the natural-log factor of least mass when a whole group is scaled alike.
-
+    and to loggers of images (TensorBoard, Weights & Biases, MLflow, Comet) a figure of what each module holds of both.
     The members of an ensemble are treated one by one: the names then end in ``_i``, and the name without it is the
     mean. The same numbers are kept in :attr:`history`, which is part of the checkpoint.
 
@@ -74,19 +66,14 @@ class ScaleCanonicalization(SymmetryCallback):
             logged as minimal mass is that of ``min_mass`` in any case.
         parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
             them; all parameters if left out.
-        profile: natural-log factors at which the mass profile of every group is taken
-            (:func:`~tu_symmetry.scaling.mass_profile`); none if empty.
         prefix: first part of the logged names.
-        log_layers: log the scalars of layers and groups too; they are in :attr:`history` in any case, and loggers of
-            images (TensorBoard, Weights & Biases, MLflow, Comet) get a figure of the layers' masses each time.
         **common: the schedule, ``in_place``, ``example_input``, ``graph`` and ``averages`` of
             :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
-            ``minimal_mass`` and ``ratio``; dictionaries for ``layer_mass``, ``layer_minimal_mass``, ``log_factor`` and
-            ``profile_minimum`` (infinite where a group's mass lies on one side only), and for ``profile`` (group to
-            masses), where asked for. In place also ``output_change``, where the graph holds a network to run.
+            ``minimal_mass`` and ``ratio``, dictionaries for ``layer_mass`` and ``layer_minimal_mass``; in place also
+            ``output_change``, where the graph holds a network to run.
         log_scales: the log-factors found last, one element for each member.
     """
 
@@ -97,21 +84,15 @@ class ScaleCanonicalization(SymmetryCallback):
         at_start: bool = False,
         method: Method = "min_mass",
         parameters: Sequence[str] | None = None,
-        profile: Sequence[float] = (),
         prefix: str = "scale",
-        log_layers: bool = False,
         **common: Any,
     ) -> None:
         super().__init__(members, prefix=prefix, **common)
-        self.log_layers = log_layers
         if method not in get_args(Method):
             raise ValueError(f"method must be one of {', '.join(get_args(Method))}; got {method!r}")
-        if not all(math.isfinite(x) for x in profile):
-            raise ValueError(f"profile must hold finite log-factors, got {list(profile)}")
         self.at_start = at_start
         self.method = method
         self.parameters = None if parameters is None else list(parameters)
-        self.profile = [float(x) for x in profile]
 
     def forget(self) -> None:
         """Drop what earlier runs left."""
@@ -175,16 +156,11 @@ class ScaleCanonicalization(SymmetryCallback):
             "ratio": least.mass_before / least.mass_after,
             "layer_mass": self._layer_masses(graph, state),
             "layer_minimal_mass": self._layer_masses(graph, least.state),
-            "log_factor": {name: float(s.square().mean().sqrt()) for name, s in least.log_scale.items()},
         }
         if applied.certificate is not None:
             numbers["output_change"] = applied.certificate.change
         elif self.in_place:
             self.notice(f"ScaleCanonicalization is not certified: {applied.uncertified}", UncertifiedWarning)
-        profile = mass_profile(graph, state, self.profile, parameters=self.parameters)
-        numbers["profile_minimum"] = dict(profile.minima)
-        if self.profile:
-            numbers["profile"] = {name: values.tolist() for name, values in profile.masses.items()}
         return log_scale, numbers
 
     def _layer_masses(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, float]:
@@ -197,15 +173,11 @@ class ScaleCanonicalization(SymmetryCallback):
         return masses
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: dict[str, Any], hook: str) -> None:
-        per_member: list[dict[str, float]] = []
-        for i in range(len(record["mass"])):
-            scalars = {f"{self.prefix}/{key}": record[key][i] for key in ("mass", "minimal_mass", "ratio")}
-            for key in ("layer_mass", "layer_minimal_mass", "log_factor", "profile_minimum") if self.log_layers else ():
-                scalars |= {f"{self.prefix}/{key}/{name}": value for name, value in record[key][i].items()}
-            per_member.append(scalars)
-        scalars = {key: sum(m[key] for m in per_member) / len(per_member) for key in per_member[0]}
-        if len(per_member) > 1:
-            scalars |= {f"{key}_{i}": value for i, m in enumerate(per_member) for key, value in m.items()}
+        scalars: dict[str, float] = {}
+        for key in ("mass", "minimal_mass", "ratio"):
+            scalars[f"{self.prefix}/{key}"] = sum(record[key]) / len(record[key])
+            if len(record[key]) > 1:
+                scalars |= {f"{self.prefix}/{key}_{i}": value for i, value in enumerate(record[key])}
         self.log_scalars(trainer, pl_module, scalars, hook)
         layers = list(record["layer_mass"][0])
         values = {

@@ -1,9 +1,9 @@
 """Draws of whole networks from what other libraries call a posterior: one stack of ordinary states for each method.
 
-A metric of posteriors compares states of one architecture. What a method of TorchUncertainty or laplace-torch holds is
-something else: masks that are drawn in the forward pass, layers of means and standard deviations, moments of a
-trajectory, a list of networks. :func:`network_draws` makes states of the plain architecture of any of them. Objects are
-known by what they have, not by their class, so that neither library has to be installed.
+A metric of posteriors compares states of one architecture. What a method of TorchUncertainty holds is something else:
+masks that are drawn in the forward pass, layers of means and standard deviations, moments of a trajectory, a list of
+networks. :func:`network_draws` makes states of the plain architecture of any of them. Objects are known by what they
+have, not by their class, so that the library does not have to be installed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def network_draws(
     | ``mc_dropout`` (``filtered_modules``), or a plain network with dropout | :func:`dropout_draws` |
     | ``SWAG`` (``swag_stats``) | :func:`swag_draws` |
     | Bayesian layers, also within ``StochasticModel`` | :func:`bayesian_draws` |
-    | :class:`~tu_symmetry.LinearizedLaplace`; ``LaplaceApprox`` (``la``); laplace-torch | :func:`laplace_draws` |
+    | :class:`~tu_symmetry.LinearizedLaplace` | :func:`laplace_draws` |
 
     Args:
         source: the object, after training.
@@ -66,7 +66,7 @@ def network_draws(
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    if isinstance(source, LinearizedLaplace) or hasattr(source, "la") or _is_laplace_torch(source):
+    if isinstance(source, LinearizedLaplace):
         return Draws("laplace", laplace_draws(source, count, seed=seed), [0] * count)
     if not isinstance(source, nn.Module):
         raise ValueError(f"nothing can be drawn from a {type(source).__name__}: {_KNOWN}")
@@ -102,7 +102,7 @@ def require_drawable(source: Any, count: int, *, inputs: Tensor | None = None) -
         ValueError: a network in which nothing is random, dropout whose masks are no weights, an ensemble of fewer
             members than are wanted.
     """
-    if not isinstance(source, nn.Module) or hasattr(source, "la"):
+    if not isinstance(source, nn.Module):
         return
     if hasattr(source, "core_models"):
         _require_enough(len(source.core_models), count, "members")  # type: ignore[arg-type]
@@ -254,46 +254,17 @@ def swag_draws(swag: Any, count: int, *, seed: int = 0, scale: float | None = No
     return stack_states([{n: t.detach().clone() for n, t in m.state_dict().items()} for m in drawn])
 
 
-def laplace_draws(source: Any, count: int, *, seed: int = 0) -> State:
-    """Weights from a Laplace approximation, ours or laplace-torch's (also within TorchUncertainty's wrapper).
+def laplace_draws(laplace: LinearizedLaplace, count: int, *, seed: int = 0) -> State:
+    """Weights from a Laplace approximation, centered on the trained weights.
 
-    Weights that the approximation leaves out (all but the last layer of ``last_layer``) stay as trained. Ours is
-    centered on the trained weights. The states are weights: a network with them is no linearized network.
-
-    Raises:
-        ValueError: an approximation that has not been fitted.
+    Weights that it leaves out (all but the last layer of ``last_layer``) stay as trained. The states are weights: a
+    network with them is no linearized network.
     """
-    if isinstance(source, LinearizedLaplace):
-        tangent = source.tangent
-        samples = WeightSamples(source.posterior, count, seed, tangent.point()[:1])
-        vectors = torch.cat(list(samples.chunks())) + tangent.point()
-        drawn = [tangent.unflatten(v) for v in vectors]
-        return stack_states([{n: t.detach().clone() for n, t in (tangent.state() | d).items()} for d in drawn])
-    la = getattr(source, "la", source)
-    if getattr(la, "H", None) is None and getattr(la, "loss", 0.0) == 0.0:
-        raise ValueError("the Laplace approximation has not been fitted: call fit(train_loader) first")
-    network = la.model.model if hasattr(la.model, "last_layer") else la.model
-    last = la.model.last_layer if hasattr(la.model, "last_layer") else None
-    varied = [
-        n
-        for n, p in network.named_parameters()
-        if (p.requires_grad if last is None else any(p is q for q in last.parameters()))
-    ]
-    with seeded(derived_seed(seed, 14, 0), next(network.parameters()).device), torch.no_grad():
-        vectors = la.sample(count).detach()
-    own = dict(network.named_parameters())
-    sizes = [own[n].numel() for n in varied]
-    if vectors.shape[1] != sum(sizes):
-        raise ValueError(
-            f"laplace-torch draws {vectors.shape[1]} weights, but the parameters that vary have {sum(sizes)}: "
-            "subnetworks are not supported"
-        )
-    fixed = {n: t.detach() for n, t in network.state_dict().items()}
-    states = []
-    for vector in vectors:
-        parts = {n: v.view(own[n].shape) for n, v in zip(varied, vector.split(sizes), strict=True)}
-        states.append({n: t.clone() for n, t in (fixed | parts).items()})
-    return stack_states(states)
+    tangent = laplace.tangent
+    samples = WeightSamples(laplace.posterior, count, seed, tangent.point()[:1])
+    vectors = torch.cat(list(samples.chunks())) + tangent.point()
+    drawn = [tangent.unflatten(v) for v in vectors]
+    return stack_states([{n: t.detach().clone() for n, t in (tangent.state() | d).items()} for d in drawn])
 
 
 def _chosen(networks: Sequence[nn.Module], count: int, what: str) -> tuple[State, list[int]]:
@@ -314,10 +285,6 @@ def _is_bayesian(module: nn.Module) -> bool:
 
 def _is_dropout(module: nn.Module) -> bool:
     return isinstance(module, (nn.Dropout, *_CHANNELS)) and module.p > 0
-
-
-def _is_laplace_torch(source: Any) -> bool:
-    return not isinstance(source, nn.Module) and hasattr(source, "prior_precision") and hasattr(source, "sample")
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -97,7 +97,7 @@ class DeepImagePriorRoutine(StackedNetworks):
     (``trainer.gradient_clip_val``) network by network, so that every image comes out as if it were alone.
 
     Logged: ``loss`` (mean over the problems) at every logging step; ``best_loss``, ``psnr`` and ``ssim`` of the kept
-    iterates after every epoch; ``test/psnr`` and ``test/ssim``; and images to loggers that take them.
+    iterates after every epoch; ``test/psnr`` and ``test/ssim``.
 
     Args:
         model: the architecture, without buffers; its own weights do not matter.
@@ -109,7 +109,6 @@ class DeepImagePriorRoutine(StackedNetworks):
         seed: seed of the initialization.
         own_initialization: every network its own; else all start from the same weights.
         out: safetensors file of :class:`Reconstructions`, written when the fit ends; None to write none.
-        images_every: epochs between images in the logger; 0 for none.
         chunk_size: how many networks are evaluated at a time, to save memory; None for all.
         optimizer: optimizer of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes
             first.
@@ -133,15 +132,12 @@ class DeepImagePriorRoutine(StackedNetworks):
         seed: int = 10,
         own_initialization: bool = False,
         out: str | Path | None = None,
-        images_every: int = 1,
         chunk_size: int | None = None,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
         require_positive(num_problems=num_problems, weight_limit=weight_limit, chunk_size=chunk_size or 1)
-        if images_every < 0:
-            raise ValueError(f"images_every must not be negative, got {images_every}")
         for weight in tv_weight.values() if isinstance(tv_weight, dict) else [tv_weight]:
             if not weight >= 0:
                 raise ValueError(f"tv_weight must not be negative, got {tv_weight}")
@@ -151,7 +147,7 @@ class DeepImagePriorRoutine(StackedNetworks):
                 "a single image are no statistics. Use GroupNorm, or no normalization"
             )
         self.num_problems, self.tv_weight, self.max_iterations = num_problems, tv_weight, max_iterations
-        self.weight_limit, self.images_every, self.chunk_size = weight_limit, images_every, chunk_size
+        self.weight_limit, self.chunk_size = weight_limit, chunk_size
         self.out = None if out is None else Path(out)
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         seeds = [derived_seed(seed, 1, m if own_initialization else 0) for m in range(num_problems)]
@@ -292,33 +288,18 @@ class DeepImagePriorRoutine(StackedNetworks):
         return found.to(batch.truth.dtype)
 
     def on_train_epoch_end(self) -> None:
-        """Log how good the kept iterates are, and show them."""
+        """Log how good the kept iterates are."""
         if self._problem is None:
             return
         images = self.reconstructions(self._problem)
         psnr, ssim = image_quality(images, self._problem.truth)
         values = {"best_loss": self.best_loss.mean(), "psnr": psnr.mean(), "ssim": ssim.mean()}
         self.log_dict(values, prog_bar=True, batch_size=len(images))
-        if self.images_every and (self.current_epoch + 1) % self.images_every == 0:
-            self._show(images)
 
     def test_step(self, batch: TomographyProblem, batch_idx: int) -> None:
         """Log how good the kept iterates are."""
         psnr, ssim = image_quality(self.reconstructions(batch), batch.truth)
         self.log_dict({"test/psnr": psnr.mean(), "test/ssim": ssim.mean()}, batch_size=len(batch))
-
-    def _show(self, images: Tensor) -> None:
-        """Truth, back-projection, reconstruction of each problem in a row, to loggers that take images."""
-        assert self._problem is not None
-        shown = [self._problem.truth, self._problem.back_projection, images]
-        row = torch.cat([part.clamp(0, 1).cpu() for part in shown], dim=-1)
-        whole = torch.cat(list(row), dim=-2)  # [1, problems * height, 3 * width]
-        loggers: list[Any] = list(self.loggers)
-        for logger in loggers:
-            if hasattr(logger, "log_image"):
-                logger.log_image(key="reconstructions", images=[whole], step=self.trainer.global_step)
-            elif hasattr(logger.experiment, "add_image"):
-                logger.experiment.add_image("reconstructions", whole, self.trainer.global_step)
 
     def on_train_end(self) -> None:
         """Write the reconstructions."""
