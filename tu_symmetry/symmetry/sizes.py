@@ -114,7 +114,7 @@ def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
         return []
     one, two = (getattr(n.meta.get("val"), "shape", ()) for n in (a.all_input_nodes[0], b.all_input_nodes[0]))
     names = {x.name: x for x in a.target._schema.arguments}
-    given = dict(zip(names, a.args, strict=False)) | a.kwargs
+    given: dict[str, Any] = dict(zip(names, a.args, strict=False)) | a.kwargs
     axes: list[Any] = []
     if a.target is torch.ops.aten.index.Tensor:
         axes = [k for k, index in enumerate(given["indices"]) if index is not None]
