@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,19 @@ def net() -> nn.Module:
 class Net(nn.Sequential):
     def __init__(self, hidden: int = 12) -> None:
         super().__init__(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 3))
+
+
+class Normed(nn.Sequential):
+    """With batch normalization behind the first layer, and without behind the second."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, without locks."""
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {name: content for name, content in found.items() if not name.endswith(".lock")}
 
 
 def loader() -> list[tuple[Tensor, Tensor]]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from toy_networks import Normed
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, loss_barrier, mean_loss
@@ -21,13 +22,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 State = dict[str, Tensor]
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
 @pytest.fixture(scope="module")
 def graph() -> tus.SymmetryGraph:
-    return tus.discover_symmetries(network(), torch.zeros(2, 4))
+    return tus.discover_symmetries(Normed(), torch.zeros(2, 4))
 
 
 def cast(state: State, dtype: torch.dtype) -> State:
@@ -36,7 +33,7 @@ def cast(state: State, dtype: torch.dtype) -> State:
 
 def states(count: int) -> list[State]:
     generator = torch.Generator().manual_seed(0)
-    like = network().state_dict()
+    like = Normed().state_dict()
     return [
         {n: torch.randn(t.shape, generator=generator).abs() if t.ndim else t for n, t in like.items()}
         for _ in range(count)
@@ -88,10 +85,10 @@ def test_states_of_different_dtypes_are_interpolated_and_activations_matched(gra
     a, b = states(2)
     middle = interpolate(a, cast(b, torch.float64), 0.25)
     assert all(torch.equal(middle[n], t) for n, t in interpolate(a, b, 0.25).items())
-    found = tus.activation_matching(graph, network(), a, cast(b, torch.float64), batches())
+    found = tus.activation_matching(graph, Normed(), a, cast(b, torch.float64), batches())
     assert all(
         torch.equal(p, found.permutation[n])
-        for n, p in tus.activation_matching(graph, network(), a, b, batches()).permutation.items()
+        for n, p in tus.activation_matching(graph, Normed(), a, b, batches()).permutation.items()
     )
 
 
@@ -100,7 +97,7 @@ def test_stacks_serve_where_lists_do() -> None:
     stack = {n: torch.stack([s[n] for s in members]) for n in members[0]}
     mean = mean_state(stack)
     assert all(torch.equal(t, mean[n]) for n, t in mean_state(members).items())
-    one, other = (barrier_matrix(network(), s, batches(), F.cross_entropy, points=3) for s in (members, stack))
+    one, other = (barrier_matrix(Normed(), s, batches(), F.cross_entropy, points=3) for s in (members, stack))
     torch.testing.assert_close(one, other)
     assert one.shape == (3, 3)
 
@@ -111,20 +108,20 @@ def test_losses_that_are_not_finite_make_no_barrier_of_zero() -> None:
     broken = {**b, "5.bias": torch.full_like(b["5.bias"], torch.nan)}
     for first, second in ((a, broken), (broken, a)):
         with pytest.raises(ValueError, match="ends of the path"):
-            loss_barrier(network(), first, second, batches(), F.cross_entropy, points=3)
+            loss_barrier(Normed(), first, second, batches(), F.cross_entropy, points=3)
 
     def merge(state: State, ratio: float) -> State:
         return {**state, "5.bias": state["5.bias"] * torch.nan} if ratio == 0.5 else state
 
-    found = loss_barrier(network(), a, b, batches(), F.cross_entropy, points=5, merge=merge)
+    found = loss_barrier(Normed(), a, b, batches(), F.cross_entropy, points=5, merge=merge)
     assert found.barrier == math.inf and found.losses[2] == math.inf
     assert math.isfinite(found.losses[1])
 
 
 def _wrong(name: str, graph: tus.SymmetryGraph, members: list[State]) -> Callable[[], Any]:
-    model, (a, b, _) = network(), members
+    model, (a, b, _) = Normed(), members
     return {
-        "models": lambda: tus.align(graph, [model, network()]),
+        "models": lambda: tus.align(graph, [model, Normed()]),
         "a model": lambda: tus.weight_matching(graph, a, model),
         "match_on": lambda: tus.align(graph, members, match_on="straight_through"),
         "option": lambda: tus.align(graph, members, similarity="correlation"),
@@ -137,8 +134,8 @@ def _wrong(name: str, graph: tus.SymmetryGraph, members: list[State]) -> Callabl
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("models", TypeError, r"states\[0\] is a Sequential, not a state dict; .* module.state_dict\(\)"),
-        ("a model", TypeError, r"state is a Sequential, not a state dict"),
+        ("models", TypeError, r"states\[0\] is a Normed, not a state dict; .* module.state_dict\(\)"),
+        ("a model", TypeError, r"state is a Normed, not a state dict"),
         ("match_on", ValueError, "unknown match_on 'straight_through'"),
         ("option", ValueError, "similarity= is of activation matching"),
         ("no mean", ValueError, "no network to take a mean of"),

@@ -12,17 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_networks import Normed as Net
 
 import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.symmetry.running.weights import random_state
 
 BATCHES, BAD = 5, 3
-
-
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
 NETWORK = Net().double().eval()

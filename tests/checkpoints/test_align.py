@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from toy_networks import Net
+from toy_networks import Net, tree
 
 from tu_symmetry import cli
 from tu_symmetry.alignment.align import align
@@ -167,10 +167,6 @@ def noisy(graph: SymmetryGraph, count: int) -> list[State]:
     generator = torch.Generator().manual_seed(1)
     states = planted(graph, count)[0]
     return [{n: t + torch.randn(t.shape, generator=generator) for n, t in s.items()} for s in states]
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_the_medoid_of_many_files_is_that_of_a_sample(graph: SymmetryGraph, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from toy_networks import Normed as Net
 
 from tu_symmetry import cli
 from tu_symmetry.alignment.barrier import barrier_matrix, mean_loss, tempered_loss_barrier
@@ -33,11 +34,6 @@ from tu_symmetry.symmetry.elements import random_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 LOSS = "torch.nn.functional.cross_entropy"
-
-
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
 def random_state(generator: torch.Generator) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from toy_networks import Normed as Net
+from toy_networks import tree
 
 import tu_symmetry as tus
 from tu_symmetry import cli
@@ -24,11 +26,6 @@ from tu_symmetry.checkpoints.barriers import load_data
 from tu_symmetry.checkpoints.merge import merge_files, working_folder
 from tu_symmetry.files import FileError
 from tu_symmetry.symmetry.running.weights import random_state
-
-
-class Net(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
 def loader(count: int = 40) -> DataLoader[Any]:
@@ -58,10 +55,6 @@ def merge(paths: list[Path], out: Path, *more: str) -> int:
 def expected(count: int, **options: Any) -> tus.alignment.Merged:
     model = Net()
     return tus.merge(tus.discover_symmetries(model, torch.randn(2, 4)), states(count), model, **options)
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

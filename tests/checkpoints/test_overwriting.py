@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toy_networks import net
+from toy_networks import net, tree
 
 from tu_symmetry import cli
 from tu_symmetry.checkpoints.files import refuse_foreign
@@ -46,11 +46,6 @@ def _importable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1]))
         yield
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-    return {name: content for name, content in found.items() if not name.endswith(".lock")}
 
 
 def as_it_is(path: str) -> str:
@@ -145,7 +140,7 @@ def test_reports_figures_and_parts_of_an_index_are_read_too(here: Path, capsys: 
 def test_drawings_do_not_take_the_place_of_other_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", *MODEL, "--html", "net.html"]) == 0
     assert cli.main(["inspect", *MODEL, "--html", "net.html"]) == 0  # its own is replaced
-    Path("module.py").write_text("from toy_networks import net\n")
+    Path("module.py").write_text("from toy_networks import net\n"), tree
     for name in ("module.py", "x.pt", "r.safetensors"):
         before = tree(here)
         assert cli.main(["inspect", *MODEL, "--html", name]) == 2

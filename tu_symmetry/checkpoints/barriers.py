@@ -418,9 +418,6 @@ def _mean(states: Iterable[State], update: Callable[[int], None]) -> State:
 
 
 def _json(report: BarrierReport) -> dict[str, Any]:
-    def matrix(when: str, correction: str) -> list[list[float | None]]:
-        return [[None if math.isnan(v) else v for v in row] for row in report.matrix(when, correction)[1]]
-
     return {
         "data": report.data,
         "num_samples": report.num_samples,
@@ -428,7 +425,7 @@ def _json(report: BarrierReport) -> dict[str, Any]:
         "points": report.points,
         "pairs": report.pairs,
         "networks_in_matrix": report.matrix("before", next(iter(report.barriers["before"])))[0],
-        "matrix": {w: {m: matrix(w, m) for m in report.barriers[w]} for w in WHEN},
+        "matrix": {w: {m: report.matrix(w, m)[1] for m in report.barriers[w]} for w in WHEN},
         "paths": report.barriers,
         "mean_network_loss": report.mean_losses,
         "single_network_loss": report.single_loss,

@@ -76,9 +76,9 @@ def merge_files(
 
     Raises:
         SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
-        FileError: fewer than two files, files that cannot be used, arguments that do not fit together, data on
-            which a loss or a statistic is NaN, or something in the place of a result that this function has not
-            written, or reads.
+        FileError: fewer than two files, files that cannot be used, or something in the place of a result that this
+            function has not written, or reads.
+        ValueError: arguments that do not fit together, data on which a loss or a statistic is NaN.
     """
     if out.suffix != ".safetensors" or out.is_dir():
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
@@ -91,10 +91,7 @@ def merge_files(
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
     refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, others=[working])
     function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
-    try:
-        graph = permutations_alone(graph, only)
-    except ValueError as error:
-        raise FileError(str(error)) from error
+    graph = permutations_alone(graph, only)
     _give_back()
     if reference is not None:
         with track("verifying the permutations in float64", 1) as tracker:
@@ -126,28 +123,23 @@ def merge_files(
             tracker.update(done)
             _give_back(collect=False)
 
-        try:
-            merged = merge(
-                graph,
-                StateSource([file.path for file in files], prefix=prefix),
-                model,
-                None if data is None else data.statistics,
-                correction=correction,
-                weights=weights,
-                reference=anchor,
-                solver=solver,
-                only=only,
-                loss=function,
-                metrics=_metrics(data, loss),
-                validation=None if data is None else data.evaluation,
-                points=points,
-                resume=kept,
-                progress=show,
-            )
-        except FileError:
-            raise
-        except ValueError as error:
-            raise FileError(str(error)) from error
+        merged = merge(
+            graph,
+            StateSource([file.path for file in files], prefix=prefix),
+            model,
+            None if data is None else data.statistics,
+            correction=correction,
+            weights=weights,
+            reference=anchor,
+            solver=solver,
+            only=only,
+            loss=function,
+            metrics=_metrics(data, loss),
+            validation=None if data is None else data.evaluation,
+            points=points,
+            resume=kept,
+            progress=show,
+        )
         _write(out, reports, merged, files, weights, reference, data, loss)
     return merged
 
