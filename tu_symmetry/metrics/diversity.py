@@ -48,8 +48,8 @@ class PairwiseMutualInformation(AverageMetric):
         Raises:
             ValueError: for another number of networks, or values that are no probabilities.
         """
-        points = probs.shape[1] if probs.ndim == 3 else 0
-        self.add(_information(probs, self.num_members).to(self.total) * points, points)
+        information, points = _information(probs, self.num_members), probs.shape[1]
+        self.add(information.to(self.total) * points, points)
 
     def compute(self) -> Tensor:
         """Matrix ``(M, M)`` or its mean over the pairs, in nats."""

@@ -37,8 +37,8 @@ class _PointwiseMean(AverageMetric):
         Raises:
             ValueError: if the shapes do not fit, or an argument holds something else than probabilities.
         """
-        points = probs_a.shape[-2] if probs_a.ndim > 1 else 0
-        self.add(self._batch_mean(probs_a, probs_b).to(self.total) * points, points)
+        mean, points = self._batch_mean(probs_a, probs_b), probs_a.shape[-2]
+        self.add(mean.to(self.total) * points, points)
 
 
 class PredictiveAgreement(_PointwiseMean):

@@ -162,21 +162,11 @@ def discrepancy_test(
     return _test((len(x), len(y)), parts, **options)
 
 
-def vectors_test(
-    x: Mapping[str, Tensor],
-    y: Mapping[str, Tensor],
-    *,
-    removed: str = "nothing",
-    level: Level = "tensor",
-    reduction: Reduction = "mean",
-    sizes: Sizes = "given",
-    permutations: int = 199,
-    bootstraps: int = 200,
-    confidence: float = 0.95,
-    groups: tuple[Tensor | None, Tensor | None] = (None, None),
-    generator: torch.Generator | None = None,
-) -> DiscrepancyTest:
-    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by the name of their tensor or layer."""
+def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: Any) -> DiscrepancyTest:
+    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by the name of their tensor or layer.
+
+    The options are its own from ``level`` to ``generator``, and ``removed``: what was removed before, in words.
+    """
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
         finite: dict[str, Tensor] = {}
@@ -192,19 +182,7 @@ def vectors_test(
                 raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
 
     counts = len(next(iter(x.values()), ())), len(next(iter(y.values()), ()))
-    return _test(
-        counts,
-        parts,
-        removed=removed,
-        level=level,
-        reduction=reduction,
-        sizes=sizes,
-        permutations=permutations,
-        bootstraps=bootstraps,
-        confidence=confidence,
-        groups=groups,
-        generator=generator,
-    )
+    return _test(counts, parts, **options)
 
 
 def _streamed(
@@ -274,15 +252,15 @@ def _test(
     counts: tuple[int, int],
     parts: Callable[[Tensor, Tensor], Iterator[Part]],
     *,
-    removed: str,
-    level: Level,
-    reduction: Reduction,
-    sizes: Sizes,
-    permutations: int,
-    bootstraps: int,
-    confidence: float,
-    groups: tuple[Tensor | None, Tensor | None],
-    generator: torch.Generator | None,
+    removed: str = "nothing",
+    level: Level = "tensor",
+    reduction: Reduction = "mean",
+    sizes: Sizes = "given",
+    permutations: int = 199,
+    bootstraps: int = 200,
+    confidence: float = 0.95,
+    groups: tuple[Tensor | None, Tensor | None] = (None, None),
+    generator: torch.Generator | None = None,
 ) -> DiscrepancyTest:
     """The test, from the distances between the networks of both sets that ``sizes`` keeps."""
     if permutations < 1 or bootstraps < 0 or not 0 < confidence < 1:
