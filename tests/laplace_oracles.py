@@ -47,6 +47,30 @@ def randomize(model: nn.Module, seed: int = 0, scale: float = 0.6) -> nn.Module:
     return model
 
 
+def mlp(outputs: int = 3, *, inputs: int = 4, hidden: int = 5, seed: int = 0, scale: float = 0.6) -> nn.Module:
+    """The network of most tests."""
+    return randomize(nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed, scale)
+
+
+class Recurrent(nn.Module):
+    """Sequences ``[batch, steps, inputs]``, by an operator without forward-mode derivative."""
+
+    def __init__(self, inputs: int = 4) -> None:
+        super().__init__()
+        self.memory, self.head = nn.LSTM(inputs, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.memory(x)[0][:, -1])
+        return found
+
+
+def fitted(model: nn.Module, x: Any, y: Tensor, kind: Any = "classification", **options: Any) -> LinearizedLaplace:
+    """At the network's own weights, with one precision of one, from two batches; or as ``options`` say."""
+    half = (len(x) + 1) // 2 if isinstance(x, Tensor) else 0
+    batches = [(x[:half], y[:half]), (x[half:], y[half:])] if 0 < half < len(x) else [(x, y)]
+    return LinearizedLaplace(model, kind, **({"prior": "single", "evaluate_at": "map"} | options)).fit(batches)
+
+
 def split(model: nn.Module, names: Sequence[str]) -> tuple[Tensor, Callable[[Tensor, Any], Tensor]]:
     """The flat vector of the named parameters, and the network as a function of it and of a batch."""
     own = {n: p.detach() for n, p in model.named_parameters()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import agree, data, randomize
+from laplace_oracles import agree, data, mlp
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_calibration_error
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.Lapl
 
 
 def fit(kind: str = "classification", scale: float = 0.6, **options: Any) -> LinearizedLaplace:
-    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), scale=scale)
+    model = mlp(hidden=6, scale=scale)
     loader = [data(4, outputs=3, kind=kind, samples=15)]
     options = {"evaluate_at": "map", "prior": "single", **options}
     return LinearizedLaplace(model, kind, **options).fit(loader)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
 
 
 def test_nothing_observed_is_said() -> None:
-    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    model = mlp()
     x, y = observed(model, "positions", 0)
     la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
     with pytest.raises(ValueError, match="left out"):
@@ -225,7 +225,7 @@ def test_the_highest_gain_less_its_standard_errors(kind: str) -> None:
 
 def checked(kind: str, seed: int, standard_errors: float) -> float:
     """The temperature, which is that of the oracle."""
-    model = randomize(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), scale=0.5 + 0.3 * seed)
+    model = mlp(hidden=6, scale=0.5 + 0.3 * seed)
     likelihood = "classification" if kind == "positions" else kind
     training = observed(model, kind, -1, 12)
     la = LinearizedLaplace(model, likelihood, evaluate_at="map", prior="single").fit([training])  # type: ignore[arg-type]

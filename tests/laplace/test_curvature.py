@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,9 @@ from laplace_oracles import (
     dense_covariance,
     dense_curvature,
     exact_ggn,
+    fitted,
     jacobian,
+    mlp,
     output_matrices,
     posterior_covariance,
     randomize,
@@ -30,13 +31,6 @@ from tu_symmetry.laplace.report import ReadElsewhereWarning
 RTOL = 1e-9
 
 
-def fitted(model: nn.Module, x: Any, y: Tensor, kind: str = "classification", **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "evaluate_at": "map"} | options
-    half = max(1, len(y) // 3)
-    parts = [(x[:half], y[:half]), (x[half:], y[half:])] if isinstance(x, Tensor) else [(x, y)]
-    return LinearizedLaplace(model, kind, **options).fit([p for p in parts if len(p[1])])  # type: ignore[arg-type]
-
-
 def blocks_of(exact: Tensor, la: LinearizedLaplace) -> Tensor:
     """An exact matrix, with zeros where the approximation has no block."""
     kept = torch.zeros_like(exact)
@@ -44,10 +38,6 @@ def blocks_of(exact: Tensor, la: LinearizedLaplace) -> Tensor:
         own = slice(block.start, block.stop)
         kept[own, own] = exact[own, own]
     return kept
-
-
-def mlp(outputs: int = 3) -> nn.Module:
-    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)))
 
 
 def cnn() -> nn.Module:

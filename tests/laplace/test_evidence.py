@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, losses, randomize, split
+from laplace_oracles import data, dense_covariance, dense_curvature, jacobian, losses, mlp, randomize, split
 from scipy.optimize import minimize
 from torch import Tensor, nn
 from torch.func import vmap
@@ -29,12 +29,9 @@ def linear_problem() -> tuple[nn.Linear, Tensor, Tensor]:
     return randomize(nn.Linear(4, 1, bias=False)), x, y  # type: ignore[return-value]
 
 
-def mlp(kind: str = "classification") -> tuple[nn.Module, Tensor, Tensor]:
+def problem(kind: str = "classification") -> tuple[nn.Module, Tensor, Tensor]:
     """A network with weights of its own kind, on data of another network that it could have learned."""
-    model, teacher = (
-        randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), seed, scale)
-        for seed, scale in ((0, 0.6), (1, 2.0))
-    )
+    model, teacher = mlp(), mlp(seed=1, scale=2.0)
     x, noise = data(4, outputs=3, kind="regression", samples=20)
     y = teacher(x).detach() + 0.3 * noise
     return model, x, y if kind == "regression" else y.argmax(-1)
@@ -73,7 +70,7 @@ def test_evidence_is_that_of_bayesian_linear_regression(curvature: str) -> None:
 @pytest.mark.parametrize("prior", ["single", "per_layer", "per_tensor"])
 def test_evidence_of_a_network_is_that_of_its_tangent_model(prior: str) -> None:
     """A Gaussian process: y - (f - J theta~) ~ N(0, v I + J Lambda^-1 J^T)."""
-    model, x, y = mlp("regression")
+    model, x, y = problem("regression")
     la = fitted(model, x, y, "regression", prior=prior, curvature="full", noise_variance=0.2, prior_precision=3.0)
     if prior == "per_layer":
         la.set_precision({"0": 0.4, "2": 5.0})
@@ -90,7 +87,7 @@ def test_evidence_of_a_network_is_that_of_its_tangent_model(prior: str) -> None:
 @pytest.mark.parametrize("prior", ["single", "per_layer"])
 def test_weights_are_the_ridge_solution(prior: str, curvature: str) -> None:
     """Whatever the curvature, which is only a preconditioner here."""
-    model, x, y = mlp("regression")
+    model, x, y = problem("regression")
     la = fitted(model, x, y, "regression", prior=prior, curvature=curvature, noise_variance=0.2, prior_precision=0.7)
     jac, offset = tangent_problem(la, x)
     exact = torch.linalg.solve(jac.T @ jac / 0.2 + torch.diag(spread(la)), jac.T @ (y.flatten() - offset) / 0.2)
@@ -105,7 +102,7 @@ def test_weights_are_the_ridge_solution(prior: str, curvature: str) -> None:
 @pytest.mark.parametrize("prior", ["single", "per_layer"])
 def test_precisions_and_noise_maximize_the_evidence(prior: str, hyperprior: Hyperprior | None) -> None:
     """Against scipy on the exact evidence, in which the weights are integrated out."""
-    model, x, y = mlp("regression")
+    model, x, y = problem("regression")
     la = fitted(model, x, y, "regression", prior=prior, curvature="full")
     jac, offset = tangent_problem(la, x)
 
@@ -157,7 +154,7 @@ def test_noise_of_a_perfect_fit_is_refused_whatever_its_rounding(units: float, s
 
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
 def test_weights_of_a_classification_minimize_the_tangent_objective(curvature: str) -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
     la.set_precision({"0": 0.4, "2": 2.0})
     mode = la.solve_mode()
@@ -180,7 +177,7 @@ def test_weights_of_a_classification_minimize_the_tangent_objective(curvature: s
 
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
 def test_the_certificate_is_the_gradient_in_posterior_standard_deviations(curvature: str) -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
     mode = at_mode(la.fitted, la.train_loader or [], tolerance=0.5, memory=0).solution  # without informative rows
     assert mode.gradient_norm <= 0.5 and mode.iterations >= 1
@@ -199,7 +196,7 @@ def test_the_certificate_is_the_gradient_in_posterior_standard_deviations(curvat
     [("last_layer", "single"), *((c, p) for c in ("full", "kfac", "diag") for p in ("single", "per_layer"))],
 )
 def test_laplace_evidence_by_its_definition(prior: str, curvature: str, evaluate_at: str) -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     la = fitted(model, x, y, "classification", prior=prior, curvature=curvature, evaluate_at=evaluate_at)
     generator = torch.Generator().manual_seed(3)
     noise = torch.rand(len(la.prior_groups), generator=generator, dtype=torch.float64)
@@ -223,7 +220,7 @@ def _sizes(la: LinearizedLaplace) -> list[int]:
 
 
 def test_map_mode_needs_no_data_and_finds_the_root() -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     la = LinearizedLaplace(model, prior="per_layer", evaluate_at="map").fit(iter([(x, y)]))
     la.optimize_evidence(hyperprior=None)
     for row in la.report():
@@ -235,7 +232,7 @@ def test_map_mode_needs_no_data_and_finds_the_root() -> None:
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])
 def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1))
     loaders = [
         [(x, y)],
@@ -289,7 +286,7 @@ def test_the_hyperprior_keeps_such_a_group_at_its_center() -> None:
 
 
 def test_a_narrow_hyperprior_wins_and_a_wide_one_is_none() -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     la = fitted(model, x, y, "classification", prior="per_layer", evaluate_at="map")
     la.optimize_evidence(hyperprior=Hyperprior(std=1e-4))
     torch.testing.assert_close(la.log_precision, la.center.log(), rtol=0, atol=1e-5)
@@ -318,7 +315,7 @@ def test_centers_move_with_the_scale_of_the_weights() -> None:
 
 
 def test_stopping_early_warns() -> None:
-    model, x, y = mlp()
+    model, x, y = problem()
     la = fitted(model, x, y, "classification", prior="per_layer")
     with pytest.warns(NotConvergedWarning, match="1 iterations"):
         assert not la.optimize_evidence(max_iterations=1).converged

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import agree, data, randomize
+from laplace_oracles import agree, data, mlp
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.curvature import fit_curvature
@@ -19,7 +19,7 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 
 def fit(kind: Any = "classification", **options: Any) -> LinearizedLaplace:
-    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    model = mlp()
     return LinearizedLaplace(model, kind, prior="per_layer", **options).fit([data(4, outputs=3, kind=kind, samples=12)])
 
 

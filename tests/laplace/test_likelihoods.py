@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import dense_covariance, dense_curvature, jacobian, randomize, split
+from laplace_oracles import dense_covariance, dense_curvature, jacobian, mlp, randomize, split
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.functional.classification import binary_accuracy, multiclass_calibration_error
@@ -143,13 +143,9 @@ def test_log_probabilities_of_nll_loss() -> None:
 # ---------------------------------------------------------------------- through the approximation
 
 
-def net(outputs: int = 4) -> nn.Module:
-    return randomize(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, outputs)))
-
-
 def data(name: str, positions: bool) -> tuple[nn.Module, Tensor, Tensor]:
     shape = (BATCH, POSITIONS) if positions else (BATCH,)
-    return net(), real(*shape, 3, seed=4), CASES[name][1](*shape)
+    return mlp(4, inputs=3), real(*shape, 3, seed=4), CASES[name][1](*shape)
 
 
 def dense_hessian(model: nn.Module, names: Any, x: Tensor, y: Tensor, name: str) -> Tensor:
@@ -256,7 +252,7 @@ def test_one_logit_is_a_softmax_over_it_and_zero(evaluate_at: Any) -> None:
             f = self.inner(x)
             return torch.cat([torch.zeros_like(f), f], -1)
 
-    model, x = net(1), real(BATCH, 3, seed=4)
+    model, x = mlp(1, inputs=3), real(BATCH, 3, seed=4)
     y = numbers(BATCH, classes=2)
     one = LinearizedLaplace(model, "binary", evaluate_at=evaluate_at, prior="per_layer").fit([(x, y)])
     two = LinearizedLaplace(Pair(model), evaluate_at=evaluate_at, prior="per_layer").fit([(x, y)])
@@ -273,7 +269,7 @@ def test_a_fixed_log_variance_is_a_homoscedastic_regression() -> None:
     class Fixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.mean = net(2)
+            self.mean = mlp(2, inputs=3)
 
         def forward(self, x: Tensor) -> Tensor:
             mean = self.mean(x)
@@ -462,7 +458,7 @@ def test_reading_outputs_and_giving_them_back(shape: tuple[int, ...], axis: int 
 )
 def test_targets_that_do_not_belong(likelihood: Any, outputs: int, targets: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LinearizedLaplace(net(outputs), likelihood, prior="single").fit([(real(BATCH, 3), targets)])
+        LinearizedLaplace(mlp(outputs, inputs=3), likelihood, prior="single").fit([(real(BATCH, 3), targets)])
 
 
 def test_options_out_of_range() -> None:
@@ -473,7 +469,7 @@ def test_options_out_of_range() -> None:
         lambda: make_likelihood(nn.HuberLoss()),
         lambda: make_likelihood(nn.BCEWithLogitsLoss(weight=torch.ones(4))),
         lambda: make_likelihood("poisson"),
-        lambda: LinearizedLaplace(net(), "binary", noise_variance=1.0),
+        lambda: LinearizedLaplace(mlp(4, inputs=3), "binary", noise_variance=1.0),
         lambda: as_outputs(real(2, 3, 4), 2, 3),
         lambda: as_outputs(real(2, 3, 4), 2, 0),
     ):

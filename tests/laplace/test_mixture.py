@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_covariance, jacobian, randomize
-from torch import Tensor, nn
+from laplace_oracles import data, dense_covariance, jacobian, mlp
+from torch import Tensor
 
 import tu_symmetry as tus
 from tu_symmetry.laplace.links import GaussianPredictive
@@ -18,15 +18,11 @@ from tu_symmetry.laplace.mixture import LaplaceMixture, mixed
 OPTIONS: dict[str, Any] = {"prior": "single", "evaluate_at": "map"}
 
 
-def net(seed: int = 0) -> nn.Module:
-    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), seed)
-
-
 def mixture(kind: Any = "classification", weights: Any = None) -> tuple[LaplaceMixture, Tensor, Tensor]:
     x, y = data(4, outputs=3, kind="regression" if kind == "regression" else "classification")
     if kind == "binary":
         y = torch.stack([y == c for c in range(3)], -1)
-    members = LaplaceMixture.fit([net(s) for s in range(3)], [(x, y)], likelihood=kind, **OPTIONS).members
+    members = LaplaceMixture.fit([mlp(seed=s) for s in range(3)], [(x, y)], likelihood=kind, **OPTIONS).members
     return LaplaceMixture(members, weights=weights), x, y
 
 
@@ -98,11 +94,11 @@ def test_evidence_is_the_mean_of_the_members_and_may_weigh_them() -> None:
 def test_aligned_members_make_the_same_mixture() -> None:
     """Permuted networks are the same functions with the same approximations: what ``Rebasin`` does changes nothing."""
     x, y = data(4, outputs=3)
-    networks = [net(s) for s in range(2)]
+    networks = [mlp(seed=s) for s in range(2)]
     graph = tus.discover_symmetries(networks[0], x)
     plain = LaplaceMixture.fit(networks, [(x, y)], **OPTIONS)
     aligned = tus.align(graph, [dict(n.state_dict()) for n in networks])
-    moved = [net(0), net(1)]
+    moved = [mlp(seed=0), mlp(seed=1)]
     for network, state in zip(moved, aligned.states, strict=True):
         network.load_state_dict(state)
     assert not torch.equal(moved[1].state_dict()["0.weight"], networks[1].state_dict()["0.weight"])
@@ -119,12 +115,12 @@ def test_members_are_saved_and_loaded(tmp_path: Path) -> None:
     again = LaplaceMixture.load(tmp_path / "mixture", [la.model for la in found.members])
     assert torch.equal(again.predictive(x), found.predictive(x))
     with pytest.raises(tus.laplace.LaplaceFileError, match="other weights"):
-        LaplaceMixture.load(tmp_path / "mixture", [net(2), net(1)])
+        LaplaceMixture.load(tmp_path / "mixture", [mlp(seed=2), mlp(seed=1)])
 
 
 def test_what_is_no_mixture() -> None:
     found, x, y = mixture()
-    other = tus.LinearizedLaplace(net(), tus.likelihoods.Categorical(label_smoothing=0.1), **OPTIONS).fit([(x, y)])
+    other = tus.LinearizedLaplace(mlp(), tus.likelihoods.Categorical(label_smoothing=0.1), **OPTIONS).fit([(x, y)])
     for make, message in (
         (lambda: LaplaceMixture([]), "at least one"),
         (lambda: LaplaceMixture([*found.members, other]), "several likelihoods"),

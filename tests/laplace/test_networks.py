@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from laplace_oracles import dense_covariance, dense_curvature, exact_ggn, jacobian, randomize, slot
+from laplace_oracles import dense_covariance, dense_curvature, exact_ggn, fitted, jacobian, mlp, randomize, slot
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -29,12 +29,6 @@ RTOL, ATOL = 1e-7, 1e-9
 def labels(outputs: Tensor, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, outputs.shape[-1], outputs.shape[:-1], generator=generator)
-
-
-def fitted(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "evaluate_at": "map"} | options
-    cut = max(1, len(x) // 2)
-    return LinearizedLaplace(model, **options).fit([p for p in ((x[:cut], y[:cut]), (x[cut:], y[cut:])) if len(p[0])])
 
 
 def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: bool = False) -> LinearizedLaplace:
@@ -379,7 +373,7 @@ def test_a_network_that_looks_at_its_hooks_is_refused() -> None:
 
 def test_hooks_of_the_user_count() -> None:
     """A hook that changes what a layer gives belongs to the network."""
-    model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    model = mlp()
     model[0].register_forward_hook(lambda module, args, output: output * 3)  # type: ignore[index]
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with pytest.warns(ReadElsewhereWarning, match=r"0\.weight"):

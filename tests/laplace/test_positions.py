@@ -11,6 +11,7 @@ from laplace_oracles import (
     dense_covariance,
     dense_curvature,
     exact_ggn,
+    fitted,
     jacobian,
     losses,
     output_matrices,
@@ -74,11 +75,6 @@ def problem(name: str, kind: str = "classification", samples: int = BATCH) -> tu
     if kind == "classification":
         return model, x, torch.randint(0, CLASSES, (samples, POSITIONS), generator=generator)
     return model, x, torch.randn(samples, POSITIONS, CLASSES, generator=generator, dtype=torch.float64)
-
-
-def fitted(model: nn.Module, x: Tensor, y: Tensor, kind: Any = "classification", **options: Any) -> LinearizedLaplace:
-    options = {"prior": "single", "evaluate_at": "map"} | options
-    return LinearizedLaplace(model, kind, **options).fit([(x[:4], y[:4]), (x[4:], y[4:])] if len(x) > 4 else [(x, y)])
 
 
 # ---------------------------------------------------------------------- curvature
@@ -276,7 +272,7 @@ def test_positions_flattened_into_the_batch_are_refused(inside: bool, curvature:
     flat = randomize(Flattened(inside))
     message = r"\(16, 3\) for a batch of 4 samples" if not (inside and "kfac" in curvature) else "batch"
     with pytest.raises(ValueError, match=message):
-        fitted(flat, x, y.flatten() if inside else y, curvature=curvature)
+        LinearizedLaplace(flat, curvature=curvature).fit([(x[:4], y[:4].flatten() if inside else y[:4])])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_covariance, jacobian, posterior_covariance, randomize
+from laplace_oracles import Recurrent, data, dense_covariance, jacobian, mlp, posterior_covariance, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.function_posterior import WeightSamples, gaussian_samples
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-
-
-def mlp(outputs: int = 3) -> nn.Module:
-    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)))
 
 
 def cnn() -> nn.Module:
@@ -45,17 +41,6 @@ class Transformer(nn.Module):
         x = x + self.attention(x, x, x, need_weights=False)[0]
         q = self.query(x).unsqueeze(1)
         return self.head(F.scaled_dot_product_attention(q, q, q).squeeze(1).mean(1))
-
-
-class Recurrent(nn.Module):
-    """A network without forward-mode derivative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.memory(x)[0][:, -1])
 
 
 class TwoInputs(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_curvature, exact_ggn, randomize
+from laplace_oracles import data, dense_curvature, exact_ggn, mlp, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,10 +19,6 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 X, Y = data(4, outputs=3)
 CURVATURES = ["kfac", "full", "last_layer"]
-
-
-def mlp() -> nn.Module:
-    return randomize(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
 
 
 class Around(nn.Module):

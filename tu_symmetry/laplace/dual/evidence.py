@@ -13,9 +13,6 @@ Jacobian is not. With ``K = A F A^T + v I`` and ``m`` measurements,
 
 The second is what the first becomes at the mode ``theta*`` of the tangent model, since then ``|y - A h*|^2 / v +
 theta*^T S^-1 theta*`` is ``y~^T K^-1 y~``. Everything is float64.
-
-Example: nine pixels, four line integrals, a million weights. ``M`` are 9 x 9, ``K`` is 4 x 4, and a step of the
-optimizer of the evidence takes microseconds, once the nine gradients have been taken.
 """
 
 from __future__ import annotations
@@ -75,15 +72,9 @@ class DualStatistics:
         return replace(self, outputs=self.outputs.to(device), linear=self.linear.to(device), **moved)
 
     def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Prior variances of ``f[second] - f[first]`` by a block, for unit coefficients, and the size of what cancels.
+        """Prior variances ``[R, pairs]`` of ``f[second] - f[first]`` by a block, for unit coefficients.
 
-        Args:
-            name: of the block.
-            first: indices of outputs ``[pairs]``.
-            second: the same.
-
-        Returns:
-            ``[R, pairs]`` each.
+        Beside them the size of what cancels, of the same shape.
         """
         kernels = self.kernels[name]
         first, second = first.to(kernels.device), second.to(kernels.device)
@@ -91,25 +82,13 @@ class DualStatistics:
         variances = diagonal[:, first] + diagonal[:, second] - 2 * kernels[:, first, second]
         return variances, diagonal.abs()[:, first] + diagonal.abs()[:, second]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything but the sizes, by name."""
-        found = {"outputs": self.outputs, "linear": self.linear}
-        found |= {f"kernels.{name}": t for name, t in self.kernels.items()}
-        return found | {f"seconds.{name}": t for name, t in self.seconds.items()}
-
 
 def pattern_kernels(patterns: Tensor, basis: Tensor) -> Tensor:
     """``M_r = sum_ij E_r[i, j] P_i P_j^T`` for rows ``P_i = patterns[:, :, i]``, without a product for each ``r``.
 
     The ``E_r`` share symmetries (those of the grid), so that in the eigenvectors of a random combination of them most
     entries of all of them vanish: of the 45 pairs of a 3 x 3 kernel some 18 are left, each one matrix product.
-
-    Args:
-        patterns: ``[d, n, k]``, float64.
-        basis: symmetric matrices ``[R, k, k]``, float64.
-
-    Returns:
-        ``[R, d, d]``.
+    ``patterns`` ``[d, n, k]`` and the symmetric ``basis`` ``[R, k, k]`` are float64, the result is ``[R, d, d]``.
     """
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(len(basis), generator=generator, dtype=torch.float64, device="cpu") + 0.5
@@ -138,11 +117,7 @@ def statistics(
     outputs: Tensor,
     priors: Sequence[StructuredPrior],
 ) -> DualStatistics:
-    """The sufficient statistics of a Jacobian.
-
-    Raises:
-        ValueError: parameters that lie in no block or in two, NaN in the Jacobian.
-    """
+    """The sufficient statistics of a Jacobian."""
     require_disjoint(priors, jacobian)
     d = outputs.numel()
     linear = torch.zeros(d, dtype=torch.float64, device=outputs.device)
@@ -161,11 +136,7 @@ def statistics(
 
 
 def require_disjoint(priors: Sequence[StructuredPrior], names: Mapping[str, Any] | Sequence[str]) -> None:
-    """Every parameter in exactly one block, and no two blocks with one name.
-
-    Raises:
-        ValueError: what lies in none or in two.
-    """
+    """Every parameter in exactly one block, and no two blocks with one name."""
     taken: dict[str, str] = {}
     if len({prior.name for prior in priors}) != len(priors):
         raise ValueError(f"two blocks have the same name: {[prior.name for prior in priors]}; give name=...")
@@ -194,19 +165,12 @@ class OutputStatistics(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class HyperpriorContext:
-    """What a hyperprior reads: it is called as ``hyperprior(coefficients, context)``.
-
-    Attributes:
-        statistics: statistics of the network.
-        priors: block to prior.
-        phi: block to its hyperparameters (logarithms), with gradient.
-        kept: for what a hyperprior computes of the statistics alone, kept from one call to the next.
-    """
+    """What a hyperprior reads: it is called as ``hyperprior(coefficients, context)``."""
 
     statistics: OutputStatistics
     priors: dict[str, StructuredPrior]
-    phi: dict[str, Tensor]
-    kept: dict[Any, Any] = field(default_factory=dict)
+    phi: dict[str, Tensor]  # block to its hyperparameters (logarithms), with gradient
+    kept: dict[Any, Any] = field(default_factory=dict)  # what it computes of the statistics alone, from call to call
 
 
 DualHyperprior = Callable[[dict[str, Tensor], HyperpriorContext], Tensor]
@@ -230,10 +194,6 @@ class DualEvidence:
     Attributes:
         names: names of the entries of ``phi``.
         values: number of measurements ``m``.
-
-    Raises:
-        TypeError: measurements that are no tensor of real numbers.
-        ValueError: an operator or measurements that do not fit, NaN in them.
     """
 
     def __init__(
@@ -294,11 +254,7 @@ class DualEvidence:
         return [pair for name in self._order for pair in self.priors[name].bounds()] + [(scale - 23.0, scale + 23.0)]
 
     def split(self, phi: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """The blocks' hyperparameters by name, and the log noise variance.
-
-        Raises:
-            ValueError: another number of entries than :attr:`names`, NaN in them.
-        """
+        """The blocks' hyperparameters by name, and the log noise variance."""
         if phi.shape != (len(self.names),) or not torch.isfinite(phi.detach()).all():
             raise ValueError(f"phi has to hold {len(self.names)} finite numbers, {self.names}; got {phi.tolist()}")
         lengths = [len(self.priors[name].hyperparameters) for name in self._order]
@@ -474,8 +430,8 @@ def optimize(
     """Minimize the negative log evidence over the hyperparameters, within their bounds.
 
     Args:
-        evidence: evidence of a network.
-        phi: to start from.
+        evidence: what to optimize.
+        phi: where it starts.
         optimizer: SciPy's ``l-bfgs-b``, some dozens of evaluations, or ``adam`` with a fixed number of steps, as
             papers have it.
         fixed: names of hyperparameters (of :attr:`DualEvidence.names`) that stay as they are.
@@ -485,10 +441,6 @@ def optimize(
 
     Warns:
         BoundReachedWarning: hyperparameters at a bound, where the evidence wants more.
-
-    Raises:
-        ValueError: names that are not known, a start outside of the bounds.
-        SingularCovarianceError: at the start.
     """
     unknown = [name for name in fixed if name not in evidence.names]
     if unknown:

@@ -1,9 +1,4 @@
-"""Exact linearized Laplace for few outputs and many weights, with structured priors and linear observations.
-
-A class beside :class:`tu_symmetry.LinearizedLaplace`, and not one more ``curvature`` of it: nothing of a
-curvature in weight space (blocks, eigenvalues, a precision for each group, samples of weights) exists here, and what it
-keeps instead (kernels of the outputs, an observation, priors with hyperparameters of their own) exists only here.
-"""
+"""Exact linearized Laplace for few outputs and many weights, with structured priors and linear observations."""
 
 from __future__ import annotations
 
@@ -63,11 +58,7 @@ class DualPredictive:
         return self.covariance.diagonal().clamp(min=0).view(self.mean.shape)
 
     def log_density(self, target: Tensor, *, extra_variance: float = 0.0) -> float:
-        """``log N(target; mean, covariance + extra_variance I)`` in nats, all outputs together.
-
-        Raises:
-            ValueError: a target of another size, NaN in it, a covariance that is singular to rounding.
-        """
+        """``log N(target; mean, covariance + extra_variance I)`` in nats, all outputs together."""
         if target.numel() != self.mean.numel() or not torch.isfinite(target).all():
             raise ValueError(
                 f"the target has shape {tuple(target.shape)}, the outputs {tuple(self.mean.shape)}; it has to be as "
@@ -79,11 +70,7 @@ class DualPredictive:
 
 
 def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: float = 0.0) -> float:
-    """``log N(error; 0, covariance + extra_variance I)`` (nats).
-
-    Raises:
-        ValueError: a covariance that is singular to rounding.
-    """
+    """``log N(error; 0, covariance + extra_variance I)`` (nats)."""
     full = covariance.double() + extra_variance * torch.eye(len(covariance), device="cpu").to(covariance.double())
     root = cholesky(full)
     if root is None:
@@ -120,10 +107,6 @@ class DualLaplace:
         statistics: what the evidence is computed from, once fitted.
         phi: the hyperparameters' logarithms, float64.
         names: names of the entries of ``phi``.
-
-    Raises:
-        TypeError: a model that is no module.
-        ValueError: options that are not known or do not go together.
 
     Example:
         >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).double()
@@ -188,11 +171,6 @@ class DualLaplace:
             train_loader: batches ``(inputs, targets)``. Without an observation targets have the outputs' shape; with
                 one they are all measurements, given with the only batch: ``[(x, y)]``.
             progress: called after each batch with ``{"stage", "batch", "outputs"}``.
-
-        Raises:
-            TypeError: weights or outputs in half precision.
-            ValueError: an empty loader, measurements or an operator that do not fit, NaN, a network whose samples
-                depend on each other, more outputs than memory holds kernels for.
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
@@ -265,17 +243,7 @@ class DualLaplace:
         self.phi = self._evidence.initial(self._noise)
 
     def evaluated_at(self, evaluate_at: EvaluateAt) -> DualLaplace:
-        """The same Jacobian and measurements, the evidence evaluated elsewhere, at the hyperparameters of the start.
-
-        Args:
-            evaluate_at: ``map`` or ``tangent_mode``, as of the constructor.
-
-        Raises:
-            RuntimeError: before :meth:`fit`.
-            ValueError: neither of the two.
-        """
-        if evaluate_at not in ("tangent_mode", "map"):
-            raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose one of ('tangent_mode', 'map')")
+        """The same Jacobian and measurements, the evidence evaluated elsewhere, at the hyperparameters of the start."""
         if self._data is None:
             raise RuntimeError("this Laplace approximation has not been fitted; call fit([(inputs, targets)]) first")
         other = copy.copy(self)
@@ -286,11 +254,7 @@ class DualLaplace:
 
     @property
     def evidence(self) -> DualEvidence:
-        """The evidence as a function of the hyperparameters, on the device that the network is on.
-
-        Raises:
-            RuntimeError: before :meth:`fit`.
-        """
+        """The evidence as a function of the hyperparameters, on the device that the network is on."""
         if self._evidence is None or self._data is None:
             raise RuntimeError("this Laplace approximation has not been fitted; call fit([(inputs, targets)]) first")
         device = next(self.model.parameters()).device
@@ -321,11 +285,7 @@ class DualLaplace:
         }
 
     def set_hyperparameters(self, values: Mapping[str, float]) -> None:
-        """Set some of :attr:`hyperparameters`.
-
-        Raises:
-            ValueError: names that are not known, values that are not positive and finite.
-        """
+        """Set some of :attr:`hyperparameters`."""
         known = list(self.hyperparameters)
         phi = self.phi.clone()
         for name, value in values.items():
@@ -396,9 +356,6 @@ class DualLaplace:
 
         Args:
             inputs: a batch; None for the training inputs, which needs no Jacobian.
-
-        Raises:
-            RuntimeError: before :meth:`fit`, or where the network's weights have changed since.
         """
         evidence = self.evidence
         if inputs is None:

@@ -31,10 +31,8 @@ class LinearObservation:
         values: number of measured values; None for the identity.
 
     Raises:
-        TypeError: a matrix that is no tensor of real numbers.
-        ValueError: a matrix of another shape or with NaN in it, functions without their sizes, or only one of them,
-            and functions that are no adjoints of each other (checked with random vectors).
-        RuntimeError: functions that fail on random vectors on the device.
+        ValueError: functions that are not linear or no adjoints of each other (checked with random vectors), and sizes
+            that do not fit.
 
     Example:
         >>> A = LinearObservation(torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]))
@@ -119,15 +117,7 @@ class LinearObservation:
             )
 
     def check_sizes(self, outputs: int, values: int) -> None:
-        """Refuse outputs or measurements of another length.
-
-        Args:
-            outputs: number of the network's outputs, all together.
-            values: number of measurements.
-
-        Raises:
-            ValueError: what does not fit, with both lengths.
-        """
+        """Refuse outputs or measurements of another length."""
         expected = outputs if self.outputs is None else self.outputs
         if outputs != expected:
             raise ValueError(
@@ -166,11 +156,7 @@ class LinearObservation:
         """``A = Q R`` with ``R`` of at most ``outputs`` rows, so that what is solved has ``min(values, outputs)`` rows.
 
         With more measurements than outputs, ``A F A^T + v I`` acts as ``v`` on what is orthogonal to the range of
-        ``A``, which the evidence accounts for in closed form.
-
-        Returns:
-            ``Q`` ``[values, rows]`` with orthonormal columns, None for the identity; ``R`` ``[rows, outputs]``, None
-            for the identity.
+        ``A``, which the evidence accounts for in closed form. ``Q`` has orthonormal columns; None stands for identity.
         """
         if self.is_identity:
             return None, None
@@ -180,23 +166,13 @@ class LinearObservation:
         return torch.linalg.qr(matrix)
 
     def pseudo_inverse_variance(self, outputs: int, rank: int) -> float:
-        """Mean variance of the outputs when unit noise is mapped back by the pseudo-inverse of a rank.
-
-        Args:
-            outputs: number of outputs.
-            rank: number of the largest singular values that count.
-        """
+        """Mean variance of the outputs when unit noise is mapped back by the pseudo-inverse of a rank."""
         values = torch.linalg.svdvals(self.matrix(outputs))[:rank]
         return float((values[values > values[0] * 1e-12] ** -2).sum() / outputs)
 
 
 def require_measurements(values: Any) -> Tensor:
-    """Measurements that are numbers.
-
-    Raises:
-        TypeError: no tensor of real numbers.
-        ValueError: NaN or infinite values among them, with their places.
-    """
+    """Measurements that are finite real numbers."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise TypeError("measurements have to be a tensor of real numbers")
     wrong = ~torch.isfinite(values)

@@ -56,11 +56,7 @@ class StructuredPrior(ABC):
 
     @abstractmethod
     def resolve(self, shapes: Mapping[str, Sequence[int]]) -> StructuredPrior:
-        """The prior with everything filled in that the parameters' shapes say.
-
-        Raises:
-            ValueError: parameters that do not exist, or whose shapes do not fit the pattern.
-        """
+        """The prior with everything filled in that the parameters' shapes say."""
 
     @property
     @abstractmethod
@@ -89,11 +85,7 @@ class StructuredPrior(ABC):
         return torch.einsum("r,rij->ij", self.coefficients(phi), self.basis)
 
     def root(self, phi: Tensor) -> Tensor:
-        """The lower Cholesky factor of ``K``.
-
-        Raises:
-            SingularPriorError: a ``K`` that has none.
-        """
+        """The lower Cholesky factor of ``K``; a :class:`SingularPriorError` where it has none."""
         covariance = self.covariance(phi)
         root = cholesky(covariance)
         if root is None:

@@ -32,16 +32,6 @@ from tu_symmetry.laplace.dual.priors import StructuredPrior
 
 Product = Callable[[Tensor], Tensor]
 
-__all__ = [
-    "ConjugateGradients",
-    "NystromPreconditioner",
-    "SampledEvidence",
-    "SampledResult",
-    "SampledStatistics",
-    "SolverWarning",
-    "conjugate_gradients",
-]
-
 
 class SolverWarning(UserWarning):
     """Conjugate gradients stopped before their tolerance."""
@@ -49,18 +39,11 @@ class SolverWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class ConjugateGradients:
-    """Solutions of ``K x = b`` for several right sides.
+    """Solutions of ``K x = b`` for several right sides."""
 
-    Attributes:
-        solution: ``[count, m]``.
-        iterations: how many were done.
-        residual: largest ``|K x - b| / |b|`` of the right sides.
-        converged: whether it is within the tolerance.
-    """
-
-    solution: Tensor
+    solution: Tensor  # [count, m]
     iterations: int
-    residual: float
+    residual: float  # largest |K x - b| / |b|
     converged: bool
 
 
@@ -72,17 +55,10 @@ def conjugate_gradients(
     tolerance: float = 1e-3,
     max_iterations: int = 50,
 ) -> ConjugateGradients:
-    """Preconditioned conjugate gradients for a positive definite operator, all right sides at once.
+    """Preconditioned conjugate gradients for a positive definite operator, all right sides ``[count, m]`` at once.
 
-    Args:
-        product: ``[count, m] -> [count, m]``.
-        right: ``[count, m]``.
-        preconditioner: an approximate inverse, symmetric and positive definite.
-        tolerance: on the residual over the right side.
-        max_iterations: products at most.
-
-    Raises:
-        ValueError: an operator that is not positive definite, or gives NaN.
+    ``preconditioner`` is an approximate inverse, symmetric and positive definite; ``tolerance`` is one on the residual
+    over the right side.
     """
     apply = preconditioner or (lambda r: r)
     size = right.norm(dim=1, keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
@@ -113,18 +89,8 @@ class NystromPreconditioner:
     """The inverse of ``U diag(e) U^T + v I`` for a randomized low-rank approximation of a positive operator.
 
     The operator ``G`` is multiplied once with ``rank`` random vectors. On the complement of ``U`` it acts as its
-    smallest kept eigenvalue does, so that the preconditioned spectrum is flat.
-
-    Args:
-        product: products of ``G`` (without noise), ``[count, m] -> [count, m]``.
-        values: ``m``.
-        rank: rank of the approximation; at most ``m``.
-        noise: ``v``.
-        generator: generator of the CPU.
-        like: a tensor with dtype and device.
-
-    Raises:
-        ValueError: an operator with eigenvalues below zero by more than the root of rounding error, or without others.
+    smallest kept eigenvalue does, so that the preconditioned spectrum is flat. ``product`` is that of ``G`` (without
+    noise) with ``[count, values]``; ``like`` has the dtype and the device.
     """
 
     def __init__(
@@ -158,30 +124,19 @@ class NystromPreconditioner:
 
 @dataclass(frozen=True, eq=False)
 class SampledResult:
-    """What the sampling-based evidence found.
+    """What the sampling-based evidence found."""
 
-    Attributes:
-        phi: block to hyperparameters (logarithms).
-        noise_variance: variance of the measurements.
-        theta: the tangent mode ``theta*`` of the last step, a flat vector.
-        history: one entry for each step: hyperparameters and noise variance.
-    """
-
-    phi: dict[str, Tensor]
+    phi: dict[str, Tensor]  # block to hyperparameters (logarithms)
     noise_variance: float
-    theta: Tensor
-    history: list[dict[str, Any]] = field(repr=False)
+    theta: Tensor  # the tangent mode of the last step, a flat vector
+    history: list[dict[str, Any]] = field(repr=False)  # hyperparameters and noise variance of each step
 
 
 class SampledStatistics:
     """What a hyperprior reads of a network whose kernels fit nowhere: its outputs, and variances by random signs.
 
-    Args:
-        operator: ``A J`` over the linearized weights, of which ``J`` is used.
-        priors: block to prior, resolved.
-        index: block to the places of its weights.
-        num_probes: random signs of a block; a variance is estimated to ``sqrt(2 / num_probes)`` of itself at worst.
-        seed: seed of the signs.
+    ``index`` gives the places of each block's weights. With ``num_probes`` random signs of a block a variance is
+    estimated to ``sqrt(2 / num_probes)`` of itself at worst.
     """
 
     def __init__(
@@ -236,9 +191,6 @@ class SampledEvidence:
         tolerance: tolerance of conjugate gradients.
         max_iterations: most iterations of conjugate gradients.
         seed: seed of all samples; the same in every call, so that steps differ by the hyperparameters only.
-
-    Raises:
-        ValueError: measurements that do not fit, NaN in them, parameters without a block.
     """
 
     def __init__(
@@ -300,11 +252,7 @@ class SampledEvidence:
     def solve(
         self, phi: Mapping[str, Tensor], noise: float, right: Tensor, *, preconditioner: Product | None = None
     ) -> ConjugateGradients:
-        """``K^-1 b`` for ``[count, m]``.
-
-        Warns:
-            SolverWarning: stopped before the tolerance.
-        """
+        """``K^-1 b`` for ``[count, m]``; a :class:`SolverWarning` where it stops before the tolerance."""
         found = conjugate_gradients(
             lambda u: self.kernel(phi, u) + noise * u,
             right,
@@ -330,11 +278,7 @@ class SampledEvidence:
         seed: int | None = None,
         preconditioner: Product | None = None,
     ) -> tuple[Tensor, Tensor, ConjugateGradients]:
-        """Posterior samples of the weights' deviation from ``theta*``, and ``theta*`` itself, by one batched solve.
-
-        Returns:
-            ``zeta`` ``[count, size]``, ``theta*`` ``[size]``, and the solve.
-        """
+        """Posterior samples ``[count, size]`` of the deviation from ``theta*``, ``theta*``, and the solve of both."""
         count = self.count if count is None else count
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         drawn = torch.randn(count, self.operator.size, generator=generator, dtype=self.like.dtype, device="cpu").to(
@@ -359,8 +303,7 @@ class SampledEvidence:
     ) -> tuple[dict[str, Tensor], float]:
         """Unbiased estimate of the gradient of ``-log Z`` (at the tangent mode), by random signs.
 
-        Returns:
-            Block to gradient in its ``phi``, and the derivative in the log noise variance.
+        By block in its ``phi``, and the derivative in the log noise variance.
         """
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         m = self.operator.values
