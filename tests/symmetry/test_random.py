@@ -3,7 +3,7 @@
 Every module goes through discovery and verification as a user's would, and what is left of its groups is tried by an
 oracle that shares no code with them (``oracle.py``). A failure is shrunk, and printed as source code that runs.
 
-    pytest tests/symmetry/test_random.py             # 65 random modules, and some of the hand-written ones
+    pytest tests/symmetry/test_random.py             # some 60 random modules, and some of the hand-written ones
     pytest tests/symmetry/test_random.py -m slow     # 6,300 others, and all of the hand-written ones
 """
 
