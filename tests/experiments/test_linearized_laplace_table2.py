@@ -23,8 +23,8 @@ from tu_symmetry.experiments.linearized_laplace.choices import Choice
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.reports.cells import title_of
 from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, Work, read_choices
-from tu_symmetry.experiments.linearized_laplace.sources import Images
 from tu_symmetry.experiments.rebasin import ResNet
+from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.samples import SampleStore
@@ -142,9 +142,9 @@ def test_the_large_recipes_network_is_a_resnet_50_for_small_images() -> None:
 def test_images_are_those_of_the_archives(root: Path, table: tuple[Path, dict[str, Any]]) -> None:
     assert table[1]["evidence"]["sizes"] == {"training": 40, "test": 20, "out-of-distribution": 6}
     found = Images(data(root), "cpu")
-    assert found.train_y.tolist() == [i * 7 % 10 for i in range(40)]
+    assert found.train.y.tolist() == [i * 7 % 10 for i in range(40)]
     for i in (0, 13, 39):
-        assert (255 * found.train_x[i] - picture(i * 7 % 10, i).float()).abs().mean() < 12  # JPEG
+        assert (255 * found.train.x[i] - picture(i * 7 % 10, i).float()).abs().mean() < 12  # JPEG
     assert found.other is not None and found.other.shape == (6, 3, 32, 32)
     assert (255 * found.other).round().mean((1, 2, 3)).tolist() == [20 * i for i in (0, 2, 4, 7, 9, 11)]
 
@@ -179,14 +179,14 @@ def test_rows_equal_a_hand_computation(root: Path, table: tuple[Path, dict[str, 
     images = Images(data(root), "cpu")
     row = results["evidence"]["rows"][choice][1]
     la = LinearizedLaplace(model := networks(out)[1], prior=prior, evaluate_at="map", parameters=matrices(model)).fit(
-        [(images.train_x, images.train_y)]
+        [(images.train.x, images.train.y)]
     )
     la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
-    p = la.predictive(images.test_x, num_samples=20)
-    nll = -p[torch.arange(20), images.test_y].log().mean()
+    p = la.predictive(images.test.x, num_samples=20)
+    nll = -p[torch.arange(20), images.test.y].log().mean()
     assert row["nll"] == pytest.approx(float(nll), rel=1e-3)
     assert row["gamma"] == pytest.approx(sum(g.gamma for g in la.report()), rel=1e-3)
-    plain = torch.nn.functional.cross_entropy(model(images.test_x), images.test_y)
+    plain = torch.nn.functional.cross_entropy(model(images.test.x), images.test.y)
     assert results["evidence"]["networks"][1]["nll"] == pytest.approx(float(plain.detach()), rel=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     """The factor of the last layer's bias is the sum of diag p - p p^T at the tangent model's outputs at theta*."""
     out, _ = table
     images = Images(data(root), "cpu")
-    x = images.train_x
+    x = images.train.x
     model = networks(out)[0]
     graph = discover_symmetries(model, x[:2])
     work = Work(model, graph, images, SETTINGS, out / "evidence" / "network-0")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import accuracy, logits, mean_probabilities, nll
-from tu_symmetry.experiments.compact_posterior.sources import COLUMNS, Runs, Study
+from tu_symmetry.experiments.compact_posterior.sources import COLUMNS, PosteriorStudy, Runs
 from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import sample_count
@@ -40,7 +40,7 @@ def compare(
         seed: of the draws.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
-    study = Study(model, data, seed, device)
+    study = PosteriorStudy(model, data, device, seed)
     hmc = study.samples(runs.hmc)
     sampled = {"hmc/sample": hmc, "ensemble/sample": study.samples(runs.ensemble)}
     total = sum(sample_count(s) for s in sampled.values()) + repeats * num_samples * len(COLUMNS)

@@ -14,7 +14,7 @@ from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import accuracy, logits, mean_probabilities
-from tu_symmetry.experiments.compact_posterior.sources import Runs, Study
+from tu_symmetry.experiments.compact_posterior.sources import PosteriorStudy, Runs
 from tu_symmetry.posterior.compact import prune as masked
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import unstack
@@ -49,7 +49,7 @@ def prune(
         seed: of the draws and of the random order.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
-    study = Study(model, data, seed, device)
+    study = PosteriorStudy(model, data, device, seed)
     graph, model = study.graph, study.model
 
     def accuracy_of(state: dict[str, Tensor]) -> float:
@@ -123,7 +123,7 @@ def interpolate(
         seed: nothing is drawn; kept so that all commands of a table take one.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
-    study = Study(model, data, seed, device)
+    study = PosteriorStudy(model, data, device, seed)
     found: dict[str, Any] = {}
     with Display().track("interpolating", 4 * pairs) as tracker:
         done = 0

@@ -1,22 +1,16 @@
-"""What the commands of this paper read: data on a device, an architecture with its graph, and the folders of runs."""
+"""What the commands of this paper read: the folders of runs, and what they hold."""
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches, chosen_device
+from tu_symmetry.experiments.study import Study
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import evenly
-from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.symmetry.graph import SymmetryGraph
 
 SAMPLES = "samples"
 Q_D, Q_R = "q_d.safetensors", "q_r.safetensors"
@@ -43,33 +37,8 @@ class Runs:
         return getattr(self, source) / f"{q}.safetensors"
 
 
-class Study:
-    """An architecture and its data on one device.
-
-    Args:
-        model: the architecture; its own weights do not matter.
-        data: the data.
-        seed: of all draws.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-    """
-
-    def __init__(self, model: nn.Module, data: ImageDataModule, seed: int, device: str) -> None:
-        self.device, self.seed = chosen_device(device), seed
-        data.prepare_data()
-        self.model = model.to(self.device).eval()
-        self.train = Batches(data.train.x.to(self.device), data.train.y.to(self.device))
-        self.test = Batches(data.test.x.to(self.device), data.test.y.to(self.device))
-
-    @cached_property
-    def graph(self) -> SymmetryGraph:
-        """The architecture's symmetries, verified."""
-        graph = discover_symmetries(self.model, self.train.x[:2])
-        graph.require_verified()
-        return graph
-
-    def generator(self, purpose: str) -> torch.Generator:
-        """A generator that depends on the seed and the purpose only."""
-        return torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{purpose}".encode()))
+class PosteriorStudy(Study):
+    """A study of posteriors that runs have written."""
 
     def posterior(self, path: Path) -> CompactPosterior:
         """A fitted Gaussian of this architecture."""

@@ -18,7 +18,7 @@ from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import interpolate, loss_barrier
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.experiments.compact_posterior.sources import Study
+from tu_symmetry.experiments.study import Study
 from tu_symmetry.files import FileError, new_folder, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
@@ -62,7 +62,7 @@ def make_pairs(
     folder = out / INITIAL
     if (out / RESULTS).exists() and folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: move it away, or give another folder")
-    study = Study(model, data, seed, device)
+    study = Study(model, data, device, seed)
     graph = study.graph
     if len(graph.permutations) != 1:
         raise ValueError(f"this figure is about one hidden layer, the model has {len(graph.permutations)} groups")
@@ -130,7 +130,7 @@ def match_pairs(
     Raises:
         FileError: another number of trained networks than of initial ones.
     """
-    study = Study(model, data, 0, device)
+    study = Study(model, data, device)
     made = Outcome.load(pairs).results
     initial, runs = made["initial"], made["runs"]
     store = SampleStore.open(samples)

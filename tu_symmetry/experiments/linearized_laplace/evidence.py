@@ -21,11 +21,8 @@ from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.sources import (
-    Images,
-    network_scores,
-    scores,
-)
+from tu_symmetry.experiments.linearized_laplace.sources import network_scores, scores
+from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
@@ -184,7 +181,7 @@ class Work:
         """The network as the evidence takes it."""
         images, names = self.images, matrices(self.model)
         if self.name not in self.graphs:
-            self.graphs[self.name] = discover_symmetries(self.model, images.train_x[:2])
+            self.graphs[self.name] = discover_symmetries(self.model, images.train.x[:2])
         graph = self.graphs[self.name]
         # without normalization there are no groups of Recommendation 2; the paper has numbers for FixUp all the same
         prior: Prior = "per_group" if any(g.members for g in graph.normalizations) else "per_layer"
@@ -193,7 +190,7 @@ class Work:
         for name, number in partition.of.items():
             groups.setdefault(partition.names[int(number)], []).append(name)
         size = self.settings.batch_size
-        train, test = Batches(images.train_x, images.train_y, size), Batches(images.test_x, images.test_y, size)
+        train, test = Batches(images.train.x, images.train.y, size), Batches(images.test.x, images.test.y, size)
         return Subject(self.model, train, test, groups)
 
 

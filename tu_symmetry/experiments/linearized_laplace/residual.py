@@ -22,11 +22,8 @@ from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, 
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen, groups_of
 from tu_symmetry.experiments.linearized_laplace.jacobians import StoredJacobian
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.sources import (
-    Images,
-    network_scores,
-    scores,
-)
+from tu_symmetry.experiments.linearized_laplace.sources import network_scores, scores
+from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.fitted import FittedLaplace
@@ -108,7 +105,7 @@ def optimize_kronecker_evidence(
     with Display().track("evidence", len(states) * len(results)) as tracker:
         for number, state in enumerate(states):
             model.load_state_dict(state)
-            graph = graph or discover_symmetries(model, images.train_x[:2])
+            graph = graph or discover_symmetries(model, images.train.x[:2])
             parts = Parts(out / f"network-{number}", [*made_from, number])
             before = number * len(results)
             work = Work(model, graph, images, settings, parts.folder)
@@ -185,7 +182,7 @@ class Work:
         self, model: nn.Module, graph: SymmetryGraph, images: Images, settings: KroneckerSettings, folder: Path
     ) -> None:
         self.model, self.graph, self.images, self.settings, self.folder = model, graph, images, settings, folder
-        self.train = Batches(images.train_x, images.train_y, settings.batch_size)
+        self.train = Batches(images.train.x, images.train.y, settings.batch_size)
         self.shown: Callable[..., None] = lambda **info: None
         self._fitted: dict[str, FittedLaplace] = {}
         self._tangent: TangentModel | None = None
@@ -199,7 +196,7 @@ class Work:
             return torch.cat([la.predictive(part, num_samples=self.settings.num_samples) for part in parts]).double()
 
         other = None if self.images.other is None else probabilities(self.images.other)
-        return found | scores(probabilities(self.images.test_x), self.images.test_y, other)
+        return found | scores(probabilities(self.images.test.x), self.images.test.y, other)
 
     def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, dict[str, Any]]:
         """Precisions and weights by the evidence, and what the table says of them."""

@@ -21,7 +21,8 @@ from torch.nn.functional import affine_grid, grid_sample
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate, groups_of
-from tu_symmetry.experiments.linearized_laplace.sources import Images, scores
+from tu_symmetry.experiments.linearized_laplace.sources import scores
+from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
 from tu_symmetry.laplace.report import LaplaceHurtsWarning
@@ -94,7 +95,7 @@ def measure_rotations(
         raise ValueError("angles: name at least one")
     images = Images(data, device)
     held_out = (data.val.x.to(images.device), data.val.y.to(images.device))
-    turned = {f"{angle:g}": rotate(images.test_x, angle) for angle in angles}
+    turned = {f"{angle:g}": rotate(images.test.x, angle) for angle in angles}
     states = list(SampleStore.open(networks.samples, like=networks.model.state_dict()))
     identity = [
         settings.__dict__, images.digest(), digest_tensors(*held_out), list(turned), repr(networks.model),
@@ -128,7 +129,7 @@ def _rows(
     work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
     """Of one network: itself, or by one choice as the evidence has it and calibrated, from one pass for both."""
-    y, size, samples = work.images.test_y, work.settings.batch_size, work.settings.num_samples
+    y, size, samples = work.images.test.y, work.settings.batch_size, work.settings.num_samples
 
     def at_angles(predict: Callable[[Tensor], list[Tensor]]) -> list[dict[str, Any]]:
         found: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What the commands of this paper read, trained networks and images, and how good a predictive is."""
+"""Small images, and how good a predictive is."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from tu_symmetry.datamodules import IDXDataModule, ImageDataModule
+from tu_symmetry.datamodules import IDXDataModule
 from tu_symmetry.datamodules.readers import LabeledImages
-from tu_symmetry.evaluation import chosen_device
-from tu_symmetry.tables.parts import digest_tensors
+from tu_symmetry.experiments.study import Images
 
 
 class SmallIDXDataModule(IDXDataModule):
@@ -35,36 +34,6 @@ class SmallIDXDataModule(IDXDataModule):
         found = super().read(part)  # type: ignore[arg-type]
         small = interpolate(found.x.float(), scale_factor=1 / self.pool, mode="area")
         return LabeledImages(small.round().to(torch.uint8), found.y)
-
-
-class Images:
-    """Training, test and, if there are any, out-of-distribution images on one device.
-
-    Args:
-        data: what reads them.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Attributes:
-        train_x: training images, in order; ``train_y`` their classes.
-        test_x: test images; ``test_y`` their classes.
-        other: out-of-distribution images, None without ``eval_ood``.
-        sizes: numbers of images.
-    """
-
-    def __init__(self, data: ImageDataModule, device: str = "auto") -> None:
-        self.device = chosen_device(device)
-        data.prepare_data()
-        self.train_x, self.train_y = data.train.x.to(self.device), data.train.y.to(self.device)
-        self.test_x, self.test_y = data.test.x.to(self.device), data.test.y.to(self.device)
-        self.other = data.ood.x.to(self.device) if data.eval_ood else None
-        self.sizes = {"training": len(self.train_x), "test": len(self.test_x)}
-        if self.other is not None:
-            self.sizes["out-of-distribution"] = len(self.other)
-
-    def digest(self) -> str:
-        """Of all images and classes."""
-        other = () if self.other is None else (self.other,)
-        return digest_tensors(self.train_x, self.train_y, self.test_x, self.test_y, *other)
 
 
 def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float]:
@@ -101,5 +70,5 @@ def network_scores(model: nn.Module, images: Images, batch_size: int) -> dict[st
         return torch.cat([model(part) for part in x.split(batch_size)])
 
     other = None if images.other is None else logits(images.other).double().softmax(-1)
-    train = cross_entropy(logits(images.train_x), images.train_y)
-    return {"train_nll": float(train)} | scores(logits(images.test_x).double().softmax(-1), images.test_y, other)
+    train = cross_entropy(logits(images.train.x), images.train.y)
+    return {"train_nll": float(train)} | scores(logits(images.test.x).double().softmax(-1), images.test.y, other)

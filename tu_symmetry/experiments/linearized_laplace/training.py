@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace.choices import Choice, Groups, Where
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate, groups_of
-from tu_symmetry.experiments.linearized_laplace.sources import Images, network_scores, scores
+from tu_symmetry.experiments.linearized_laplace.sources import network_scores, scores
+from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.function_posterior import gaussian_samples
 from tu_symmetry.laplace.linearized import LinearizedLaplace
@@ -70,8 +71,8 @@ def measure_training(
         raise ValueError(f"priors: name single, per_group or both, got {list(priors)}")
     images = Images(data, device)
     held_out = (data.val.x.to(images.device), data.val.y.to(images.device))
-    size = len(images.train_x) if data.batch_size in (None, "full") else int(data.batch_size or 0)
-    per_epoch = math.ceil(len(images.train_x) / size)
+    size = len(images.train.x) if data.batch_size in (None, "full") else int(data.batch_size or 0)
+    per_epoch = math.ceil(len(images.train.x) / size)
     stores = {name: SampleStore.open(own.samples, like=own.model.state_dict()) for name, own in networks.items()}
     for name, store in stores.items():
         by_chain = {chain: [r.step for r in store.records if r.chain == chain] for chain in store.chains}

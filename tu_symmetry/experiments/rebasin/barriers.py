@@ -69,12 +69,12 @@ def measure(
         raise ValueError(f"points must be odd and 3 at least (both ends and the middle), not {points}")
     members = Members(model, data, samples, device)
     found = Outcome.load(matching).results
-    if found["networks"] != members.digest:
+    if found["networks"] != members.networks:
         raise FileError(f"{matching} holds a matching of other networks than those in {samples}: match these first")
     judge = Judge(members, points, statistics, held_out)
     permutations = read_permutations(matching)
     made_from = {
-        "networks": members.digest,
+        "networks": members.networks,
         "permutations": {m: [digest_tensors(*(p[g] for g in sorted(p))) for p in ps] for m, ps in permutations.items()},
         "images": digest_tensors(members.test.x, members.test.y, judge.statistics.x),
         "options": [points, held_out],

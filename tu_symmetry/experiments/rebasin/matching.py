@@ -67,7 +67,7 @@ def match(
     graph, states = members.graph, members.states
     batches = members.first_images(images, batch_size)
     made_from = {
-        "networks": members.digest,
+        "networks": members.networks,
         "images": digest_tensors(batches.x, batches.y),
         "options": [similarity, batch_size, epochs, learning_rate],
     }

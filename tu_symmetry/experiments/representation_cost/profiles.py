@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches, accuracy, logits
+from tu_symmetry.evaluation import accuracy, logits
+from tu_symmetry.experiments.study import Study
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.profiles import mass_profile
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.logs import last_weights, logged_curve
 from tu_symmetry.tables.outcome import Outcome
 
@@ -40,11 +40,8 @@ def take_profiles(
         reach: largest natural-log factor, in both directions.
         points: evenly spaced log-factors.
     """
-    data.prepare_data()
-    model = model.eval()
-    train, test = (Batches(part.x, part.y) for part in (data.train, data.test))
-    graph = discover_symmetries(model, train.x[:2])
-    graph.require_verified()
+    study = Study(model, data, "cpu")
+    model, train, test, graph = study.model, study.train, study.test, study.graph
     log_factors = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
     records: list[dict[str, Any]] = []
     profiles: dict[str, dict[str, Any]] = {}
