@@ -5,7 +5,7 @@ positions (the tokens of a sequence, the pixels of an image). Given the outputs 
 and of positions: the loss of a sample is the sum over its positions, and the Hessian has no entries between them.
 Losses are sums in nats, whatever reduction a network was trained with: a mean over samples of a training loss is
 another prior, not another likelihood. The homoscedastic Gaussian is written for unit noise; the noise variance enters
-where losses and eigenvalues are read (see :mod:`tu_symmetry.laplace.evidence`).
+where losses and eigenvalues are read (see :mod:`tu_symmetry.laplace.fitted`).
 """
 
 from __future__ import annotations

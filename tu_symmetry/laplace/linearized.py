@@ -126,10 +126,6 @@ class LinearizedLaplace:
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
-
-    Raises:
-        TypeError: a model that is no module, or a wrapper (``DataParallel``, ``torch.compile``).
-        ValueError: options that are not known or do not go together.
     """
 
     def __init__(
@@ -296,10 +292,10 @@ class LinearizedLaplace:
 
     @classmethod
     def from_fitted(cls, fitted: FittedLaplace, train_loader: Iterable[Any] | None = None) -> LinearizedLaplace:
-        """The approximation around a frozen state, which it does not share with any other.
+        """The approximation around a frozen state, for example ``la.fitted.restarted(evaluate_at="map")``.
 
         Args:
-            fitted: the state, for example ``la.fitted.restarted(evaluate_at="map")``.
+            fitted: the state.
             train_loader: the training data, where they will be read again.
         """
         layer = fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None
@@ -318,11 +314,7 @@ class LinearizedLaplace:
 
     @property
     def fitted(self) -> FittedLaplace:
-        """All that the fit and the evidence have found, as one frozen object on the device that the network is on.
-
-        Raises:
-            RuntimeError: before :meth:`fit`.
-        """
+        """All that the fit and the evidence have found, as one frozen object on the device that the network is on."""
         if self._fitted is None:
             raise RuntimeError("this Laplace approximation has not been fitted; call fit(train_loader) first")
         self._fitted = self._fitted.on(next(self.model.parameters()).device)
@@ -384,11 +376,7 @@ class LinearizedLaplace:
 
     @leaves_randomness
     def group(self, loader: Iterable[Any]) -> PriorGroups:
-        """The groups of weights that would share a precision, without a fit; see ``prior``.
-
-        Args:
-            loader: of which the first batch is read, where the symmetries have to be discovered.
-        """
+        """The groups of weights that would share a precision, without a fit; reads at most the first batch."""
         if self._traced:
             self._find_last_layer(loader)
         normalizations = self.graph.normalizations if self.graph is not None else ()
