@@ -136,8 +136,8 @@ def require_whole_weights(trainer: Trainer) -> None:
     """Raise a ValueError where the strategy shards the weights over processes."""
     if shards_weights(trainer):
         raise ValueError(
-            f"{type(trainer.strategy).__name__} shards the weights over processes, and symmetries act on whole tensors: "
-            "use DDP or one device"
+            f"{type(trainer.strategy).__name__} shards the weights over processes, and symmetries act on whole "
+            "tensors: use DDP or one device"
         )
 
 
