@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
+from tu_symmetry.callbacks.members import shards_weights
 from tu_symmetry.files import clear_scratch, replacing
 from tu_symmetry.posterior.network import require_numbers
 
@@ -128,7 +129,7 @@ class LastCheckpoint(ModelCheckpoint):
         path = os.path.join(str(self.dirpath), self.CHECKPOINT_NAME_LAST + self.FILE_EXTENSION)
         self.last_model_path = path
         self._saved_at = time.monotonic()
-        if "://" in path or not one_file(trainer):
+        if "://" in path or shards_weights(trainer):
             self._save_checkpoint(trainer, path)
             return
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -178,12 +179,6 @@ def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     kept = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
     copied = {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in kept.items()}
     return {name: v for name, v in copied.items() if isinstance(v, (int, float, Tensor))}
-
-
-def one_file(trainer: Trainer) -> bool:
-    """Whether a checkpoint is one file, and not a folder of each process's shards."""
-    strategy = type(trainer.strategy).__name__
-    return not any(word in strategy for word in ("FSDP", "DeepSpeed", "ModelParallel"))
 
 
 def keeps_its_place(trainer: Trainer) -> bool:

@@ -126,12 +126,18 @@ def _core_models(pl_module: LightningModule) -> nn.ModuleList | None:
     return None
 
 
+def shards_weights(trainer: Trainer) -> bool:
+    """Whether each process has a part of every weight alone."""
+    strategy = type(trainer.strategy).__name__
+    return any(word in strategy for word in ("FSDP", "DeepSpeed", "ModelParallel"))
+
+
 def require_whole_weights(trainer: Trainer) -> None:
     """Raise a ValueError where the strategy shards the weights over processes."""
-    strategy = type(trainer.strategy).__name__
-    if any(word in strategy for word in ("FSDP", "DeepSpeed", "ModelParallel")):
+    if shards_weights(trainer):
         raise ValueError(
-            f"{strategy} shards the weights over processes, and symmetries act on whole tensors: use DDP or one device"
+            f"{type(trainer.strategy).__name__} shards the weights over processes, and symmetries act on whole "
+            "tensors: use DDP or one device"
         )
 
 

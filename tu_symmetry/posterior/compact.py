@@ -483,8 +483,7 @@ def _check_states(members: Iterable[Mapping[str, Tensor]], graph: SymmetryGraph 
             )
         found = {n: e.shape for n, e in layout_of(member).items()}
         shapes = shapes or found
-        if found != shapes:
-            wrong = sorted(n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n))
+        if wrong := sorted(n for n in found.keys() | shapes.keys() if found.get(n) != shapes.get(n)):
             raise SymmetryError(f"states[{k}] is of another architecture than states[0]: {wrong[:6]} differ")
         for name, t in member.items():
             if t.is_floating_point() and not torch.isfinite(t).all():

@@ -172,7 +172,7 @@ def quality(
                 there,
                 references[name],
                 removed="nothing" if form is None else form.name,
-                sizes=sizes,  # type: ignore[arg-type]
+                sizes=sizes,
                 bootstraps=resamples,
                 groups=(runs, None),
                 generator=torch.Generator().manual_seed(seed),
