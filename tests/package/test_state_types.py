@@ -85,6 +85,8 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "align": lambda states: tus.align(GRAPH, states).states,
     "align to the universe": lambda states: tus.align(GRAPH, states, reference="universe").states,
     "align of a stack": stacked(lambda s: tus.align(GRAPH, s).states),
+    "average": lambda states: [tus.alignment.average(states)],
+    "correct": lambda states: [tus.alignment.correct(NETWORK, states, [0.5, 0.5], states[0], DATA, "batchnorm")],
     "merge": lambda states: [tus.merge(GRAPH, states, NETWORK).state],
     "merge as they are": lambda states: [tus.merge(GRAPH, states, NETWORK, reference=None).state],
     "merge with repair": lambda states: [tus.merge(GRAPH, states, NETWORK, DATA, correction="repair").state],

@@ -111,7 +111,7 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
 
 @leaves_randomness
 def measure(
-    model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], functions: Mapping[str, Loss]
+    model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], metrics: Mapping[str, Loss]
 ) -> dict[str, float]:
     """Means of several functions of (outputs, targets) over the samples of a loader, in one pass.
 
@@ -119,17 +119,17 @@ def measure(
         model: the module, left as it is.
         state: its weights.
         dataloader: batches ``(inputs, targets)``.
-        functions: name to a function whose value is the mean over the batch.
+        metrics: name to a function whose value is the mean over the batch.
 
     Raises:
         ValueError: an empty loader, batches without targets, or a value that is no single number.
     """
     weights, device = on_device(require_state(state, "state", like=model.state_dict()))
-    totals, count = dict.fromkeys(functions, 0.0), 0
+    totals, count = dict.fromkeys(metrics, 0.0), 0
     with evaluating(model):
         for inputs, targets in labeled_batches(dataloader, device):
             outputs = forward(model, weights, inputs)
-            for name, function in functions.items():
+            for name, function in metrics.items():
                 value = function(outputs, targets)
                 if isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(

@@ -50,9 +50,9 @@ class StateSource(Sequence[State]):
         self._permutations: Sequence[Permutation] = ()
         self._chosen: Sequence[int] = range(len(self._source))
 
-    def only(self, chosen: Sequence[int]) -> StateSource:
+    def only(self, indices: Sequence[int]) -> StateSource:
         """Some of the networks, in another order."""
-        return self._with(chosen=[self._chosen[k] for k in chosen])
+        return self._with(chosen=[self._chosen[k] for k in indices])
 
     def permuted(self, graph: SymmetryGraph, permutations: Sequence[Permutation]) -> StateSource:
         """All of the networks with permuted units."""
