@@ -109,6 +109,18 @@ class Counted(nn.Module):
         return h
 
 
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, sort: bool = False, *, whole: bool = True) -> Tensor:
+        h = relu(self.a(x)) if scale is None else relu(self.a(x)) * scale
+        h = relu(self.b(h.sort(-1)[0] if sort else h))
+        out: Tensor = self.c(h) if whole else h
+        return out
+
+
 def sized(hidden: Callable[[Tensor, int], Tensor], groups: Sequence[tuple[int, ...]], scales: int) -> Shown:
     """What becomes of eight hidden units follows the number of tokens, five in the example."""
     network = Net(lambda m, x: m.b(hidden(m.a(x), x.shape[1])), **linear((4, 8), (8, 3)))
@@ -190,6 +202,21 @@ CASES = {
         Net(optional, token=nn.Embedding(1, 8), **linear((4, 8), (8, 6), (6, 3))), (rows(2),), [masked], [(6,)], 6
     ),
 }  # fmt: skip
+
+
+def test_flags_that_no_example_gives_are_followed_both_ways_and_other_arguments_are_named() -> None:
+    network, x = Flagged(), rows(2)
+    graph = tus.discover_symmetries(network, x)
+    assert sizes(graph) == [] and graph.left_out == ("scale",) and "scale: not seen in use" in str(graph)
+    assert {p.reason for p in graph.pinned if p.parameter == "b.weight" and p.axis == 0} == {
+        "output of the network with whole=False"
+    }
+    given = tus.discover_symmetries(network, x, example_kwargs={"sort": False, "whole": True})
+    assert sizes(given) == [(6,), (8,)] and given.left_out == ("scale",)
+    several = tus.discover_symmetries(
+        network, [(x,), (x, torch.rand(8))], example_kwargs=[{"whole": True}, {"whole": True, "sort": False}]
+    )
+    assert sizes(several) == [(6,)] and several.left_out == ()
 
 
 def sizes(graph: tus.SymmetryGraph) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
 from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.scale_groups import scale_groups
-from tu_symmetry.symmetry.sizes import with_defaults
+from tu_symmetry.symmetry.sizes import left_out, with_defaults
 from tu_symmetry.symmetry.source import asks_for_mode, asks_for_sizes, never_named
 from tu_symmetry.symmetry.tracing import Trace, tied_names, trace, with_other_sizes
 
@@ -46,7 +46,8 @@ def discover_symmetries(
 
     What is found holds beyond the example: units that the example does not read (the rows of a table of positions
     beyond its length) are pinned, and so are all that parameters which it does not reach (experts without a token,
-    optional arguments that were left out) could meet. More examples reach more.
+    optional arguments that were left out) could meet. A flag of ``forward`` that no example gives is followed both
+    ways; one that is given stays as it is. More examples reach more.
 
     Args:
         model: any module; also one on the meta device (with inputs there), which holds no weights at all.
@@ -100,7 +101,11 @@ def discover_symmetries(
     unreached = [n for n in unused if n not in never_named(model, unused)]
     sized = with_defaults(model, examples[0])
     sizes = asks_for_sizes(model) or any(type(leaf) is int for leaf in tree_leaves(sized))
-    followed = passes.with_other_sizes(model, sized) if sizes else passes.traces
+    left = [left_out(model, example) for example in examples]
+    never = {name: value for name, value in left[0].items() if all(name in more for more in left)}
+    flags = {name: value for name, value in never.items() if type(value) is bool}
+    followed = passes.with_other_sizes(model, sized, flags, sizes=sizes)
+    tried = {t.flags.partition("=")[0] for t in followed} | {n for n, value in never.items() if type(value) is int}
     found = _Reading.best(followed, order, shapes, buffers, unreached)
     idle = [
         Pin(n, k, s, "not used in the forward pass")
@@ -124,6 +129,7 @@ def discover_symmetries(
         kinds={name: kind_of(state[name].dtype) for name in aliases},
         positions=any(t.positions for t in passes.traces),
         unreached=tuple(unreached),
+        left_out=tuple(name for name in never if name not in tried),
         training=passes.training,
         probe=probe.trained(passes.trained_on, generator=torch.Generator().manual_seed(0)),
     )
@@ -186,12 +192,14 @@ class _Passes:
         found = [replace(t, example=k) for k, t in enumerate(found)]
         return cls((*passes.traces, *found), "followed", tuple(taken))
 
-    def with_other_sizes(self, model: nn.Module, example: Example) -> tuple[Trace, ...]:
-        """The passes, and those through the first example with other sizes, in evaluation mode."""
+    def with_other_sizes(
+        self, model: nn.Module, example: Example, flags: dict[str, bool], *, sizes: bool
+    ) -> tuple[Trace, ...]:
+        """The passes, and those through the first example with other sizes or flags, in evaluation mode."""
         first, *more = self.traces
-        if first.branch:
+        if first.branch or not (sizes or flags):
             return self.traces
-        first, *found = with_other_sizes(model, example, first)
+        first, *found = with_other_sizes(model, example, first, flags, sizes=sizes)
         count = len(self.traces)
         return (first, *more, *(replace(t, example=count + k) for k, t in enumerate(found)))
 

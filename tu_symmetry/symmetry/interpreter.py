@@ -57,7 +57,7 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
         readings.setdefault(traced.example, []).append(reading)
         for result in _Interpreter(ledger, traced.module, reading, traced.following).run(traced.inputs):
             if isinstance(result, Value):
-                ledger.pin(result, "output of the network")
+                ledger.pin(result, f"output of the network{traced.flags and f' with {traced.flags}'}")
     ledger.partly = frozenset[str]().union(*(pin_unseen(ledger, passes) for passes in readings.values()))
     for name, value in ledger.parameters.items():
         # what operators nested they have seen in blocks; of what was nested from the start, they may have seen views

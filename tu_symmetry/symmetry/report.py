@@ -78,6 +78,8 @@ def summary(graph: Symmetries) -> list[tuple[str, str]]:
         facts.append(("branch", f"recorded for inputs that go the example's way at {graph.branch}"))
     if graph.unreached:
         facts.append(("not reached", f"{', '.join(graph.unreached)}: pass a list of example inputs that reach them"))
+    if graph.left_out:
+        facts.append(("left out", f"{', '.join(graph.left_out)}: not seen in use; give them in a list of examples"))
     if graph.training.startswith("not"):
         facts.append(("training mode", graph.training))
     tied = [names for names in graph.aliases.values() if len(names) > 1]

@@ -1,10 +1,11 @@
-"""What of a network follows the sizes of its inputs: other ways through it, cuts, and constants.
+"""What of a network follows the sizes of its inputs and its flags: other ways through it, cuts, and constants.
 
 ``pos[:n]`` cuts where a sequence of ``n`` tokens ends, ``torch.arange(16) < n`` is a mask of its tokens, and
 ``if n > 6`` chooses a way; one example shows one size. Where a module's own code asks for sizes, the example is traced
-with others too (and with other integers than those given), as far as the module can be exported with them. What is
-found holds for each of these passes. What differs between two passes of one program, a cut or a constant, may differ in
-any way for sizes that nobody tried.
+with others too (and with other integers than those given), as far as the module can be exported with them; so it is
+with each flag of ``forward`` (``features=False``) that the example leaves to its default. What is found holds for each
+of these passes. What differs between two passes of one program, a cut or a constant, may differ in any way for sizes
+that nobody tried.
 """
 
 from __future__ import annotations
@@ -63,12 +64,25 @@ def following(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any])
     return Following(frozenset(constants), tuple(cuts))
 
 
+def left_out(model: nn.Module, example: Example) -> dict[str, Any]:
+    """The arguments that an example leaves to the defaults of ``forward``, with these."""
+    args, kwargs = example
+    signature = list(inspect.signature(model.forward).parameters.values())
+    named = [p for p in signature[len(args) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: p.default for p in named if p.name not in kwargs and p.default is not p.empty}
+
+
 def with_defaults(model: nn.Module, example: Example) -> Example:
     """An example that names the integers which it leaves to the defaults of ``forward``."""
     args, kwargs = example
-    signature = list(inspect.signature(model.forward).parameters.values())
-    left = [p for p in signature[len(args) :] if p.kind is not p.POSITIONAL_ONLY and p.name not in kwargs]
-    return args, kwargs | {p.name: p.default for p in left if type(p.default) is int}
+    return args, kwargs | {name: value for name, value in left_out(model, example).items() if type(value) is int}
+
+
+def turned(example: Example, flags: dict[str, bool]) -> Iterator[tuple[Example, ...]]:
+    """Examples that turn one of the flags which were left to their defaults."""
+    args, kwargs = example
+    for name, value in flags.items():
+        yield ((args, kwargs | {name: not value}),)
 
 
 def resized(example: Example) -> Iterator[tuple[Example, ...]]:

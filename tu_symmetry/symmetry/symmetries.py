@@ -56,6 +56,8 @@ class Symmetries(Brief):
         positions: whether the network finds positions by comparing numbers (``argmax``), among which some may be equal.
         unreached: parameters that no example input reaches (optional arguments that were left out, experts without a
             token): what they could meet is pinned. More examples reach more.
+        left_out: optional arguments of ``forward`` that no example gives, but for flags and integers, which were tried:
+            what they change is not seen.
         training: whether training mode has been looked at, in words: ``"as evaluation"`` where nothing in the network
             asks for the mode and evaluation reaches all parameters, ``"followed"`` where the symmetries hold in both,
             or why it could not be followed.
@@ -81,6 +83,7 @@ class Symmetries(Brief):
     kinds: dict[str, str] = field(default_factory=dict)
     positions: bool = False
     unreached: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     training: str = "as evaluation"
     verified: bool = False
     failed: dict[str, str] = field(default_factory=dict)

@@ -27,7 +27,7 @@ from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, flattened, live_nodes, makes_tensors
 from tu_symmetry.symmetry.running.inputs import Example
 from tu_symmetry.symmetry.running.weights import is_continuous
-from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized
+from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized, turned
 
 INPUT = "input of the network"
 
@@ -56,6 +56,7 @@ class Trace:
             masks): what is found holds for these values.
         example: number of the example inputs among several.
         following: what of the pass follows the sizes of its inputs.
+        flags: the flags that it turns against their defaults, as they are typed.
     """
 
     module: torch.fx.GraphModule
@@ -64,6 +65,7 @@ class Trace:
     constants: dict[str, Tensor] = field(default_factory=dict)
     example: int = 0
     following: Following = NOTHING
+    flags: str = ""
 
     @property
     def positions(self) -> bool:
@@ -133,21 +135,32 @@ def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return torch.export.export(model, args, dict(kwargs), strict=False)
 
 
-def with_other_sizes(model: nn.Module, example: Example, first: Trace) -> tuple[Trace, ...]:
-    """A pass in evaluation mode, with what of it follows the sizes of its inputs, and passes of other sizes."""
+def with_other_sizes(
+    model: nn.Module, example: Example, first: Trace, flags: Mapping[str, bool], *, sizes: bool
+) -> tuple[Trace, ...]:
+    """A pass in evaluation mode, with what of it follows the sizes of its inputs, and passes of other sizes or flags.
+
+    Args:
+        model: any module.
+        example: the inputs of the pass.
+        first: the pass.
+        flags: those that the example leaves out, with their defaults.
+        sizes: whether to try other sizes.
+    """
     model = to_trace(model).eval()
     held = held_constants(first.module, first.inputs)
     found: list[Trace] = []
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        for others in resized(example):
+        for others in (*(resized(example) if sizes else ()), *turned(example, flags)):
             for args, kwargs in others:
                 try:
                     program = _program(model, args, kwargs)
                 except Exception:  # whatever a network raises on sizes that it was not made for
                     continue
                 if not _has_open_shapes(program):
-                    found.append(_exported(model, program))
+                    turns = ", ".join(f"{name}={kwargs[name]}" for name in flags if name in kwargs)
+                    found.append(replace(_exported(model, program), flags=turns))
                     seen = following(held, held_constants(found[-1].module, found[-1].inputs))
                     first = replace(first, following=first.following | seen)
                 break
