@@ -140,7 +140,7 @@ def laplace(curvature: Any) -> Callable[..., Any]:
     def found(x: Tensor, y: Tensor, device: Any) -> Any:
         model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(device)
         model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
-        la = tus.LinearizedLaplace(model, curvature=curvature, prior="per_layer", rank=5)
+        la = tus.LinearizedLaplace(model, curvature=curvature, prior="per_layer")
         la.fit(DataLoader(TensorDataset(x, y), batch_size=10)).optimize_evidence(max_iterations=3)
         la.calibrate([(x, y)])
         return la.predictive(x), la.function_samples(x, 3), la.theta
@@ -226,7 +226,7 @@ def test_a_posterior_follows_its_network(curvature: Any, cuda: torch.device) -> 
     for first, second in ((torch.device("cpu"), cuda), (cuda, torch.device("cpu"))):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(first)
-        la = tus.LinearizedLaplace(model, curvature=curvature, prior="single", rank=5).fit([(x, y)])
+        la = tus.LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x, y)])
         la.optimize_evidence(max_iterations=3)
         expected = [la.predictive(x), la.function_samples(x, 3), la.function_covariance(x)[1], la.theta]
         evidence, fitted = la.log_marginal_likelihood(), la.fitted

@@ -200,10 +200,10 @@ def each_working(
             yield name, tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
-def parameter_sizes(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> list[float]:
+def parameter_sizes(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> list[float]:
     """The largest magnitude of each parameter that is not zero."""
-    tensors = [state[n].detach() for n in graph.shapes if n not in graph.buffers and state[n].is_floating_point()]
-    tensors = [t for t in tensors if t.numel()]
+    tensors = [s[n] for s in states for n in graph.shapes if n not in graph.buffers and s[n].is_floating_point()]
+    tensors = [t.detach() for t in tensors if t.numel()]
     ends = numbers([end for t in tensors for end in torch.aminmax(t)])
     pairs = zip(tensors, ends[::2], ends[1::2], strict=True)
     largest = (max(-low, high) if math.isfinite(low - high) else largest_entry(t) for t, low, high in pairs)
@@ -224,7 +224,7 @@ def exponent_of(sizes: Sequence[float]) -> int:
 
 def size_exponent(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> int:
     """The exponent of :func:`exponent_of` for the parameters of some states."""
-    return exponent_of([size for state in states for size in parameter_sizes(graph, state)])
+    return exponent_of(parameter_sizes(graph, *states))
 
 
 def resized(graph: SymmetryGraph, state: Mapping[str, Tensor], exponent: int) -> dict[str, Tensor]:
