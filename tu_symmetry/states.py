@@ -258,12 +258,8 @@ def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) ->
     members = unstack(states)
     if not members:
         raise ValueError("there is no network to take a mean of: the list of states is empty")
-    first = layout_of(members[0])
     for k in range(1, len(members)):
-        require_state(members[k], f"states[{k}]", like=members[0])
-        require_state(members[0], "states[0]", like=members[k])
-        layout = {n: e._replace(dtype=first[n].dtype) if n in first else e for n, e in layout_of(members[k]).items()}
-        require_same(layout, first, f"states[{k}]", "states[0]")
+        require_alike(members[k], members[0], f"states[{k}]", "states[0]")
     return as_given(
         members[0],
         {
@@ -271,6 +267,21 @@ def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) ->
             for name, t in members[0].items()
         },
     )
+
+
+def require_alike(state: Mapping[str, Tensor], like: Mapping[str, Tensor], name: str, like_name: str) -> None:
+    """Refuse states of two architectures, or with numbers of two kinds under one name; precisions may differ.
+
+    Raises:
+        TypeError: not a mapping of names to tensors.
+        ValueError: names or shapes that differ.
+        SymmetryError: values that are no tensors, or tensors of two kinds.
+    """
+    require_state(state, name, like=like)
+    require_state(like, like_name, like=state)
+    first = layout_of(like)
+    layout = {n: e._replace(dtype=first[n].dtype) if n in first else e for n, e in layout_of(state).items()}
+    require_same(layout, first, name, like_name)
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:

@@ -119,6 +119,9 @@ ONE: dict[str, Callable[[State], Any]] = {
     "tempered_loss_barrier": lambda s: barrier.tempered_loss_barrier(MODEL, state(1), s, loader(), points=3),
     "barrier_matrix": lambda s: barrier.barrier_matrix(MODEL, [state(1), s], loader(), F.cross_entropy, points=3),
     "mean_state": lambda s: tus.mean_state([state(1), s]),
+    "average": lambda s: tus.alignment.average([state(1), s]),
+    "correct": lambda s: tus.alignment.correct(MODEL, [state(1), s], [0.5, 0.5], state(2), loader(), "repair"),
+    "measure": lambda s: tus.alignment.measure(MODEL, s, loader(), {"loss": F.cross_entropy}),
     "reestimate_batchnorm": lambda s: repair.reestimate_batchnorm(MODEL, s, loader()),
     "repair": lambda s: repair.repair(MODEL, [state(1), s], [0.5, 0.5], state(2), loader()),
     "repair merged": lambda s: repair.repair(MODEL, [state(1), state(2)], [0.5, 0.5], s, loader()),
@@ -211,7 +214,8 @@ def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
         if (name == "align reference" and isinstance(given, str)) or (name.endswith("s reference") and given is None):
             continue  # the name of a reference; none
-        if name.startswith("merge") and (isinstance(given, str) or (given is None and name == "merge reference")):
+        file = isinstance(given, str) and name.startswith(("merge", "average"))
+        if file or (given is None and name == "merge reference"):
             continue  # a file; no reference, of networks that are aligned already
         with pytest.raises(TypeError, match=r"not a state dict|not a list of state dicts"):
             call(given)

@@ -35,7 +35,7 @@ from tu_symmetry.alignment.networks import Network, Networks, StateSource, read_
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief, span
-from tu_symmetry.states import State, as_given, check_number
+from tu_symmetry.states import State, as_given, check_number, require_alike
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
@@ -426,9 +426,21 @@ def average(
         A state on the device and in the dtypes of the first network that is part of it.
 
     Raises:
-        ValueError: weights that do not fit, or weights by name without a graph.
+        TypeError: what is no state dict or file.
+        ValueError: no networks, networks of several architectures, weights that do not fit, or weights by name without
+            a graph.
+        SymmetryError: values that are no tensors, or of several kinds; with a graph also NaN and infinite weights.
     """
     networks = StateSource(states)
+    if not len(networks):
+        raise ValueError("there is no network to take a mean of: the list of states is empty")
+    first = networks[0]
+    for k in range(len(networks)):
+        state = networks[k] if k else first
+        require_alike(state, first, f"states[{k}]", "states[0]")
+        if graph is not None:
+            graph.check_state(state, name=f"states[{k}]")
+    del first, state
     if isinstance(weights, Mapping) and graph is None:
         raise ValueError("weights for patterns of names need graph=, which knows the names of tied tensors")
     if graph is None:
