@@ -20,10 +20,11 @@ MATRIX ?= python3.10,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-portable test-slow test-device test-device-slow coverage matrix lint format types contract package docs bench clean
+.PHONY: help demo check test test-portable test-slow test-device test-device-slow coverage matrix lint format types contract package docs bench clean
 
 help:
 	@echo "make demo      the main job on the digits data: install, then about 4 minutes (run folder: runs/digits)"
+	@echo "make check     style, types, contracts and the core's laws, before a commit"
 	@echo "make test      the fast tests          make test-slow  the slow ones"
 	@echo "make test-portable  the fast tests as on another machine (COMBINATION=threads-4, ...: see tests/portable.py)"
 	@echo "make test-device  fast tests on a CUDA device, the machine's own or else a fake one (test-device-slow: slow ones)"
@@ -46,6 +47,14 @@ test: $(VENV)/installed-dev
 COMBINATION ?= commit:$(shell git rev-parse HEAD)
 test-portable: $(VENV)/installed-dev
 	$(BIN)/python tests/portable.py $(COMBINATION) -n $(WORKERS) $(ROOMS)
+
+# Before a commit: style, types, contracts, and the laws of what everything else stands on.
+CORE ?= tests/symmetry/test_laws.py tests/symmetry/test_elements.py tests/symmetry/test_ties.py \
+        tests/alignment/test_align.py tests/scaling/test_canonical.py tests/laplace/test_evidence.py \
+        tests/posterior/test_compact.py tests/metrics/test_predictive.py tests/package/test_package.py
+
+check: lint types contract
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(CORE)
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -m slow

@@ -371,9 +371,9 @@ def test_positions_pass_only_where_no_two_numbers_are_equal(layer: str, act: str
     graph = tus.discover_symmetries(network, rows(5))
     tus.verify_symmetries(graph, network, rows(5), on_failure="raise")
     assert ((8,) in sizes(graph)) == (keeps and bias)
-    # equal rows need not have equal products: a softmax over them would leave it to rounding which unit is the first
+    # equal rows need not have equal products: what compares them would leave it to rounding which unit is the first
     blank = torch.zeros(1 if act == "softmax over the batch" else 5, 4)
-    for inputs in (rows(5), blank, 30 * rows(5)):
+    for inputs in (rows(5), 30 * rows(5), *(() if act == "instance norm over the batch" else (blank,))):
         assert not judge(graph, network, (inputs,)).wrong
 
 
