@@ -89,7 +89,8 @@ def test_the_permutation_test_has_its_level_and_sees_a_shift() -> None:
     values = torch.tensor(found, dtype=torch.float64)
     for level in (0.1, 0.25, 0.5):
         assert abs(float((values <= level + 1e-9).double().mean()) - level) < 3 * (level * (1 - level) / 120) ** 0.5
-    shifted = discrepancy_test({"w": normal(12, 3)}, {"w": normal(9, 3, seed=1) + 1.5}, bootstraps=0)
+    x, y = {"w": normal(12, 3)}, {"w": normal(9, 3, seed=1) + 1.5}
+    shifted = discrepancy_test(x, y, bootstraps=0, generator=generator())
     assert shifted.p_value == pytest.approx(1 / 200)
 
 
