@@ -210,7 +210,6 @@ data:
 
 
 def test_from_yaml_up_to_a_test_in_torch_uncertainty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("torch_uncertainty")
     text = YAML.format(folder=tmp_path, ood="false")
     list(run_cli(tmp_path, text))
     writer = "--trainer.callbacks+=PredictiveWriter", f"--trainer.callbacks.path={tmp_path}/p.safetensors"

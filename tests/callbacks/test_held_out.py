@@ -15,19 +15,16 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, SubsetRandomSampler, TensorDataset
+from torch_uncertainty.datamodules import TUDataModule
+from torch_uncertainty.datamodules.abstract import CrossValDataModule
+from torch_uncertainty.datasets.utils import TTADataset, create_train_val_split
+from torch_uncertainty.routines import ClassificationRoutine
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.held_out import at_most, share_samples, validation_loader
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.laplace.report import NothingHeldOutWarning
-
-tu = pytest.importorskip("torch_uncertainty")
-from torch_uncertainty.datamodules import TUDataModule  # noqa: E402
-from torch_uncertainty.datamodules.abstract import CrossValDataModule  # noqa: E402
-from torch_uncertainty.datasets.utils import TTADataset, create_train_val_split  # noqa: E402
-from torch_uncertainty.routines import ClassificationRoutine  # noqa: E402
-
-from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing  # noqa: E402
+from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(40) % 3

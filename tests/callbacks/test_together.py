@@ -15,16 +15,14 @@ from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_uncertainty import TUTrainer
+from torch_uncertainty.methods import EMA, deep_ensembles
+from torch_uncertainty.routines import ClassificationRoutine
+from torch_uncertainty.transforms import RepeatTarget
 
 from tu_symmetry.callbacks import FitLaplace, PosteriorDraws, PosteriorSnapshots, Rebasin, ScaleCanonicalization
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing
-
-tu = pytest.importorskip("torch_uncertainty")
-from torch_uncertainty import TUTrainer  # noqa: E402
-from torch_uncertainty.methods import EMA, deep_ensembles  # noqa: E402
-from torch_uncertainty.routines import ClassificationRoutine  # noqa: E402
-from torch_uncertainty.transforms import RepeatTarget  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 MEMBERS, DRAWS = 2, 3

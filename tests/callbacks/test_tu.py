@@ -8,15 +8,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor, nn
+from torch_uncertainty.methods import EMA, SWA, deep_ensembles
+from torch_uncertainty.routines import ClassificationRoutine
+from torch_uncertainty.transforms import RepeatTarget
 from trainings import loader, mlp, trainer
 
 from tu_symmetry.callbacks import Rebasin
 from tu_symmetry.routines import SWAG
-
-tu = pytest.importorskip("torch_uncertainty")
-from torch_uncertainty.methods import EMA, SWA, deep_ensembles  # noqa: E402
-from torch_uncertainty.routines import ClassificationRoutine  # noqa: E402
-from torch_uncertainty.transforms import RepeatTarget  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -325,7 +325,6 @@ optimizer: {class_path: torch.optim.Adam, init_args: {lr: 1.0e-2}}
 
 
 def test_torch_uncertainty_trains_and_tests_from_yaml(tmp_path: Path) -> None:
-    pytest.importorskip("torch_uncertainty")
     from lightning.pytorch import LightningDataModule
     from torch_uncertainty.routines import ClassificationRoutine
     from torch_uncertainty.utils.cli import TULightningCLI

@@ -126,12 +126,11 @@ def test_what_is_out_of_reach_says_what_to_download(hub: Hub) -> None:
 
 
 def test_pretrained_tags_of_timm(hub: Hub) -> None:
-    timm = pytest.importorskip("timm")
     repo = hub.root / "model" / "timm" / "resnet18.a1_in1k"
     repo.mkdir(parents=True)
     save_file(weights(4), repo / "model.safetensors")
     same(tus.load_state("timm://resnet18.a1_in1k"), weights(4))
-    assert timm.is_model("resnet18") and hub.calls[-1]["repo"] == "timm/resnet18.a1_in1k"
+    assert hub.calls[-1]["repo"] == "timm/resnet18.a1_in1k"
     for source, message in (
         ("timm://resnet18.nothing", r"no weights 'resnet18.nothing'; tags of this network are .*resnet18.a1_in1k"),
         ("timm://resnet1", "timm has no network 'resnet1'"),

@@ -12,16 +12,14 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
+from torch_uncertainty.models.mlp import mlp as tu_mlp
+from torch_uncertainty.routines import ClassificationRoutine
 
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import posterior_ensemble
 from tu_symmetry.states import SampleFileError
 from tu_symmetry.symmetry.discovery import discover_symmetries
-
-pytest.importorskip("torch_uncertainty")
-from torch_uncertainty.models.mlp import mlp as tu_mlp
-from torch_uncertainty.routines import ClassificationRoutine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

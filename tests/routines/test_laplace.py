@@ -9,14 +9,11 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine
 from torchmetrics.classification import BinaryAUROC
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-
-pytest.importorskip("torch_uncertainty")
-from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine
-
 from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
