@@ -88,7 +88,7 @@ class Batches:
     Attributes:
         x: ``[n, ...]`` inputs.
         y: ``[n]`` class numbers.
-        batch_size: of all batches but the last.
+        batch_size: the size of all batches but the last.
     """
 
     x: Tensor

@@ -34,8 +34,8 @@ def new_axes(ax: Any = None, panels: int = 1, *, width: float = 4.6, height: flo
     Args:
         ax: axes, or a sequence of them; None for new ones.
         panels: number of axes that are needed; more than one come as a list.
-        width: of a new panel, in inches.
-        height: of a new panel, in inches.
+        width: the width of a new panel, in inches.
+        height: the height of a new panel, in inches.
 
     Raises:
         ValueError: another number of axes than needed.
@@ -64,7 +64,7 @@ def bands(
         runs: label to values ``[runs, points]``, or ``[points]`` for one run.
         xlabel: label of the horizontal axis.
         ylabel: label of the vertical axis.
-        title: of the axes.
+        title: the title of the axes.
         ax: axes to draw on.
     """
     from tu_symmetry.reporting.plots import COLORS, band
@@ -86,8 +86,8 @@ def interpolation(
     Args:
         lines: label to what :func:`~tu_symmetry.loss_barrier` returns, one or several.
         ylabel: label of the vertical axis.
-        title: of the axes.
-        colors: of the labels, in turn.
+        title: the title of the axes.
+        colors: the colors of the labels, in turn.
         ax: axes to draw on.
 
     Raises:
@@ -146,8 +146,8 @@ def barriers(matrices: Any, *, label: str = "barrier", names: Sequence[str] | No
 
     Args:
         matrices: what :func:`~tu_symmetry.barrier_matrix` returns (``[n, n]``), or title to matrix for several panels.
-        label: of the color bar.
-        names: of the networks; their numbers if left out.
+        label: the label of the color bar.
+        names: the names of the networks; their numbers if left out.
         ax: axes to draw on, one for each matrix.
 
     Raises:
@@ -178,7 +178,7 @@ def marginals(samples: Mapping[str, Any], *, bins: int = 40, title: str = "", ax
     Args:
         samples: label to samples, arrays or tensors of any shape, whose entries are taken together.
         bins: number of bins, which all labels share.
-        title: of the axes.
+        title: the title of the axes.
         ax: axes to draw on.
 
     Raises:

@@ -110,8 +110,9 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
     Args:
         value: what was given.
         what: its name in an error, such as ``state['0.weight']``.
-        kind: of the network's own tensor, see :func:`kind_of`. A real tensor must be real and a complex one complex;
-            one that is neither (a counter, a mask) may be of any kind but complex. None: not known, any kind will do.
+        kind: the kind of the network's own tensor, see :func:`kind_of`. A real tensor must be real and a complex one
+            complex; one that is neither (a counter, a mask) may be of any kind but complex. None: not known, any kind
+            will do.
         values: whether its values are read, which a tensor without storage has not.
 
     Raises:

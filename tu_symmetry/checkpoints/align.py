@@ -64,7 +64,7 @@ class Aligned:
 
     Attributes:
         source: the checkpoint, as given.
-        source_sha256: of its bytes.
+        source_sha256: the digest of its bytes.
         aligned: name of the file with the permuted weights.
         permutation: name of the file with the permutation.
         transpositions: number of transpositions (NoT).
@@ -93,9 +93,9 @@ class FileAlignment:
         architecture: name of the module's class.
         mode: ``file``, ``first``, ``medoid``, ``mean`` or ``universe``.
         reference: the file that distances are measured to; ``mean.safetensors`` in the folder for a mean.
-        reference_sha256: of its bytes.
+        reference_sha256: the digest of its bytes.
         search: how the reference was found: candidates of a medoid and their totals, sweeps of a universe.
-        options: of the matching and of reading.
+        options: the options of the matching and of reading.
         files: one for each checkpoint, in the order given.
         skipped: how many had been done before.
         kept_from: other versions that did some of those, and how many.

@@ -56,7 +56,7 @@ class BarrierData:
         name: as it was typed.
         evaluation: batches ``(inputs, targets)`` on which losses are measured.
         statistics: batches of inputs for re-estimated statistics.
-        digest: of all of it.
+        digest: the digest of all of it.
     """
 
     name: str
@@ -117,7 +117,7 @@ class BarrierReport:
 
     @property
     def unit(self) -> str:
-        """Of the loss, in parentheses, where it is known."""
+        """The unit of the loss, in parentheses, where it is known."""
         return " (nats)" if self.loss.endswith("cross_entropy") else ""
 
     def grid(self) -> Grid:

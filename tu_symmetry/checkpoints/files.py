@@ -55,8 +55,8 @@ class Checkpoint:
 
     Attributes:
         path: as given.
-        name: of its results, unique among the files of a run.
-        sha256: of its bytes.
+        name: the name of its results, unique among the files of a run.
+        sha256: the digest of its bytes.
     """
 
     path: Path
@@ -257,7 +257,7 @@ class Kept(MutableMapping[str, Any]):
     options counts as not there, and is replaced.
 
     Args:
-        folder: of the pieces; it is made when the first one is.
+        folder: the folder of the pieces; it is made when the first one is.
         made_of: what a piece depends on, by its key (``sweep/1/0``).
     """
 

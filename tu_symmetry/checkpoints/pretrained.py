@@ -29,7 +29,7 @@ class Pretrained:
     """A network that a ``config.json`` describes.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         config: what it says.
         dtype: precision of the module and its inputs.
     """

@@ -50,8 +50,8 @@ class ImageDataModule(LightningDataModule):
     ``seed`` and the epoch; a run resumed in the middle of an epoch continues with the batches that were left.
 
     Args:
-        batch_size: of training batches; ``full`` or None for the whole training set in order.
-        eval_batch_size: of all other batches; None for whole sets.
+        batch_size: the size of training batches; ``full`` or None for the whole training set in order.
+        eval_batch_size: the size of all other batches; None for whole sets.
         train_size: number of training images, None for all that validation leaves.
         val_size: number of validation images, the last of the training half.
         test_size: number of test images, the first ones; None for all.
@@ -62,7 +62,7 @@ class ImageDataModule(LightningDataModule):
         orders: for members trained at once: training batches are ``[orders, batch, ...]``, with an independent order
             for each; the m-th is that of a data module with ``seed + m`` and no ``orders``.
         resident: keep the tensors on the trainer's device, so that nothing is copied there batch by batch.
-        seed: of the orders.
+        seed: the seed of the orders.
         augment: flip training images left to right at random, and shift them by up to 4 pixels over a border of zeros;
             a function of the seed, the epoch and the place in it. All loaders but the training loader give the images
             as they are.
@@ -70,7 +70,7 @@ class ImageDataModule(LightningDataModule):
     Attributes:
         num_classes: number of classes.
         input_shape: ``(channels, height, width)``.
-        mean: of the training pixels in [0, 1], by channel.
+        mean: the mean of the training pixels in [0, 1], by channel.
         std: likewise.
     """
 
@@ -337,7 +337,7 @@ class CIFARDataModule(ImageDataModule):
         root: folder of data sets: of torchvision's, or of the archive.
         source: ``torchvision``, downloaded where it is missing; or ``archive``, the file ``cifar10-jpeg.tar.xz`` in
             ``root`` with members ``train/00000_frog.jpg`` in canonical order.
-        batch_size: of training batches; ``full`` or None for the whole training set in order.
+        batch_size: the size of training batches; ``full`` or None for the whole training set in order.
         ood_dataset: ``svhn`` (torchvision's test set) or ``textures`` (the archive ``dtd10-64.tar.xz`` in ``root``).
         download: have torchvision download what is missing.
         **common: the other arguments of :class:`ImageDataModule`.

@@ -72,7 +72,7 @@ class ResumableLoader(DataLoader[Any]):
 
     Args:
         dataset: what is read.
-        batch_size: of all batches but the last.
+        batch_size: the size of all batches but the last.
         sampler: the order, or the first of several.
         orders: all of several orders; empty for one.
         augment: what is done to the inputs of every batch, with the order's generator of that batch; of several orders
@@ -141,7 +141,8 @@ def flip_and_shift(x: Tensor, *generators: torch.Generator, shift: int = 4) -> T
 
     Args:
         x: the images.
-        generators: of the flips and shifts, on the CPU; each of several has an equal share of the images.
+        generators: the generators of the flips and shifts, on the CPU; each of several has an equal share of the
+            images.
         shift: largest shift in pixels, in each of the four directions.
     """
     count, channels, height, width = x.shape

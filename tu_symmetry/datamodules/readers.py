@@ -66,7 +66,7 @@ def read_idx_images(root: Path, name: IDXName, split: Split, *, flat: bool = Tru
 
     Args:
         root: holds ``<Name>/raw`` as torchvision lays it out, or ``<Name>``, with the files.
-        name: of the data set.
+        name: the name of the data set.
         split: which half.
         flat: accept the files in ``root`` itself too (where it belongs to this data set alone).
 

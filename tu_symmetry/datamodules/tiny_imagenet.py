@@ -53,7 +53,7 @@ class TinyImageNetDataModule(_DataModule):
 
     Args:
         root: folder that holds ``tiny-imagenet-200``.
-        batch_size: of training batches.
+        batch_size: the size of training batches.
         **options: see TorchUncertainty's.
     """
 

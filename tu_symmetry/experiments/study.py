@@ -43,7 +43,7 @@ class Images:
         return sizes if self.other is None else sizes | {"out-of-distribution": len(self.other)}
 
     def digest(self) -> str:
-        """Of all images and classes."""
+        """A digest of all images and classes."""
         other = () if self.other is None else (self.other,)
         return digest_tensors(self.train.x, self.train.y, self.test.x, self.test.y, *other)
 
@@ -55,7 +55,7 @@ class Study(Images):
         model: the architecture; its own weights do not matter.
         data: the data.
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-        seed: of all draws.
+        seed: the seed of all draws.
 
     Attributes:
         model: in evaluation mode, on the device.

@@ -150,7 +150,8 @@ class Judged:
         qualities: over all processes.
         scores: the lower the better, likewise.
         samples: their number, likewise.
-        nll: of the samples of this process, ``[predictions, samples]`` (nats): sums over a sample's observations.
+        nll: the negative log-likelihoods of this process's samples, ``[predictions, samples]`` (nats): sums over
+            a sample's observations.
         observations: how many these are, ``[samples]``.
     """
 

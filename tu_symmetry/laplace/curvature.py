@@ -49,7 +49,7 @@ class Options:
         curvature: which structure.
         fisher_type: exact output Hessian, Monte-Carlo samples of the model, or the empirical Fisher (whose
             observations are the positions of a sample, where it has outputs at several).
-        kfac_approx: of Kronecker factors.
+        kfac_approx: the approximation by Kronecker factors.
         bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
             laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
@@ -148,7 +148,7 @@ class _Pass:
         if self.outputs not in (0, size) and self.likelihood.noisy:
             raise ValueError(
                 f"the network has {self.outputs} outputs for the samples of one batch and {size} for those of another; "
-                "the noise variance of a regression needs equally many for every sample"
+                "the variance of a regression needs equally many for every sample"
             )
         self.outputs = max(self.outputs, size)
         self.positions = max(self.positions, outputs.shape[1] if outputs.ndim == 3 else 1)

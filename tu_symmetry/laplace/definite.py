@@ -37,7 +37,7 @@ def cholesky_of_one_plus(matrix: Tensor, rounding: float = 0.0) -> Tensor:
 
     Args:
         matrix: ``A``, ``[n, n]``.
-        rounding: of its entries, relative to the diagonal, where it is more than its dtype's.
+        rounding: the rounding of its entries, relative to the diagonal, where it is more than its dtype's.
     """
     rounding += _SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
     diagonal = matrix.diagonal()

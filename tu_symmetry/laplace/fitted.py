@@ -39,7 +39,7 @@ class FittedCurvature:
     """What the passes over the training data have given.
 
     Attributes:
-        blocks: of the curvature, in the order of the flat parameter vector.
+        blocks: the blocks of the curvature, in the order of the flat parameter vector.
         summary: number of samples and outputs, and the loss at the linearization point.
         groups: which weights share a precision.
         whole: parameters without Kronecker factors that have an exact block, since other modules read them too.
@@ -103,13 +103,13 @@ class FittedLaplace:
         curvature: blocks, summary, prior groups.
         center: the hyperprior's center of each precision, float64 ``[groups]``.
         log_precision: log of the precisions, float64 ``[groups]``.
-        noise_variance: of a regression's noise (1 for another likelihood).
+        noise_variance: the variance of a regression's noise (1 for another likelihood).
         noise_fixed: whether the noise variance was given.
         hyperprior: on the precisions.
         solution: the weights ``theta`` and how well they solve their problem.
         snapshot: the network's weights at the fit.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
-        link_approx: of predictions that are asked for without one.
+        link_approx: the approximation of predictions that are asked for without one.
     """
 
     tangent: TangentModel

@@ -211,7 +211,7 @@ def _add_gradients(covariance: Tensor, g: Tensor, a: Tensor, basis: Tensor, devi
         covariance: ``[outputs of the net, outputs of the net]``.
         g: output gradients ``[outputs of the net, groups, outputs, positions]``.
         a: inputs in the basis ``[groups, positions, features]``.
-        basis: of the outputs ``[groups, outputs, outputs]``.
+        basis: the basis of the outputs ``[groups, outputs, outputs]``.
         deviation: posterior standard deviations ``[groups, outputs, features]``.
     """
     width, groups, outputs, positions = g.shape
@@ -374,7 +374,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Of ``R R = C``: ``R dR + dR R = dC``, in the eigenbasis a division; directions without variance have none."""
+        """The derivative of ``R R = C``: ``R dR + dR R = dC``, a division in the eigenbasis; 0 without variance."""
         deviations, vectors = ctx.saved_tensors
         sums = deviations.unsqueeze(-1) + deviations.unsqueeze(-2)
         limit = torch.finfo(sums.dtype).eps ** 0.5 * deviations.amax(-1)[..., None, None]

@@ -27,7 +27,7 @@ class PriorGroups:
     """A partition of the parameters, each of which lies in one group as a whole.
 
     Attributes:
-        names: of the groups.
+        names: the names of the groups.
         of: parameter to group number, 0-dim (of single weights: one number for each entry).
         sizes: number of parameters in each group, float64.
         weights: whether every group is a single weight, in the order of the flat vector (:class:`SingleWeights`).

@@ -73,7 +73,7 @@ class Likelihood(ABC):
     :meth:`targets` is what the loss takes: with label smoothing, class weights and ignored positions worked in.
 
     Attributes:
-        name: of the kind of likelihood.
+        name: the name of the kind of likelihood.
         noisy: whether losses are divided by a noise variance that the evidence finds.
         quadratic: whether the loss is quadratic in the outputs.
         convex: whether it is convex in them, so that the tangent model has one mode.
@@ -160,8 +160,8 @@ class Likelihood(ABC):
         """The predictive, from Gaussian outputs.
 
         Args:
-            mean: of the outputs.
-            variance: of every output, in the same shape.
+            mean: the mean of the outputs.
+            variance: the variance of every output, in the same shape.
             deviations: samples ``[samples, *outputs.shape]`` of the outputs less their mean, or None for the closed
                 form.
             temperature: factor of the variance; at 0 the prediction is exactly the network's own.
@@ -173,9 +173,11 @@ class Likelihood(ABC):
         """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
 
     def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
-        """Of labels, float64: how many are right, and of every bin of the confidence (:data:`BINS`) the right ones less
-        the confidences; None of real values.
-        """  # noqa: D205
+        """Counts over labels, float64; None for real values.
+
+        How many labels are right, and for every bin of the confidence (:data:`BINS`) the right ones less the
+        confidences.
+        """
         return None
 
     def root(
@@ -235,7 +237,7 @@ class _Real(_Separate):
         return outputs
 
     def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        """Of every observed value."""
+        """The negative log-likelihood of every observed value."""
         mean, variance = prediction.mean.double(), prediction.variance.double()
         return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
 
@@ -418,7 +420,7 @@ class Categorical(Likelihood):
         return (mean + temperature**0.5 * deviations).softmax(-1).mean(0)
 
     def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """Of the label, or the cross entropy with soft ones."""
+        """The negative log-likelihood of the label, or the cross entropy with soft ones."""
         p = prediction.double()
         if observed.is_floating_point():
             return -(observed.double() * p.clamp(min=1e-300).log()).sum(-1)
@@ -543,7 +545,7 @@ class Bernoulli(_Separate):
         return (mean + temperature**0.5 * deviations).sigmoid().mean(0)
 
     def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """Of every output's answer."""
+        """The negative log-likelihood of every output's answer."""
         p, y = prediction.double(), observed.double()
         each = -(y * p.clamp(min=1e-300).log() + (1 - y) * (1 - p).clamp(min=1e-300).log())
         return torch.where(self.present(observed), each, 0.0)
@@ -719,7 +721,7 @@ def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, An
     Args:
         kind: ``classification``, ``regression``, ``binary``, ``heteroscedastic``; ``nn.CrossEntropyLoss``,
             ``nn.NLLLoss``, ``nn.BCEWithLogitsLoss`` or ``nn.MSELoss`` with their options; or a likelihood.
-        options: of the likelihood, with a name.
+        options: the options of the likelihood, with a name.
 
     Raises:
         ValueError: another name, or a loss that is no likelihood here.

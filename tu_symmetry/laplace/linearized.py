@@ -118,11 +118,11 @@ class LinearizedLaplace:
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
         dense_limit: longest parameter without Kronecker factors that gets its exact dense block; a longer one gets the
             exact diagonal.
-        noise_variance: of a regression's noise; None to find it by the evidence (and 1 until then).
+        noise_variance: the variance of a regression's noise; None to find it by the evidence (and 1 until then).
         prior_precision: initial precision: one for all groups, a tensor with one for each, or by group name (with
             ``diagonal`` also by parameter name). None starts each group at its center (:class:`Hyperprior`), which
             respects scale invariance.
-        generator: of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
+        generator: the generator of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
@@ -332,7 +332,7 @@ class LinearizedLaplace:
 
     @property
     def noise_variance(self) -> float:
-        """Of a regression's noise (1 for another likelihood)."""
+        """The variance of a regression's noise (1 for another likelihood)."""
         return self.fitted.noise_variance
 
     @property
@@ -703,7 +703,7 @@ class LinearizedLaplace:
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
-            seed: of the samples; the same seed gives the same functions in every call.
+            seed: the seed of the samples; the same seed gives the same functions in every call.
 
         Returns:
             Classification: probabilities ``[batch, classes]``, or in the shape of the network's output where that has
@@ -729,8 +729,8 @@ class LinearizedLaplace:
         Args:
             loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read); of a
                 mapping all but the targets.
-            options: of :meth:`predictive`. Monte-Carlo samples are those of its seed in every batch, so that results
-                do not depend on the batch size, and joint ones are joint over the whole loader.
+            options: the options of :meth:`predictive`. Monte-Carlo samples are those of its seed in every batch, so
+                that results do not depend on the batch size, and joint ones are joint over the whole loader.
         """
         for batch in loader:
             yield self.predictive(batch[0] if isinstance(batch, (tuple, list)) else batch, **options)

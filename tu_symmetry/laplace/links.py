@@ -15,7 +15,7 @@ class GaussianPredictive(NamedTuple):
 
     Attributes:
         mean: ``f(x)``, ``[batch, outputs]``.
-        variance: of a new observation: ``epistemic`` plus the noise variance.
+        variance: the variance of a new observation: ``epistemic`` plus the noise variance.
         epistemic: variance of the network's outputs.
     """
 
@@ -52,7 +52,7 @@ def probit_probabilities(mean: Tensor, variance: Tensor) -> Tensor:
     """Class probabilities from Gaussian logits in closed form, by MacKay's ``softmax(f / sqrt(1 + pi/8 var))``.
 
     Args:
-        mean: of the logits, ``[..., classes]``.
-        variance: of every logit, in the same shape.
+        mean: the mean of the logits, ``[..., classes]``.
+        variance: the variance of every logit, in the same shape.
     """
     return shrunk_logits(mean, variance).softmax(-1)

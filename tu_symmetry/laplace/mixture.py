@@ -35,12 +35,12 @@ def mixed(
     """The predictive of a mixture.
 
     Args:
-        predictions: of the members: probabilities of classes or of yes, or :class:`GaussianPredictive`.
+        predictions: the predictions of the members: probabilities of classes or of yes, or :class:`GaussianPredictive`.
         weights: ``[members]``, which add up to 1.
         average: ``probabilities``, the mixture itself; ``log_probabilities``: the weighted mean of their logarithms,
             normalized (a product of experts, which is sure where one member is). Of a regression there is only the
             first.
-        axis: of the classes; None where every number is the probability of yes.
+        axis: the axis of the classes; None where every number is the probability of yes.
 
     Returns:
         Probabilities, or mean and variance of the mixture (which is not Gaussian): the epistemic variance is that of
@@ -75,8 +75,8 @@ class LaplaceMixture:
 
     Args:
         members: fitted approximations of networks for the same data, with one kind of likelihood.
-        weights: of the members, positive; they are normalized. None for equal ones, ``evidence`` for the shares of
-            their marginal likelihoods (which usually leaves a single one).
+        weights: the weights of the members, positive; they are normalized. None for equal ones, ``evidence`` for the
+            shares of their marginal likelihoods (which usually leaves a single one).
 
     Attributes:
         members: the approximations.
@@ -118,13 +118,13 @@ class LaplaceMixture:
         Args:
             models: the networks: a list, or the ``core_models`` of TorchUncertainty's ``deep_ensembles``.
             train_loader: the training data of all of them, read once for each and more.
-            options: of :class:`~tu_symmetry.LinearizedLaplace`.
+            options: the options of :class:`~tu_symmetry.LinearizedLaplace`.
         """
         return cls([LinearizedLaplace(model, **options).fit(train_loader) for model in models])
 
     @property
     def weights(self) -> Tensor:
-        """Of the members, float64; they add up to 1."""
+        """The weights of the members, float64; they add up to 1."""
         if self._weights is None:
             return torch.full((len(self.members),), 1 / len(self.members), dtype=torch.float64, device="cpu")
         if isinstance(self._weights, str):
@@ -161,8 +161,8 @@ class LaplaceMixture:
             num_samples: Monte-Carlo samples of every member.
             link_approx: as in :meth:`LinearizedLaplace.predictive`.
             covariance: likewise.
-            average: of what, see :func:`mixed`.
-            seed: of the samples.
+            average: what to average, see :func:`mixed`.
+            seed: the seed of the samples.
         """
         found = [
             la.predictive(
@@ -191,8 +191,8 @@ class LaplaceMixture:
 
         Args:
             inputs: a batch.
-            num_samples: of all members together.
-            seed: of the samples.
+            num_samples: the number of samples of all members together.
+            seed: the seed of the samples.
 
         Raises:
             ValueError: fewer samples than one.

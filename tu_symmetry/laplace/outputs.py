@@ -95,7 +95,7 @@ def in_own_shape(values: Tensor, shape: torch.Size, class_axis: int | None) -> T
 
     Args:
         values: ``[..., batch, positions, outputs]``; the number of outputs may be another than the network's.
-        shape: of the network's output, with any batch.
+        shape: the shape of the network's output, with any batch.
         class_axis: see :func:`class_axis_of`.
     """
     axis = class_axis_of(len(shape), class_axis)

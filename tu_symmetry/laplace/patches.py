@@ -61,7 +61,7 @@ class _Run:
     Attributes:
         shift: from the first tap of a pair to the second.
         taps: the first taps.
-        phase: of the positions that the first taps meet.
+        phase: the phase of the positions that the first taps meet.
         start: the first of these.
         length: how many they are.
         other: phase of what the second taps meet.

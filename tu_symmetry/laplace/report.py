@@ -34,7 +34,7 @@ class UnevenEvidenceWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Quality:
-    """Of predictions on held-out data.
+    """Scores of predictions on held-out data.
 
     Attributes:
         nll: negative log-likelihood of an observation (nats): of a label, or of a real value.
@@ -53,14 +53,14 @@ class Calibration:
 
     Attributes:
         temperature: that was chosen.
-        samples: of the held-out data, over all processes.
+        samples: the samples of the held-out data, over all processes.
         network: quality of the network itself (temperature 0).
-        evidence: of the posterior whose precisions the evidence chose (temperature 1).
+        evidence: the scores of the posterior whose precisions the evidence chose (temperature 1).
         calibrated: at the temperature that was chosen.
         held_out: whether the network was not trained on these data.
         link_approx: with which the predictions were made, and will be where none is asked for.
-        standard_error: of the difference between the NLLs of the calibrated posterior and of the network (nats), over
-            samples, of which the same are given to both.
+        standard_error: the standard error of the difference between the NLLs of the calibrated posterior and of the
+            network (nats), over samples, of which the same are given to both.
     """
 
     temperature: float
@@ -102,7 +102,7 @@ class PrecisionSearch:
     Attributes:
         precision: that was chosen: of all weights, or the factor of the precisions that were there.
         relative: whether it is such a factor.
-        samples: of the held-out data, over all processes.
+        samples: the samples of the held-out data, over all processes.
         network: quality of the network itself, the limit of large precisions.
         found: at the precision that was chosen.
         tried: every precision with its quality, in rising order.
@@ -131,7 +131,7 @@ class GroupReport:
     """What the evidence found for one prior group.
 
     Attributes:
-        name: of the group.
+        name: the name of the group.
         size: number of weights.
         precision: prior precision ``lambda``.
         center: where the hyperprior puts it, the group's size over its squared norm at the linearization point.

@@ -47,12 +47,12 @@ def grid(path: Path, rows: int, columns: int, width: float, height: float, **opt
     """Rows of panels in the common style (``[rows, columns]``), written as PNG to ``path`` at the end.
 
     Args:
-        path: of the PNG.
-        rows: of panels.
-        columns: of panels.
-        width: of a panel, in inches.
-        height: of a panel, in inches.
-        options: of ``Figure.subplots`` (``sharex``, ...).
+        path: the path of the PNG.
+        rows: the number of rows of panels.
+        columns: the number of columns of panels.
+        width: the width of a panel, in inches.
+        height: the height of a panel, in inches.
+        options: the options of ``Figure.subplots`` (``sharex``, ...).
     """
     with matplotlib.rc_context(STYLE):
         made = Figure(figsize=(width * columns, height * rows))  # of no window system, whatever backend is in use

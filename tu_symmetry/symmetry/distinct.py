@@ -76,7 +76,7 @@ class Distinct:
 
         Args:
             node: the operator.
-            traits: of the operator.
+            traits: the traits of the operator.
             operands: its floating-point tensors, by the names of the arguments (lists are left out).
             inputs: all nodes that it reads.
             outputs: its values.

@@ -70,7 +70,7 @@ class _Interpreter:
 
     Attributes:
         env: what stands for each node: a value (or a list), a :class:`Parameter`, a constant tensor, or a number.
-        root: of each node that is a view, the node whose memory it shares.
+        root: for each node that is a view, the node whose memory it shares.
         zero, statistic, sole: the nodes that :class:`~.rules.Call` tells rules about by these names.
         distinct: where entries are different numbers; kept only if some operator finds positions by comparing.
         following: the nodes that other sizes of the inputs change.
@@ -222,7 +222,7 @@ class _Interpreter:
         """What a rule is told of a call.
 
         Args:
-            node: of the call.
+            node: the node of the call.
             given: the arguments as they stand in the graph.
             bound: the same with values for tensors.
         """

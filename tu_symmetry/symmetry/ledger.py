@@ -73,7 +73,7 @@ class Seen(NamedTuple):
     """One axis of a tensor that exists: a symmetry has to map its label onto itself.
 
     Attributes:
-        label: of the axis.
+        label: the label of the axis.
         axis: its position.
         others: the labels of all axes of the tensor, in which that label may be nested.
     """
@@ -340,7 +340,7 @@ class Ledger:
         return (tighten(merged),)
 
     def _finer(self, a: Label, b: Label, x: Array, y: Array) -> Label:
-        """Of two labels whose units were tied: the one that tells apart what the other does (or a new one)."""
+        """The one of two labels whose units were tied that tells apart what the other does (or a new one)."""
         if a[0].size != b[0].size:
             return a if a[0].size < b[0].size else b
         count_a, count_b = len(distinct(a[0])), len(distinct(b[0]))

@@ -34,11 +34,11 @@ class Reading:
     """What one traced pass cuts out of each origin.
 
     Attributes:
-        origins: of the nodes that are moved, the tensor that their entries come from.
-        values: of an origin that is no parameter, its value.
-        alone: of the nodes that hold a unit selected by its position, that unit, which no label names.
+        origins: for the nodes that are moved, the tensor that their entries come from.
+        values: for an origin that is no parameter, its value.
+        alone: for the nodes that hold a unit selected by its position, that unit, which no label names.
         whole: tensors that are read as they are.
-        parts: of each origin, the units of all that is moved out of it and read.
+        parts: for each origin, the units of all that is moved out of it and read.
     """
 
     origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
 
     Args:
         ledger: which the passes wrote.
-        readings: of the passes, in evaluation and in training mode.
+        readings: the readings of the passes, in evaluation and in training mode.
     """
     found = [cut for reading in readings for cut in reading.cuts(ledger)]
     read = _joined([pieces for _, _, pieces in found]) if len(readings) > 1 else _joined([])

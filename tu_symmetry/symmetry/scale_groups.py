@@ -50,7 +50,7 @@ def scale_groups(
     Args:
         ledger: what the operators demand; it is left as it is.
         order: names of the state dict's tensors, in order; decides names and the order of groups.
-        shapes: of these tensors.
+        shapes: the shapes of these tensors.
         buffers: the names among them that are no parameters.
     """
     system = ScaleSystem(ledger)
@@ -290,7 +290,7 @@ def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> di
 
     Args:
         expanded: the log-scales in variables.
-        families: of the variables that are numbered; others multiply buffers only.
+        families: the families of the variables that are numbered; others multiply buffers only.
         count: number of variables.
     """
     number = np.full(count, -1, dtype=np.int64)

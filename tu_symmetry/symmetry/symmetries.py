@@ -185,7 +185,7 @@ class Symmetries(Brief):
         then.
 
         Args:
-            name: of the new group.
+            name: the name of the new group.
             axes: for each parameter and buffer that the group moves, the axis along which its units lie.
 
         Raises:

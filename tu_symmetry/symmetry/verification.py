@@ -373,7 +373,7 @@ class _Base:
         Args:
             probe: the network.
             tolerance: as for :func:`verify_symmetries`.
-            seed: of the weights and of other inputs.
+            seed: the seed of the weights and of other inputs.
             constants: tensors that the network reads by value.
             groups: what will move the weights.
             repeat: whether to check that the network computes the same twice.

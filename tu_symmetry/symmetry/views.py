@@ -409,7 +409,7 @@ def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list
         ledger: for the units of new blocks.
         pool: components in the new frame.
         axes: the new axes, those of size one left out.
-        labels: of all axes; those of ``axes`` are set.
+        labels: the labels of all axes; those of ``axes`` are set.
     """
     assigned: dict[int, list[Array]] = {axis: [] for axis in axes}
     for component in pool:

@@ -174,8 +174,8 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
 
     Args:
         arguments: what is typed after ``tu-symmetry``.
-        deadline: of a fit, by :func:`time.monotonic`. It is then cut without what callbacks and routines do at the end
-            of an epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
+        deadline: the deadline of a fit, by :func:`time.monotonic`. It is then cut without what callbacks and routines
+            do at the end of an epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
 
     Returns:
         What ran, with its ``trainer`` and ``routine``.

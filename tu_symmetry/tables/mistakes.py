@@ -38,7 +38,7 @@ def in_one_line(message: str, parser: argparse.ArgumentParser) -> str:
     """The cause in a message of jsonargparse, which shows it within all that was tried, and the nearest name.
 
     Args:
-        message: of jsonargparse.
+        message: the message of jsonargparse.
         parser: that gave it, for the names of its options.
     """
     if found := _OPTION.search(message):

@@ -21,7 +21,7 @@ class Parts:
     networks, other data) is neither taken for this command's nor overwritten: that is an error.
 
     Args:
-        folder: of the parts; made when the first one is kept.
+        folder: the folder of the parts; made when the first one is kept.
         made_from: everything that the parts depend on, as JSON can hold it (of tensors a digest, see
             :func:`digest_tensors`).
     """

@@ -26,7 +26,7 @@ class Report:
         recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note, claims and the paper's numbers.
 
     Attributes:
-        table: of the recipe.
+        table: the table of the recipe.
     """
 
     def __init__(self, out: Path, recipe: str) -> None:
@@ -47,7 +47,7 @@ class Report:
         """Draw ``NAME.png`` by ``draw(path, *drawn)`` and show it.
 
         Args:
-            name: of the file.
+            name: the name of the file.
             draw: draws it.
             drawn: what ``draw`` takes after the path.
             alt: what stands for the figure where it is not seen; its name by default.

@@ -37,7 +37,7 @@ def compare(
         num_samples: draws from each q in a predictive.
         repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
             wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
-        seed: of the draws.
+        seed: the seed of the draws.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
     study = PosteriorStudy(model, data, device, seed)

@@ -46,7 +46,7 @@ def prune(
         runs: the folders of the chain, the ensemble and variational inference.
         keep: shares of the weights that are kept, those of lowest sigma.
         num_samples: draws from each q.
-        seed: of the draws and of the random order.
+        seed: the seed of the draws and of the random order.
         device: ``cpu``, ``cuda``, or ``auto``.
     """
     study = PosteriorStudy(model, data, device, seed)

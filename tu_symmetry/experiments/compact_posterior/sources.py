@@ -22,9 +22,9 @@ class Runs:
     """The folders that the runs of Table 1 have written.
 
     Attributes:
-        hmc: of the chain: ``samples/``, ``q_d.safetensors`` and ``q_r.safetensors``.
-        ensemble: of the deep ensemble: the same.
-        vi: of variational inference: ``q.safetensors``.
+        hmc: the folder of the chain: ``samples/``, ``q_d.safetensors`` and ``q_r.safetensors``.
+        ensemble: the folder of the deep ensemble: the same.
+        vi: the folder of variational inference: ``q.safetensors``.
     """
 
     hmc: Path

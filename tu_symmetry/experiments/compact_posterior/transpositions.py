@@ -52,7 +52,7 @@ def make_pairs(
         data: the symmetries are found with inputs of its training set.
         counts: how many different numbers of transpositions, evenly spaced from 1 to width - 1.
         runs: independent initializations.
-        seed: of the initializations and permutations.
+        seed: the seed of the initializations and permutations.
         device: ``cpu``, ``cuda``, or ``auto``.
 
     Raises:
@@ -210,7 +210,7 @@ def draw_transpositions(
     """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation.
 
     Args:
-        path: of the PNG.
+        path: the path of the PNG.
         initial: NoT applied to the initialization, ``[k]``.
         panels: ``transpositions``, ``distance`` and ``distance_unmatched``, ``barrier`` and ``barrier_unmatched``,
             each ``[runs, k]``.

@@ -144,7 +144,7 @@ def calibration_table(entries: Entries, background: Mapping[int, np.ndarray]) ->
     how small their variance may become, not how well an error is predicted.
 
     Args:
-        entries: of every row.
+        entries: the number of entries of every row.
         background: number of an image to where its truth is 0, ``(pixels,)``.
     """
     body = []

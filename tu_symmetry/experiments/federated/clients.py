@@ -20,7 +20,8 @@ class ClientDigitsDataModule(DigitsDataModule):
     Args:
         client: number of the client, from 0.
         clients: how many there are.
-        concentration: of the Dirichlet distribution: 100 gives all clients the same mixture, 0.1 almost one class each.
+        concentration: the concentration of the Dirichlet distribution: 100 gives all clients the same mixture, 0.1
+            almost one class each.
         split_seed: seed of the proportions and of who gets which image.
         options: further arguments of :class:`~tu_symmetry.datamodules.DigitsDataModule`.
 

@@ -64,11 +64,11 @@ class Settings:
     """How the evidence is optimized, and the predictive computed.
 
     Attributes:
-        batch_size: of all passes over the data.
+        batch_size: the batch size of all passes over the data.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations.
         max_iterations: largest number of directions that the search tries; None for its own limit.
-        num_samples: of the Monte-Carlo predictive.
+        num_samples: the number of samples of the Monte-Carlo predictive.
     """
 
     batch_size: int = 250

@@ -133,7 +133,7 @@ class PreActivationResNet(_Stages):
         num_classes: number of outputs.
         width: channels of the first stage.
         blocks: residual blocks in each stage.
-        stem_stride: of the first convolution.
+        stem_stride: the stride of the first convolution.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class FixUpResNet(_Stages):
         num_classes: number of outputs.
         width: channels of the first stage.
         blocks: residual blocks in each stage.
-        stem_stride: of the first convolution.
-        in_channels: of the images.
+        stem_stride: the stride of the first convolution.
+        in_channels: the number of channels of the images.
     """
 
     def __init__(
@@ -190,9 +190,9 @@ class Transformer(nn.Module):
 
     Args:
         num_classes: number of outputs.
-        width: of the tokens.
+        width: the width of the tokens.
         depth: number of layers.
-        heads: of the attention.
+        heads: the number of heads of the attention.
         patch: height and width of a patch; 7 makes 16 tokens of a 28 x 28 image.
         size: height and width of the images.
     """

@@ -172,7 +172,7 @@ class Work:
         graph: its symmetries.
         images: the data.
         settings: how the evidence is optimized.
-        folder: of ``theta*`` and the precisions of each choice.
+        folder: the folder of ``theta*`` and the precisions of each choice.
 
     Attributes:
         shown: called with a figure of the work in progress.

@@ -128,7 +128,7 @@ def measure_rotations(
 def _rows(
     work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """Of one network: itself, or by one choice as the evidence has it and calibrated, from one pass for both."""
+    """Scores of one network: its own, or those of one choice by the evidence and calibrated, from one pass for both."""
     y, size, samples = work.images.test.y, work.settings.batch_size, work.settings.num_samples
 
     def at_angles(predict: Callable[[Tensor], list[Tensor]]) -> list[dict[str, Any]]:

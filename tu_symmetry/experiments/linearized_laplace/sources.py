@@ -16,7 +16,7 @@ class SmallIDXDataModule(IDXDataModule):
 
     Args:
         pool: height and width of the squares; 2 makes 14 x 14 pixels of 28 x 28.
-        kwargs: of :class:`~tu_symmetry.datamodules.IDXDataModule`.
+        kwargs: the options of :class:`~tu_symmetry.datamodules.IDXDataModule`.
 
     Raises:
         ValueError: squares that do not fit 28 pixels.
@@ -40,9 +40,9 @@ def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float
     """Quality of predictive probabilities.
 
     Args:
-        p: of the test images, ``[n, classes]``.
+        p: the probabilities of the test images, ``[n, classes]``.
         y: their classes, ``[n]``.
-        other: of out-of-distribution images, ``[m, classes]``, or None.
+        other: the probabilities of out-of-distribution images, ``[m, classes]``, or None.
 
     Returns:
         ``nll`` (nats), ``accuracy``, ``ece`` (15 bins, L1) and, with ``other``, ``auroc``: the probability that an

@@ -85,7 +85,7 @@ class CurveDataModule(LightningDataModule):
         train_size: training points, half on each side of the gap.
         test_size: points of the same kind, for the log-likelihood.
         noise: standard deviation of the targets.
-        seed: of the points.
+        seed: the seed of the points.
 
     Attributes:
         train: inputs ``[n, 1]`` and targets ``[n]`` in float64.
@@ -148,7 +148,7 @@ def compute_bands(
         choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
             ``/flat`` for no hyperprior.
         curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
-        points: of the grid of inputs.
+        points: the points of the grid of inputs.
         reach: the grid spans ``[-reach, reach]``.
 
     Raises:

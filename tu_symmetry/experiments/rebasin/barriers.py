@@ -131,7 +131,7 @@ class Judge:
         held_out: test images, the last ones, on which temperatures are tuned.
 
     Attributes:
-        ratios: of the points on a path.
+        ratios: the ratios of the points on a path.
         statistics: batches for corrections.
 
     Raises:

@@ -54,10 +54,10 @@ def match(
         methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
             ``universe`` matches all of them at once.
         images: training images, the first ones, for activation and straight-through matching.
-        similarity: of activations.
-        batch_size: of straight-through matching.
-        epochs: of straight-through matching.
-        learning_rate: of straight-through matching.
+        similarity: the similarity of activations.
+        batch_size: the batch size of straight-through matching.
+        epochs: the number of epochs of straight-through matching.
+        learning_rate: the learning rate of straight-through matching.
         device: ``cpu``, ``cuda``, or ``auto``.
 
     Raises:

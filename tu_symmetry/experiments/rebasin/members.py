@@ -25,7 +25,7 @@ class Members(Study):
         device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
 
     Attributes:
-        states: of the networks, on the device.
+        states: the states of the networks, on the device.
 
     Raises:
         SampleFileError: no store, or networks of another architecture.

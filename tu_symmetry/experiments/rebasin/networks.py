@@ -36,7 +36,7 @@ class ResNet(nn.Module):
         in_channels: channels of the images.
         width: channels of the first stage; each later one has twice as many and half the resolution.
         blocks: residual blocks in each stage; (1, 1, 1) is ResNet-8, (3, 3, 3) ResNet-20.
-        stem_stride: of the first convolution; 2 halves the resolution everywhere.
+        stem_stride: the stride of the first convolution; 2 halves the resolution everywhere.
     """
 
     def __init__(

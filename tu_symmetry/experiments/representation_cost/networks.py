@@ -14,7 +14,7 @@ class ConvNet(nn.Module):
     Args:
         in_features: number of pixels of a square image with one channel.
         num_classes: number of outputs.
-        channels: of the two convolutions.
+        channels: the channels of the two convolutions.
         hidden: units of the first linear layer.
     """
 

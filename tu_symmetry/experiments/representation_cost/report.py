@@ -62,7 +62,7 @@ def draw(
     """Mass, its minimum and their ratio along training, and the mass profiles around the last weights.
 
     Args:
-        path: of the PNG.
+        path: the path of the PNG.
         runs: the records of the runs.
         log_factors: natural-log factors of the profiles.
         profiles: weight decay to ``last`` and ``optimum``, and those to group to ``[seeds, points]`` masses relative to

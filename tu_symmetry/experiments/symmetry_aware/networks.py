@@ -18,10 +18,10 @@ class SmallLeNet(nn.Module):
 
     Args:
         num_classes: number of outputs.
-        channels: of the two convolutions.
+        channels: the channels of the two convolutions.
         hidden: units of the first linear layer.
         dropout: probability of dropping a channel or unit; 0 for none.
-        in_channels: of the images.
+        in_channels: the number of channels of the images.
         side: height and width of the images.
     """
 

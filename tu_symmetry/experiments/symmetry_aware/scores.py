@@ -22,7 +22,7 @@ class Interval(NamedTuple):
     """A number with its percentile interval.
 
     Attributes:
-        value: of all points.
+        value: the value of all points.
         low: lower end.
         high: upper end.
     """

@@ -17,12 +17,12 @@ class TwoGroupsDataModule(LightningDataModule):
 
     Args:
         points: in each group.
-        centers: of the groups.
+        centers: the centers of the groups.
         spread: standard deviation of each coordinate around its center.
-        batch_size: of training batches.
+        batch_size: the size of training batches.
         orders: independent orders for networks trained at once, batches are ``[orders, batch, ...]`` then; the m-th
             order is that of ``seed + m``.
-        seed: of the points and the orders.
+        seed: the seed of the points and the orders.
 
     Attributes:
         points: inputs ``[2 * points, 2]`` and targets ``[2 * points]``.

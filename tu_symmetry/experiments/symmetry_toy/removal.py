@@ -46,10 +46,10 @@ def remove(
         data: the points that the networks were trained on.
         samples: folder of the networks.
         largest_loss: networks whose mean loss over the data (nats) is above it are left out.
-        norm: of every hidden unit's incoming weights after scaling.
-        radius: of DBSCAN, in units of the root mean square norm of the networks' weights.
+        norm: the norm of every hidden unit's incoming weights after scaling.
+        radius: the radius of DBSCAN, in units of the root mean square norm of the networks' weights.
         neighbors: networks within the radius that make a network the core of a mode (itself included).
-        least_share: of all networks that a cluster must hold to count as a mode.
+        least_share: the least share of all networks that a cluster must hold to count as a mode.
 
     Raises:
         ValueError: fewer than two networks fit.

@@ -60,7 +60,7 @@ def draw(path: Path, points: Mapping[str, Tensor]) -> None:
     """Four panels of the last layer's weights, on a common logarithmic color scale of counts.
 
     Args:
-        path: of the PNG.
+        path: the path of the PNG.
         points: panel to ``[samples, 2]``.
     """
     limit = 1.05 * max(float(p.abs().quantile(0.998)) for p in points.values())

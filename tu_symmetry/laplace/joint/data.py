@@ -32,10 +32,10 @@ class TrainingData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
     Attributes:
-        targets: of every chunk, as the likelihood takes them.
-        outputs: of the network at the linearization point, chunk by chunk.
+        targets: the targets of every chunk, as the likelihood takes them.
+        outputs: the outputs of the network at the linearization point, chunk by chunk.
         entries: numbers in the outputs of this process.
-        samples: of all processes.
+        samples: the samples of all processes.
         size: bytes of inputs and targets in memory; of several processes the mean.
         kept: how many chunks of all processes are linearized once for all.
     """

@@ -76,8 +76,8 @@ class Chosen:
     """Which columns of the outputs' roots are the longest.
 
     Attributes:
-        masks: of every chunk's pieces ``[columns, samples]`` (or ``[columns, samples, positions]``).
-        share: of the trace of all output Hessians that they hold.
+        masks: the masks of every chunk's pieces ``[columns, samples]`` (or ``[columns, samples, positions]``).
+        share: the share of the trace of all output Hessians that they hold.
         excess: how much more each of them holds than the mean column; 1 where all are alike.
     """
 
@@ -151,7 +151,7 @@ class Informative:
 
         Args:
             rho: log precisions ``[groups]``.
-            variance: of the noise.
+            variance: the variance of the noise.
             vector: flat, ``[weights]``.
         """
         prior = self.groups.spread(rho.exp().to(vector))
@@ -175,10 +175,11 @@ class Informative:
 
         Args:
             theta: the weights ``[weights]`` around which it is made.
-            gradient: of the loss there, over the noise variance; without the prior's.
+            gradient: the gradient of the loss there, over the noise variance; without the prior's.
             rho: log precisions ``[groups]`` where the search starts.
-            variance: of the noise, which stays.
-            energy: of log precisions, that of the determinants and of the hyperprior: its value (nats), and gradient.
+            variance: the variance of the noise, which stays.
+            energy: the energy of log precisions, that of the determinants and of the hyperprior: its value (nats), and
+                gradient.
             bounds: smallest and largest log precisions.
 
         Returns:

@@ -237,7 +237,7 @@ class _Search:
         return gradient * math.exp(-point.tau) + self.precision(point) * point.theta
 
     def precision(self, point: _Point) -> Tensor:
-        """Of every weight."""
+        """The prior precision of every weight."""
         return self.fitted.groups.spread(point.rho.exp().to(point.theta))
 
     def preconditioned(self, point: _Point, gradient: Tensor) -> Tensor:
@@ -448,7 +448,7 @@ class _Search:
 
 
 def _norm(gradient: Tensor, direction: Tensor) -> float:
-    """Of a gradient, in standard deviations of the covariance that made a direction of it; NaN stays what it is."""
+    """A gradient's norm in standard deviations of the covariance that made a direction of it; NaN stays."""
     square = float(torch.dot(gradient.double(), direction.double()))
     return math.sqrt(square) if square > 0 else 0.0 * square
 

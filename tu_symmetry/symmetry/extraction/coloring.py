@@ -133,8 +133,8 @@ def color(ledger: Ledger, classes: Classes, tags: Sequence[Tag], tag_of_unit: Ha
 
     Args:
         ledger: the demands.
-        classes: of its units.
-        tags: of blocks that became one class with others and are still told apart.
+        classes: the classes of its units.
+        tags: the tags of blocks that became one class with others and are still told apart.
         tag_of_unit: for each unit of the ledger the hash of all tags that it has.
     """
     total = np.zeros(classes.count, dtype=np.uint64)

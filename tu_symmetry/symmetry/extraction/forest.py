@@ -35,7 +35,7 @@ class Node:
     """A color: units that look alike, with the block structure that they stand in.
 
     Attributes:
-        color: of its units.
+        color: the color of its units.
         units: classes ``[*blocks, size]``, ascending in each block, so that slots correspond between blocks.
         parent: color of the blocks, or None.
     """
@@ -103,7 +103,7 @@ class Forest:
         Args:
             node: to leave out.
             reason: why.
-            classes: of the node's color.
+            classes: the classes of the node's color.
         """
         kept = {color: n for color, n in self.nodes.items() if n is not node and not self.below(n, node)}
         held = {n.color for n in self.chain(node)[1:]}
@@ -115,9 +115,9 @@ def plant(labels: Labels, classes: Classes, coloring: Coloring) -> Forest:
     """Make the forest of all colors that index some parameter, and of the blocks that hold these.
 
     Args:
-        labels: of the parameters, resolved.
-        classes: of the units.
-        coloring: of the classes.
+        labels: the labels of the parameters, resolved.
+        classes: the classes of the units.
+        coloring: the coloring of the classes.
     """
     return _Planting(labels, classes, coloring).forest()
 
@@ -349,8 +349,8 @@ def lost_blocks(nestings: list[tuple[Array, Array]], classes: Classes, colors: A
 
     Args:
         nestings: units of the ledger, and the block of each that its label leaves out.
-        classes: of the units.
-        colors: of the classes.
+        classes: the classes of the units.
+        colors: the colors of the classes.
 
     Returns:
         Classes that have to be pinned.

@@ -65,7 +65,7 @@ class Lying(NamedTuple):
 
     Attributes:
         owner: flat index of the unit, -1 for none.
-        slot: of the class within the unit, see :class:`Owned`.
+        slot: the slot of the class within the unit, see :class:`Owned`.
         rest: hash of what else is there.
     """
 
@@ -84,10 +84,10 @@ class Reader:
 
     Attributes:
         ledger: with the parameters' own labels.
-        ties: of the ledger's units.
-        labels: of the parameters, resolved into classes.
-        colors: of the classes.
-        forest: of the nodes.
+        ties: the ties of the ledger's units.
+        labels: the labels of the parameters, resolved into classes.
+        colors: the colors of the classes.
+        forest: the forest of the nodes.
     """
 
     ledger: Ledger
@@ -299,7 +299,7 @@ def _parts(owner: Array, label: Label) -> list[list[Array]]:
 
     Args:
         owner: for each class the unit of the node that it belongs to, -1 for none.
-        label: of the axis.
+        label: the label of the axis.
     """
     if len(label) == 1:
         return [list(label)]

@@ -27,8 +27,8 @@ class Difference:
     """How far two evaluations are apart at the output where they differ most, by what is allowed there.
 
     Attributes:
-        change: of that output, relative to its own scale (its magnitude and its sensitivity to the weights); inf
-            where integer outputs or the places of non-finite ones differ.
+        change: the change of that output, relative to its own scale (its magnitude and its sensitivity to the weights);
+            inf where integer outputs or the places of non-finite ones differ.
         allowed: on the same scale.
         outputs: number of entries that were compared.
     """
@@ -109,7 +109,7 @@ class Reference:
         """Compare with the outputs of another state.
 
         Args:
-            outputs: of the other state.
+            outputs: the outputs of the other state.
             tolerance: allowed change of each entry relative to its sensitivity.
             epsilon: rounding of the precision that was computed in.
             explained: further change allowed for each entry, absolute.

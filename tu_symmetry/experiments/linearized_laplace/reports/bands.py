@@ -59,7 +59,7 @@ def draw_bands(path: Path, found: Mapping[str, Any]) -> None:
     """The bands in two rows: precisions set by hand, precisions chosen by the evidence.
 
     Args:
-        path: of the PNG.
+        path: the path of the PNG.
         found: results of :func:`~tu_symmetry.experiments.linearized_laplace.compute_bands`.
     """
     rows = found["rows"]
