@@ -346,7 +346,7 @@ class _Reference:
     """The outputs for some weights, with the scale and the tolerance of every entry."""
 
     def __init__(self, copied: _Copy, state: State, generator: torch.Generator) -> None:
-        self.copied = copied
+        self.copied, self.state = copied, state
         self.outputs = copied.run(state)
         self.tolerance: list[Tensor] = [torch.zeros(())] * len(self.outputs)
         scale = [_magnitude(t) for t in self.outputs]
@@ -372,11 +372,21 @@ class _Reference:
                 return f"output {k} has shape {tuple(b.shape)} instead of {tuple(a.shape)}"
             difference = _difference(a, b)
             excess = ~(difference <= self.tolerance[k])
+            if excess.any() and _discrete(a):
+                self._look_again(k)
+                excess = ~(difference <= self.tolerance[k])
             if excess.any():
                 worst = int(torch.where(excess, difference, torch.full_like(difference, -1.0)).argmax())
                 was, now = a.flatten()[worst].item(), b.flatten()[worst].item()
                 return f"output {k} changes from {was!r} to {now!r} in {int(excess.sum())} of {a.numel()} entries"
         return ""
+
+    def _look_again(self, k: int) -> None:
+        """Leave out entries of whole numbers that hang on rounding in few draws: the least of rows that are equal."""
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(300):
+            flipped = self.copied.run(_nudged(self.state, 1e-13, generator))[k] != self.outputs[k]
+            self.tolerance[k] = torch.where(flipped, float("inf"), self.tolerance[k])
 
 
 def _magnitude(tensor: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def test_post_processing_metrics_equal_a_hand_computation(evaluate_at: str, prio
     assert found["ood/AUROC"] == pytest.approx(auroc(-p.amax(-1), -far.amax(-1)), abs=2e-3)
     plain = model.eval()(x).softmax(-1)
     assert found["test/cls/NLL"] == pytest.approx(float(-plain[torch.arange(len(y)), y].log().mean()), rel=1e-4)
-    assert abs(found["test/post/cls/NLL"] - found["test/cls/NLL"]) > 1e-3, "vacuous: no uncertainty"
+    assert float((p - plain).abs().max()) > 1e-2, "vacuous: no uncertainty"
     assert callback.laplace is not None and callback.laplace.summary.samples == 120  # nothing dropped, nothing held out
 
 
