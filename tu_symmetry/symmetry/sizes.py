@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ def with_defaults(model: nn.Module, example: Example) -> Example:
     return args, kwargs | {name: value for name, value in left_out(model, example).items() if type(value) is int}
 
 
-def turned(example: Example, flags: dict[str, bool]) -> Iterator[tuple[Example, ...]]:
+def turned(example: Example, flags: Mapping[str, bool]) -> Iterator[tuple[Example, ...]]:
     """Examples that turn one of the flags which were left to their defaults."""
     args, kwargs = example
     for name, value in flags.items():
