@@ -13,7 +13,9 @@ from tu_symmetry.datamodules import DataFileError, TinyImageNetDataModule
 
 def test_images_have_the_labels_of_their_folders(tmp_path: Path) -> None:
     plant_tiny_imagenet(tmp_path, classes=9, val=5)
-    data = TinyImageNetDataModule(tmp_path, 4, num_workers=0, persistent_workers=False, basic_augment=False)
+    data = TinyImageNetDataModule(
+        tmp_path, 4, num_workers=0, pin_memory=False, persistent_workers=False, basic_augment=False
+    )
     data.setup("fit")
     assert data.train.label_data.tolist() == list(range(9)) and data.val.label_data.tolist() == list(range(5))
     for part in (data.train, data.val):
@@ -25,7 +27,7 @@ def test_images_have_the_labels_of_their_folders(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    data = TinyImageNetDataModule(tmp_path, 4, num_workers=0, persistent_workers=False)
+    data = TinyImageNetDataModule(tmp_path, 4, num_workers=0, pin_memory=False, persistent_workers=False)
     with pytest.raises(DataFileError, match=r"wnids\.txt.* is missing.*: unpack http"):
         data.setup("fit")
     plant_tiny_imagenet(tmp_path, classes=3, val=2)

@@ -94,7 +94,10 @@ operator("pixel_unshuffle", lambda m, h, g: F.pixel_unshuffle(h, 2))
 operator("channel_shuffle", lambda m, h, g: F.channel_shuffle(h, two(h.shape[1])))
 operator("unfold", lambda m, h, g: F.unfold(h, 2))
 operator("interpolate", lambda m, h, g: F.interpolate(h, size=(3, 3), mode="bilinear"))
-operator("grid_sample", lambda m, h, g: F.grid_sample(h, torch.stack([g[:, 0], g[:, 1]], -1).tanh()))
+operator(
+    "grid_sample",
+    lambda m, h, g: F.grid_sample(h, torch.stack([g[:, 0], g[:, 1]], -1).tanh(), align_corners=False),
+)
 operator("prelu", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.PReLU(b))
 operator("shifts of positions", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c, d: weight(c, d))
 operator("shifts of an image", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c, d: weight(1, b, c, d))
