@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -21,11 +22,8 @@ from toy_networks import Net, tree
 from tu_symmetry import cli
 from tu_symmetry.alignment.align import align
 from tu_symmetry.checkpoints.align import align_files
-from tu_symmetry.checkpoints.files import (
-    find_checkpoints,
-    output_names,
-)
-from tu_symmetry.files import FileError
+from tu_symmetry.checkpoints.files import check_checkpoints, find_checkpoints, output_names
+from tu_symmetry.files import FileError, lock_folder
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
@@ -543,8 +541,6 @@ def test_pieces_of_the_search_that_were_swapped_are_found_again(graph: SymmetryG
 
 
 def test_one_run_at_a_time(graph: SymmetryGraph, tmp_path: Path) -> None:
-    from tu_symmetry.files import lock_folder
-
     files, out = write(tmp_path, planted(graph, 2)[0]), tmp_path / "out"
     out.mkdir()
     with lock_folder(out):
@@ -574,6 +570,23 @@ def test_runs_at_once_do_not_mix(graph: SymmetryGraph, tmp_path: Path) -> None:
     assert 0 in codes and set(codes) <= {0, 2}
     align_files(graph, files, tmp_path / "whole", reference="universe")
     assert tree(out) == tree(tmp_path / "whole")
+
+
+def test_a_folder_that_another_run_makes_meanwhile_is_that_runs(
+    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, out = write(tmp_path, noisy(graph, 2)), tmp_path / "out"
+    with contextlib.ExitStack() as other:
+
+        def checks(*args: Any) -> Any:
+            out.mkdir()
+            other.enter_context(lock_folder(out))
+            return check_checkpoints(*args)
+
+        monkeypatch.setattr("tu_symmetry.checkpoints.align.check_checkpoints", checks)
+        with pytest.raises(FileError, match="in use by another run"):
+            align_files(graph, files, out)
+    assert [path.name for path in out.iterdir()] in ([], [".lock"])
 
 
 def test_results_of_other_versions_are_kept_and_said(

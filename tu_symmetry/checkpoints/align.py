@@ -200,12 +200,13 @@ def align_files(
     others = [out / BARRIERS_FIGURE, out / STATE]
     refuse_foreign(tensors, texts, inputs, others=others)
     with ExitStack() as stack:
-        if out.is_dir():
+        there = out.is_dir()
+        if there:
             stack.enter_context(locked(out))
         graph.require_verified()
         files = check_checkpoints(graph, checkpoints, names, prefix, track)
         given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
-        if not out.is_dir():  # nothing is written before the checks
+        if not there:  # nothing is written before the checks; another run may have made the folder since
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(out))
             refuse_foreign(tensors, texts, inputs, others=others)
