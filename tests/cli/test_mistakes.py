@@ -397,9 +397,22 @@ def test_signals_also_during_imports(
         assert running.stdout is not None and running.stdout.readline() == "go\n"
         time.sleep(after)
         running.send_signal(number)
-        _, errors = running.communicate(timeout=60)
+        try:
+            _, errors = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert running.returncode == code, errors
     assert message in errors and "Traceback" not in errors and errors.count("\n") == 1, errors
+
+
+def test_a_signal_that_an_import_swallows_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swallowing = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    (tmp_path / "swallowing_import.py").write_text(swallowing)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Signals() as signals, pytest.raises(KeyboardInterrupt):
+        importlib.import_module("swallowing_import")
+        time.sleep(10)
+    assert signals.caught == signal.SIGINT
 
 
 def test_a_full_disk_is_one_line(

@@ -83,11 +83,13 @@ class Signals:
 
     What an exception in the middle of an import makes of it (an ImportError, a SystemError), and code that swallows
     it, would hide which it was; ``caught`` does not forget. Where nothing can be raised (a destructor, a callback of
-    the garbage collector) Python would print the exception and go on: then the signal is sent once more.
+    the garbage collector) Python would print the exception and go on: then the signal is sent once more. So it is half
+    a second after one that came during imports, whose fallbacks may swallow it, if the program still runs then.
     """
 
     def __init__(self) -> None:
         self.caught: int | None = None
+        self._again: threading.Timer | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -102,18 +104,28 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         sys.unraisablehook = self._hook
+        if self._again is not None:
+            self._again.cancel()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self.caught = number
+        while frame is not None:
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                self._send_again(0.5)
+                break
+            frame = frame.f_back
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def _unraisable(self, arguments: Any) -> None:
         if self.caught is None or not isinstance(arguments.exc_value, KeyboardInterrupt):
             self._hook(arguments)
             return
-        timer = threading.Timer(0.05, os.kill, (os.getpid(), self.caught))
-        timer.daemon = True
-        timer.start()
+        self._send_again(0.05)
+
+    def _send_again(self, seconds: float) -> None:
+        self._again = threading.Timer(seconds, os.kill, (os.getpid(), self.caught))
+        self._again.daemon = True
+        self._again.start()
 
 
 def fail(message: str, code: int = 2) -> int:
