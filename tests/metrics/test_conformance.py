@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterable
@@ -366,6 +367,7 @@ def worker(rank: int, folder: Path) -> None:
     found["refusals"] = refusals(rank)
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+    os._exit(0)  # a thread of gloo that still runs would abort the interpreter on its way out
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
