@@ -1,6 +1,6 @@
 """Hyperpriors of structured priors, as callables on their coefficients and the sufficient statistics.
 
-A hyperprior returns a negative log density (nats, up to a constant) that :class:`tu_symmetry.laplace.dual.DualEvidence`
+A hyperprior returns a negative log density (nats, up to a constant) that :class:`~.evidence.DualEvidence`
 adds to the negative log evidence. It may read the kernels ``M`` of the outputs, so that one can state what *functions*
 should look like, which is what a predictive complexity prior (PredCP) does.
 """

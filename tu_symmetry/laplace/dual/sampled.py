@@ -159,7 +159,7 @@ class SampledStatistics:
         return self.operator.base
 
     def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Estimates of :meth:`tu_symmetry.laplace.dual.DualStatistics.difference_variances`, float64 on the CPU."""
+        """Estimates of :meth:`.evidence.DualStatistics.difference_variances`, float64 on the CPU."""
         prior, own = self.priors[name], self.index[name]
         generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + list(self.priors).index(name)))
         basis = prior.basis.double()
@@ -350,7 +350,7 @@ class SampledEvidence:
             lr: learning rate of Adam.
             decay_every: steps after which the learning rate is halved.
             refresh_every: steps after which the preconditioner is made anew.
-            hyperprior: added to the negative log evidence, as for :class:`~tu_symmetry.laplace.dual.DualEvidence`; of
+            hyperprior: added to the negative log evidence, as for :class:`~.evidence.DualEvidence`; of
                 :class:`~tu_symmetry.laplace.TotalVariation` the variances are estimated, once for all steps.
             hyperprior_probes: random signs of each block for these estimates.
             progress: called with the history's entry after each step.

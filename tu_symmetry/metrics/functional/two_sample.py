@@ -65,7 +65,7 @@ class DiscrepancyTest:
     removed: str
 
 
-class StateSource(Protocol):
+class StackSource(Protocol):
     """Networks that are read one tensor at a time, as :class:`~tu_symmetry.posterior.samples.SampleStore` does."""
 
     def __len__(self) -> int:
@@ -79,8 +79,8 @@ class StateSource(Protocol):
 
 
 def discrepancy_test(
-    x: Mapping[str, Tensor] | StateSource,
-    y: Mapping[str, Tensor] | StateSource,
+    x: Mapping[str, Tensor] | StackSource,
+    y: Mapping[str, Tensor] | StackSource,
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
@@ -186,7 +186,7 @@ def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: An
 
 
 def _streamed(
-    members: Sequence[tuple[StateSource, int]],
+    members: Sequence[tuple[StackSource, int]],
     graph: SymmetryGraph | None,
     chosen: Removal | None,
     parameters: Parameters | None,

@@ -1,7 +1,7 @@
 """Fourth stage: where the units of each node lie along the axes of the parameters.
 
 A label says for every position along an axis which units it belongs to. Read the other way round, it says for every
-unit of a node at which positions it lies: the index of a :class:`~tu_symmetry.symmetry.graph.PermutationMember`. As an
+unit of a node at which positions it lies: the index of a :class:`~tu_symmetry.symmetry.groups.PermutationMember`. As an
 example, the columns of a linear layer behind a flatten of three channels (units 4, 5, 6) of two pixels each::
 
     label of the columns    [4, 4, 5, 5, 6, 6], beside the pixels [-1, -2, -1, -2, -1, -2]
