@@ -215,7 +215,6 @@ def _members(source: str | os.PathLike[str], file: str) -> Iterator[tuple[str, L
 
             yield name, load
             count += 1
-            archive.members.clear()  # a stream never goes back; else all headers would be kept
 
 
 def _of_file(source: str | os.PathLike[str], file: str) -> Load:
