@@ -115,7 +115,7 @@ def collect_checkpoints(
         _require_enough(known, start, count, folder, source)
     store = _opened(Path(out), source, key)
     done = set(store.chains)
-    first = {n: t[0] for n, t in store.stack([0]).items()} if len(store) else None
+    first = layout_of({n: t[0] for n, t in store.stack([0]).items()}) if len(store) else None
     total = count if count is not None or known is None else known - start
     held: list[State] = []
     chains: list[int] = []
@@ -132,10 +132,10 @@ def collect_checkpoints(
             if load is None:
                 continue
             state = load(prefix)
-            if first is None:
-                first = state
-            require_same(layout_of(state), layout_of(first), name, "the networks before it", SampleFileError)
+            first = first or layout_of(state)
+            require_same(layout_of(state), first, name, "the networks before it", SampleFileError)
             held.append(state)
+            del state  # else it would be there while the next one is read
             chains.append(number - start)
             if len(held) == per_shard:
                 flush()
