@@ -26,30 +26,18 @@ class Value:
     """What is known of one tensor of the traced graph.
 
     A label is a tuple of components, integer arrays that broadcast against the tensor. An entry ``u >= 0`` is a hidden
-    unit, an entry ``-1 - k`` the fixed position ``k`` of something that cannot move (a pixel, a gate). A component that
-    varies along another axis too is nested in that axis (the units of a head in the heads). For the rows ``u0 .. u5``
-    of ``a``, ``a(x)`` has the label ``[[0 1 2 3 4 5]]`` on axis 1, and ``a(x).view(n, 2, 3)`` the label
-    ``[[[0 1 2], [3 4 5]]]`` on axis 2 and two new units ``[[[6], [7]]]``, for the blocks, on axis 1.
-
-    Attributes:
-        shape: the tensor's shape.
-        labels: for each axis its components; ``()`` for an axis that is pinned or of size one.
-        reasons: for each axis why it is pinned (empty where it is not).
-        scale: terms ``coefficient * variable`` of the log of the factor that a positive rescaling of hidden units
-            multiplies the entries by (the variables are arrays too); ``()`` for a tensor that does not scale.
-        parameter: name, if this is a parameter or buffer itself.
-        fill: the number that every entry holds, if this is known to be such a constant (padding, zeros).
-        points: if the entries of an integer tensor are positions along an axis (what ``argmax`` returns), that axis's
-            label, as one-dimensional components: under a permutation of these units the entries are renamed.
+    unit, an entry ``-1 - k`` the fixed position ``k`` of what cannot move (a pixel, a gate). A component that varies
+    along another axis too is nested in it: ``a(x).view(n, 2, 3)`` of six units has ``[[[0 1 2], [3 4 5]]]`` on axis 2
+    and two new units ``[[[6], [7]]]``, for the blocks, on axis 1.
     """
 
     shape: tuple[int, ...]
-    labels: tuple[Label, ...]
-    reasons: tuple[str, ...]
-    scale: tuple[Term, ...] = ()
-    parameter: str | None = None
-    fill: float | None = None
-    points: Label = ()
+    labels: tuple[Label, ...]  # of each axis; () where it is pinned, or of size one
+    reasons: tuple[str, ...]  # why each axis is pinned, empty where it is not
+    scale: tuple[Term, ...] = ()  # coefficients times variables, arrays too: the log of the factor of each entry
+    parameter: str | None = None  # name, if this is a parameter or buffer itself
+    fill: float | None = None  # the number that every entry holds, if this is known to be such a constant
+    points: Label = ()  # of the axis whose positions the entries are (`argmax`): renamed as its units move
 
     @property
     def ndim(self) -> int:
@@ -149,11 +137,7 @@ def among(array: Array, values: Array) -> NDArray[np.bool_]:
 
 
 def merge_fixed(x: Array, y: Array) -> Array:
-    """One component for two that meet: units first, and one code for each pair of fixed positions that meet.
-
-    ``[u0, u1, -1, -1, -2]`` and ``[v0, -1, v2, -1, -1]`` become ``[u0, u1, v2, -1, -2]``. Units that met units are tied
-    by the caller, and fixed positions that met units are told apart by a mark.
-    """
+    """One component for two: ``[u0, u1, -1, -2]`` and ``[v0, -1, -1, -1]`` become ``[u0, u1, -1, -2]``."""
     both = (x < 0) & (y < 0)
     merged = np.where(x >= 0, x, y)
     if both.any():

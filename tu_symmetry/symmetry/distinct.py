@@ -23,10 +23,9 @@ class Proof:
     """Units at which entries differ, by the witness (a bit) that shows it.
 
     A witness is a parameter (or noise) of independent continuous entries that, with everything else held fixed, moves
-    the entry at each unit by itself and strictly monotonically. A bias is one for the outputs of its layer. It stays
-    one under injective operators, and in a sum with whatever does not depend on it. What is different without a witness
-    of that kind (the outputs of a layer without bias, where its inputs are different numbers and so not all zero) is
-    different until it is summed.
+    the entry at each unit by itself and strictly monotonically: a bias, for the outputs of its layer. It stays one
+    under injective operators and in a sum with what does not depend on it. What is different without one (outputs of a
+    layer without bias, whose inputs are different numbers) is different until it is summed.
     """
 
     units: Array
@@ -72,14 +71,8 @@ class Distinct:
     ) -> None:
         """What can be said of an operator's result.
 
-        Args:
-            node: the operator.
-            traits: the traits of the operator.
-            operands: its floating-point tensors, by the names of the arguments (lists are left out).
-            inputs: all nodes that it reads.
-            outputs: its values.
-            axes: along which it normalizes, for a ``distinct`` one. Along others the entries of a unit change by what
-                is their own (a softmax over the batch takes each unit's bias away).
+        ``operands`` are its floating-point tensors by the names of the arguments. ``axes`` are those along which a
+        ``distinct`` one normalizes: along others (the batch) each unit loses what is its own.
         """
         self.depends[node] = depends = self._of(inputs)
         if len(outputs) == 1 and "random" in traits:

@@ -47,15 +47,10 @@ _TURNS = frozenset(("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "
 
 @dataclass(frozen=True)
 class Nestings:
-    """How one walk through a network nests axes, where that is open.
+    """How one walk through a network nests axes, where that is open: ``turned`` steps take the first for the innermost.
 
-    Where a tensor has units of its own at each pair of positions of two axes, one axis is taken for the blocks and the
-    other for the units within them. What regrets a guess, or wishes that a parameter had been nested when it was too
-    late for it, is noted by the ledger: the network is walked through once more with the other nesting.
-
-    Attributes:
-        turned: steps of the walk at which the first axis is the innermost, not the last.
-        nested: parameters with axes that are nested before anything reads them.
+    What regrets such a guess, or wishes that a parameter had been ``nested`` when it was too late for it, is noted by
+    the ledger: the network is walked through once more with the other nesting.
     """
 
     turned: frozenset[int] = frozenset()
@@ -76,10 +71,7 @@ class Nestings:
 
 
 def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledger:
-    """Run the rules over traced forward passes, with axes nested as told where that is open.
-
-    All passes make their demands on the same units, those of the parameters: what is left holds for each of them.
-    """
+    """Run the rules over traced passes, which make their demands on the same units, those of the parameters."""
     nestings = nestings or Nestings()
     ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
     readings: dict[int, list[Reading]] = {}
@@ -97,15 +89,7 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
 
 
 class _Interpreter:
-    """One walk through one graph.
-
-    Attributes:
-        env: what stands for each node: a value (or a list), a :class:`Parameter`, a constant tensor, or a number.
-        root: for each node that is a view, the node whose memory it shares.
-        zero, statistic, sole: the nodes that :class:`~.rules.Call` tells rules about by these names.
-        distinct: where entries are different numbers; kept only if some operator finds positions by comparing.
-        following: the nodes that other sizes of the inputs change.
-    """
+    """One walk through one graph."""
 
     def __init__(
         self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
@@ -170,11 +154,7 @@ class _Interpreter:
         return self._paired(array, value)
 
     def _paired(self, array: NDArray[Any], value: Value) -> Value:
-        """Units for a constant that stays the same when two of its axes are permuted alike, as the identity does.
-
-        No two rows of the identity are alike, but if its rows and columns change places together, it is the same: it
-        has one unit for each index, on both axes. In ``h @ (W + I)`` these tie the rows of ``W`` to its columns.
-        """
+        """Units for a constant that stays the same when two of its axes are permuted alike, as the identity does."""
         sizes = [n for n in array.shape if n > 1]
         twice = {n for n in sizes if sizes.count(n) == 2}
         if len(twice) != 1 or max(twice) > 512 or array.size > 1 << 20:
@@ -405,12 +385,7 @@ class _Interpreter:
             self.root[node] = self.root.get(source, source)
 
     def _write(self, node: Node, written: Any) -> None:
-        """An in-place write: whoever else reads the same memory later sees the new content.
-
-        After ``v = h[:, 1:3]; v.add_(1)`` the nodes ``h`` and ``h[:, 2]`` name memory that was written to through
-        another view. The new content is put back into what ``v`` was taken of, up to the root, and all other views are
-        taken once more. Where a view does not tell how to do that, whatever is read later is pinned.
-        """
+        """An in-place write: whoever else reads the same memory later sees the new content."""
         if not isinstance(written, Node):
             return
         root = self.root.get(written, written)
@@ -449,11 +424,7 @@ class _Interpreter:
         return updated
 
     def _behind(self, view: Node, new: Value) -> tuple[Node, Value] | None:
-        """What a view was taken of, with the view's new content in it; None for a view that does not tell.
-
-        A view that moves all entries is undone by its inverse. A view that cuts positions out of one axis is undone by
-        writing over these positions, which :func:`_positions` finds by cutting the positions themselves.
-        """
+        """What a view was taken of, with the view's new content in it; None for a view that does not tell."""
         piece: Any = None
         if view.target is operator.getitem:
             view, piece = view.args  # type: ignore[assignment]
@@ -533,10 +504,7 @@ def _tensors(given: dict[str, Any], bound: dict[str, Any]) -> Iterator[tuple[Nod
 
 
 def _same_memory(view: Node, source: Node) -> bool:
-    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell.
-
-    In a recorded pass each node has one of its own, so that the operator is run once more, without numbers.
-    """
+    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell."""
     held = [tree_leaves(n.meta.get("val"))[0] for n in (view, source)]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in held):
         return True
@@ -589,10 +557,7 @@ def _listed(result: Value | Sequence[Value]) -> list[Value]:
 
 
 def _apply(call: Call) -> list[Value]:
-    """What its rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know.
-
-    Demands that it made until then stay: there can only be too many of them, which pins.
-    """
+    """What its rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know."""
     try:
         values = _listed(RULES.get(call.operator, unknown)(call))
         for value, shape in zip(values, call.outputs, strict=True):

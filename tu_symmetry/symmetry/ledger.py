@@ -49,10 +49,7 @@ class Mark(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The label of one axis of a tensor that exists, its position, and the labels of all axes of the tensor.
-
-    A symmetry has to map the label onto itself.
-    """
+    """The label of one axis of a tensor that exists, which a symmetry maps onto itself, and those of all its axes."""
 
     label: Label
     axis: int
@@ -160,11 +157,7 @@ class Ledger:
             self.ties.append((x[both], y[both]))
 
     def pin_label(self, label: Iterable[Array], reason: str, axis: int | None = None) -> None:
-        """Fix the units of a label where they are.
-
-        With ``axis`` given (the label's own axis), units that are nested in another axis are fixed within their block
-        only: the block may still move whole.
-        """
+        """Fix the units of a label where they are; those nested in another axis than its own within their blocks."""
         for component in label:
             units = component[component >= 0]
             if not units.size:
@@ -201,10 +194,7 @@ class Ledger:
         """Demand that two axes be indexed by the same units; returns the label to go on with.
 
         Units that meet are tied. A unit that meets a fixed position is told apart by it (or pinned, where its place in
-        a factored axis says which one it is). One component that meets several is bound to them, entry by entry: six
-        columns ``[0 1 2 3 4 5]`` behind a flatten of three channels ``[7 7 8 8 9 9]`` of two pixels
-        ``[-1 -2 -1 -2 -1 -2]`` give the bindings ``0 = (7, -1), 1 = (7, -2), 2 = (8, -1)`` and so on, so that whatever
-        else is demanded of a column is demanded of its channel and its pixel.
+        a factored axis says which one it is). One component that meets several is bound to them, entry by entry.
 
         Args:
             a: one label.
@@ -212,8 +202,7 @@ class Ledger:
             reason_a: why ``a`` is pinned, if it is.
             reason_b: the same for ``b``.
             axis: the axis of both labels in their frame, where it is known.
-            others: labels of all axes of the frame, where they are known: units that are shared between blocks (by the
-                heads of an attention, say) are then told apart by their blocks.
+            others: labels of all axes of the frame, where they are known: units that blocks share are then told apart.
         """
         if a is b or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))):
             return a
@@ -271,14 +260,7 @@ class Ledger:
         return tuple(merged)
 
     def _unify_single(self, a: Label, b: Label, x: Array, y: Array, reason: str) -> Label:
-        """Two labels of one component each, broadcast to ``x`` and ``y``: tie units, tell apart what meets constants.
-
-        The result carries the units of both sides. A padded tensor that is added to another one, say::
-
-            pad(h) = [-1, u0, u1, -1]    b(x) = [v0, v1, v2, v3]    ->    [v0, u0, u1, v3], where u0 ~ v1, u1 ~ v2
-
-        Here ``v0`` and ``v3`` meet alike constants and stay alike; constants that differ would tell them apart.
-        """
+        """Two labels of one component each, broadcast to ``x`` and ``y``: tie units, tell apart what meets constants."""
         both = (x >= 0) & (y >= 0)
         self.tie(x, y)
         if both.all():
@@ -317,11 +299,10 @@ class Ledger:
         return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
 
     def share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
-        """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so.
+        """Bind units of which each block has its own to pairs of a common unit and the block; () where not so.
 
-        ``own`` ``[[0, 1], [2, 3]]``, nested in blocks ``[[8], [9]]``, that meets ``common`` ``[[5, 6]]`` (the same
-        columns for both blocks) is bound: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9), 3 = (6, 9)``, and the label to go on
-        with is ``[[5, 6]]``. To tie 0 to 5 and 2 to 5 would make one unit of 0 and 2, and blocks could move no more.
+        ``[[0, 1], [2, 3]]`` in blocks ``[[8], [9]]`` that meets ``[[5, 6]]``: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9)``...
+        Ties of 0 and 2 to 5 would make one unit of them, and blocks could move no more.
         """
         outer = [k for k in varies(own[0]) if k != axis]
         if not outer or any(not others[k] for k in outer):
@@ -333,11 +314,7 @@ class Ledger:
         return common if parts else ()
 
     def place_in_blocks(self, units: Array, axis: int, labels: Sequence[Label]) -> bool:
-        """Fix units where they are in their blocks, which may still move whole; False where there are no such blocks.
-
-        ``[[0, 1], [2, 3]]`` in the blocks ``[[8], [9]]`` is bound: ``0 = (-1, 8), 1 = (-2, 8), 2 = (-1, 9)`` and so on.
-        Should the blocks become one, nothing is left that could move.
-        """
+        """Fix units where they are in their blocks, which may still move whole; False where there are no blocks."""
         outer = [k for k in varies(units) if k != axis]
         if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
             return False
@@ -357,11 +334,7 @@ class Ledger:
         return parts
 
     def _common(self, a: Label, b: Label, axis: int) -> Label:
-        """New units for two labels to share that are nested in different axes; () where it is one axis, or none.
-
-        Experts ``[units, experts]`` that meet a weight ``[outputs, experts]``, whose columns are blocks of experts: an
-        expert is the same one for all units and all outputs.
-        """
+        """New units for two labels to share that are nested in different axes; () where it is one axis, or none."""
         outer = [set(varies(label[0])) - {axis} for label in (a, b)]
         if outer[0] <= outer[1] or outer[1] <= outer[0]:
             return ()
@@ -373,17 +346,10 @@ class Ledger:
     # -- which of two axes is nested in the other -----------------------------------------------------------------
 
     def nest(self, value: Value, axis: int, outer: Sequence[int], *, guessed: bool = False) -> Value:
-        """Give a parameter's axis units and scales of its own for each position along the outer axes.
+        """Give a parameter's axis units and scales of its own for each position along (the last of) the outer axes.
 
-        That can be done until something has read the parameter. Later on, and for a view of it, it is noted as a wish
-        for another walk through the network, in which :meth:`parameter` does it from the start.
-
-        Args:
-            value: a parameter; of any other tensor nothing is nested.
-            axis: the axis with the units.
-            outer: the axes of the blocks, outermost first. Of several, the units vary along the last one only: a member
-                of a permutation group names rows of one axis. Factors may vary along all of them.
-            guessed: whether it could as well be the other way round.
+        That can be done until something has read the parameter. Later on it is noted as a wish for another walk through
+        the network. ``guessed`` says that it could as well be the other way round.
         """
         names = [self._origin(value.labels[k]) for k in (axis, *outer)]
         held = [found for found in names if found is not None]
@@ -421,20 +387,11 @@ class Ledger:
         return None if at < 0 or label[0].max() >= self._origins[at][1] else self._origins[at][2:]
 
     def nested_order(self, axes: Sequence[int]) -> list[int]:
-        """Axes that hold units of their own at each pair of positions, outermost first.
-
-        Which of them the blocks are, and which the units within blocks, is open when such a tensor comes to be (the
-        view of a linear layer's outputs as ``[heads, units]``, or as ``[units, heads]``), and is decided by what is
-        done to it later. First guess: the last axis is the innermost. At steps that are ``turned`` it is the first.
-        """
+        """Axes that hold units of their own at each pair of positions, outermost first; which is which is a guess."""
         return list(axes) if self.step not in self.turned else list(axes)[::-1]
 
     def regret(self, component: Array, axis: int, outer: Label) -> None:
-        """Record that a component has to be the same all along an axis (of label ``outer``) that it is nested in.
-
-        The units of all blocks are then shared. Where the nesting was a guess, the other one might have kept them
-        apart.
-        """
+        """Record that a component has to be the same all along an axis (of label ``outer``) that it is nested in."""
         if component.shape[axis] > 1 and (component >= 0).any():
             self.regrets += [c[c >= 0] for c in outer if (c >= 0).any()]
 

@@ -40,9 +40,7 @@ def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
 def live_nodes(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     """The nodes that an output of the network, or what is kept of the pass in a real-valued buffer, depends on.
 
-    What is computed and thrown away asks nothing of the units (but numbers that are read off tensors do). A write in
-    place counts where anything live reads the memory that it writes to, or where that memory is a buffer of the state:
-    only integers (counters) are not followed.
+    A write in place counts where anything live reads the memory that it writes to, or that memory is such a buffer.
     """
     root: dict[torch.fx.Node, torch.fx.Node] = {}
     writers: list[torch.fx.Node] = []
@@ -105,8 +103,7 @@ def writes(target: torch._ops.OpOverload) -> bool:
 def enters_as_data(node: torch.fx.Node) -> bool:
     """Whether an integer or boolean tensor enters as a factor, a term or a choice (a pruning mask), never as an index.
 
-    Such a tensor may have other values in another state, and moves with the units. A mask that sets entries to minus
-    infinity is not taken for one: which positions of an attention are seen belongs to the architecture.
+    A mask of minus infinity belongs to the architecture: it tells which positions of an attention are seen.
     """
 
     def as_data(user: torch.fx.Node) -> bool:

@@ -25,23 +25,16 @@ UNSEEN = "not read by the example inputs"
 class Reading:
     """What one traced pass cuts out of each tensor.
 
-    A tensor that is only moved (viewed, cut, looked up at constant positions) is not read; what reads it is the first
-    other operator. All that is cut out of one tensor, its *origin*, is taken together: of the two halves of
-    ``x1, x2 = h.chunk(2)`` each leaves out what the other reads.
-
-    Attributes:
-        origins: for the nodes that are moved, the tensor that their entries come from.
-        values: for an origin that is no parameter, its value.
-        alone: for the nodes that hold a unit selected by its position, that unit, which no label names.
-        whole: tensors that are read as they are.
-        parts: for each origin, the units of all that is moved out of it and read.
+    What is only moved (viewed, cut, looked up at constant positions) is read by the first other operator. All that is
+    cut out of one tensor, its *origin*, is taken together: of ``x1, x2 = h.chunk(2)`` each leaves out what the other
+    reads.
     """
 
-    origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)
-    values: dict[Origin, Value] = field(default_factory=dict)
-    alone: dict[torch.fx.Node, tuple[Array, ...]] = field(default_factory=dict)
-    whole: set[Origin] = field(default_factory=set)
-    parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))
+    origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)  # of the nodes that are moved
+    values: dict[Origin, Value] = field(default_factory=dict)  # of the origins that are no parameters
+    alone: dict[torch.fx.Node, tuple[Array, ...]] = field(default_factory=dict)  # units selected by their position
+    whole: set[Origin] = field(default_factory=set)  # tensors that are read as they are
+    parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))  # units that are read of each
 
     def move(self, node: torch.fx.Node, source: torch.fx.Node, held: str | Value) -> None:
         """Entries of ``source`` (a parameter, by its name, or a value) come to stand at other places."""
@@ -79,13 +72,9 @@ class Reading:
 
 
 def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
-    """Pin every axis of which passes with one example (in evaluation, in training) cut off a part and throw it away.
+    """Pin every axis of which passes with one example cut off a part and throw it away; returns parameters with one.
 
-    Factors along such an axis are equal (rows of a table that are added to a stream follow the stream's scales). What
-    one pass leaves out and another one cuts out (a half that only training asks for) is read.
-
-    Returns:
-        The parameters with such an axis.
+    Factors along such an axis are equal. What one pass leaves out and another one cuts out (in training) is read.
     """
     found = [cut for reading in readings for cut in reading.cuts(ledger)]
     read = units_of([tuple(pieces for _, _, pieces in found)] if len(readings) > 1 else [])

@@ -25,12 +25,7 @@ FOLLOWS = "the sizes of the inputs tell where it is cut"
 
 @dataclass(frozen=True)
 class Following:
-    """What differs between passes of one program with inputs of several sizes.
-
-    Attributes:
-        constants: names of the nodes that hold other numbers.
-        cuts: names of the nodes that cut elsewhere, with the axes of their first tensor along which they do.
-    """
+    """Nodes that hold other constants, and that cut elsewhere (along which axis), with inputs of other sizes."""
 
     constants: frozenset[str] = frozenset()
     cuts: tuple[tuple[str, int], ...] = ()
@@ -103,8 +98,7 @@ def with_defaults(model: nn.Module, example: Example) -> Example:
 def resized(example: Example) -> Iterator[tuple[Example, ...]]:
     """Examples with other sizes and numbers: larger ones and smaller ones, of which the first that runs counts.
 
-    All axes of one size change together (a batch of inputs and of labels, a square image); or, but in images, those
-    that also stand at the same place (as many tokens as features). An integer that is given may stand for a size.
+    All axes of one size change together (a square image); or, but in images, those that stand at the same place.
     """
     leaves, spec = tree_flatten(example)
     axes = [(n, k) for t in leaves if isinstance(t, Tensor) for k, n in enumerate(t.shape)]

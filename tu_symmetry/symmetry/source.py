@@ -18,10 +18,7 @@ SIZES = frozenset(("shape", "size", "len", "numel", "ndim"))
 
 
 def asks_for_mode(model: nn.Module) -> bool:
-    """Whether a module has code of its own, beside torch's layers, that asks whether it is in training mode.
-
-    What torch's layers do in training (dropout, batch statistics) has the symmetries that it has in evaluation.
-    """
+    """Whether a module has code of its own, beside torch's layers, that asks whether it is in training mode."""
     return any("training" in _names(code) for code in _codes(model))
 
 
@@ -31,10 +28,7 @@ def asks_for_sizes(model: nn.Module) -> bool:
 
 
 def never_named(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those tensors of a state dict that no code of the module can reach, since none names them or what holds them.
-
-    Code that looks attributes up by names that it computes may reach everything.
-    """
+    """Those tensors of a state dict that no code of the module can reach: none names them, or computes names."""
     named = frozenset[str]().union(*map(_names, _codes(model)))
 
     def reachable(name: str) -> bool:

@@ -99,14 +99,9 @@ def trace(
     record: bool = False,
     training: bool = False,
 ) -> Trace:
-    """Trace a copy of the model.
+    """Trace a copy of the model, in training or evaluation mode.
 
-    Args:
-        model: any module.
-        args: positional arguments of ``forward``.
-        kwargs: keyword arguments of ``forward``.
-        record: where ``forward`` branches on values of tensors, record the way that the example inputs take.
-        training: trace it in training mode; in evaluation mode otherwise.
+    Where ``forward`` branches on values of tensors, ``record`` the way that the example inputs take.
 
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
@@ -140,11 +135,7 @@ def trace(
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
-    """The exported program, without the checks that ``torch.distributions`` makes of its arguments.
-
-    They branch on values, which older releases of torch.export refuse, and decide nothing but whether an error is
-    raised. Verification runs the network with them.
-    """
+    """The exported program, without the checks that ``torch.distributions`` makes of its arguments."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -157,15 +148,7 @@ def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def with_other_sizes(
     model: nn.Module, example: Example, first: Trace, flags: Mapping[str, bool], *, sizes: bool
 ) -> tuple[Trace, ...]:
-    """A pass in evaluation mode, with what of it follows the sizes of its inputs, and passes of other sizes or flags.
-
-    Args:
-        model: any module.
-        example: the inputs of the pass.
-        first: the pass.
-        flags: those that the example leaves out, with their defaults.
-        sizes: whether to try other sizes.
-    """
+    """A pass, with what of it follows the sizes of its inputs, and passes of other ``sizes`` and ``flags``."""
     model = to_trace(model).eval()
     held = held_constants(first.module, first.inputs)
     found: list[Trace] = []
@@ -195,12 +178,7 @@ def _recorded_instead(
     record: bool,
     batched: bool,
 ) -> Trace:
-    """The way that the example inputs take, where a module cannot be exported: if it is the only one, or is asked for.
-
-    Raises:
-        SymmetryError: if the way depends on values, and is not to be recorded, naming the line.
-        _Unrecorded: if it cannot be recorded; in place of a branch on values that was to be recorded, what is raised.
-    """
+    """The way that the example inputs take, where export fails: if it is the only one, or is asked for."""
     place = _place(error)
     try:
         recorded = _recorded(model, args, kwargs, place, batched=batched)
@@ -345,10 +323,7 @@ def _reads_values(graph: torch.fx.Graph) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``.
-
-    Compiled code (``<string>``) is no line of the model; torchvision's is.
-    """
+    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``."""
     library, here = (f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, here, "<"))]
     if not frames:

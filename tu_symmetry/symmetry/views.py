@@ -56,10 +56,7 @@ def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
 
 
 def mix(ledger: Ledger, value: Value, axes: int | Iterable[int], reason: str) -> Value:
-    """The value before an operator that mixes fixed positions along some axes (a convolution's pixels).
-
-    Nothing may move along them, and what is nested in them has to be the same all along.
-    """
+    """The value before an operator that mixes fixed positions along some axes: nothing may move along them."""
     for axis in [axes] if isinstance(axes, int) else axes:
         value = ledger.alike_along(unnest(ledger, pin_axis(ledger, value, axis, reason), axis), axis)
     return value
@@ -86,8 +83,7 @@ def unnest(ledger: Ledger, value: Value, *axes: int) -> Value:
 def independent(ledger: Ledger, component: Array, axis: int) -> Array:
     """The first position along an axis of a component, for all of them: units at the others are tied to it.
 
-    Where a unit meets a fixed position, or two fixed positions meet, the units are pinned, and what is left still tells
-    apart what was different: ``[[u0, u1, -1], [u2, -1, -1]]`` becomes ``[u0, u1, -1]``, with u0 ~ u2 and u1 pinned.
+    Units that meet fixed positions are pinned: ``[[u0, u1], [u2, -1]]`` is ``[u0, u1]`` with u0 ~ u2 and u1 pinned.
     """
     if component.shape[axis] == 1:
         return component
@@ -199,12 +195,7 @@ def reorder(ledger: Ledger, value: Value, axis: int, positions: Array) -> Value:
 
 
 def expand(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
-    """Broadcast to a shape: the copies along a new axis are alike, so any order of them is as good.
-
-    They are new units, of which each block that stands to the left has its own: ``[2, 1]`` with ``[[0], [1]]`` along
-    axis 0 that becomes ``[2, 3]`` has ``[[2, 3, 4], [5, 6, 7]]`` along axis 1. One label for all blocks would say that
-    copies change places in all of them together.
-    """
+    """Broadcast to a shape: the copies along a new axis are new units, in each block to their left units of its own."""
     value = pad_left(value, len(shape))
     labels = list(value.labels)
     for axis, (old, new) in enumerate(zip(value.shape, shape, strict=True)):
@@ -240,11 +231,7 @@ def pad_left(value: Value, ndim: int) -> Value:
 
 
 def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
-    """Lay values one after the other along an axis.
-
-    The units of the other axes must agree, or, with ``nested``, may be different ones in each of the values. What holds
-    one number only has the units that the others have, and zeros have their scale.
-    """
+    """Lay values one after the other; the units of other axes must agree, or (``nested``) may be others in each."""
     lead = next((v for v in values if v.fill is None), values[0])
     values = [v if v is lead or v.fill is None else _filled(v, lead, axis) for v in values]
     labels, reasons, shape = list(values[0].labels), list(values[0].reasons), list(values[0].shape)
@@ -305,11 +292,7 @@ def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
 
 
 def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int = 0) -> Value:
-    """The entries at ``(i, i + offset)`` of two axes, as a last axis that is indexed by the units of both.
-
-    In the diagonal of ``g h^T`` entry i is named by unit i of ``g`` and by unit i of ``h``: they are tied. Of a Gram
-    matrix both labels are the same, and nothing is demanded.
-    """
+    """The entries at ``(i, i + offset)`` of two axes, as a last axis that is indexed by the units of both."""
     size = max(0, min(value.shape[first] + min(offset, 0), value.shape[second] - max(offset, 0)))
     if size == 0:
         kept = [n for k, n in enumerate(value.shape) if k not in (first, second)]
@@ -345,9 +328,8 @@ def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int 
 def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
     """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them.
 
-    A flatten of ``[n, 3, 4]``, channels by pixels, gives an axis of 12 with two components, one of the channels and one
-    of the pixels. A view of ``[n, 12]`` as ``[n, 3, 4]`` gives one component ``[1, 3, 4]``, which varies along both new
-    axes: it goes to the last of them, and the axis before gets one new unit for each row of it.
+    ``[n, 3, 4]``, channels by pixels, flattened has two components on its axis of 12, of channels and of pixels. In a
+    view of ``[n, 12]`` as ``[n, 3, 4]`` the one component goes to the last axis; that before gets a unit for each row.
     """
     shape = tuple(shape)
     if shape == value.shape:
@@ -421,12 +403,7 @@ def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list
 
 
 def _simplify(ledger: Ledger, components: list[Array]) -> Label:
-    """Merge fixed components into one, and drop units that another component determines.
-
-    In ``[0 1 2 3]`` (units of two heads) beside ``[8 8 9 9]`` (the heads) the first says all; that 0 and 1 stand in 8
-    is recorded as a nesting. Of ``[-1 -1 -2 -2]`` and ``[-1 -2 -1 -2]``, rows and columns of pixels, each pair becomes
-    one position: ``[-1 -2 -3 -4]``, in some order.
-    """
+    """Merge fixed components into one, and drop units that another component determines."""
     fixed = [c for c in components if not (c >= 0).any()]
     free = [c for c in components if (c >= 0).any()]
     if not free:
@@ -445,10 +422,7 @@ def _simplify(ledger: Ledger, components: list[Array]) -> Label:
 
 
 def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
-    """Record the block of each unit, which is left out of a label because the unit tells it.
-
-    Should ties make one class of units of several blocks, then the label was too short, and all of them are pinned.
-    """
+    """Record the block of each unit, which is left out of a label because the unit tells it."""
     if units is not blocks:
         x, y = (z.reshape(-1) for z in np.broadcast_arrays(units, blocks))
         both = (x >= 0) & (y >= 0)
@@ -457,10 +431,7 @@ def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
 
 
 def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
-    """One new unit for each block of units: blocks with the same content get the same unit.
-
-    ``[[0, 1], [2, 3], [0, 1]]`` has the blocks ``[[8], [9], [8]]`` along its first axis.
-    """
+    """One new unit for each block of units: blocks with the same content get the same unit."""
     inner = [k for k in range(component.ndim) if k not in outer]
     rows = component.transpose(*outer, *inner).reshape(math.prod(component.shape[k] for k in outer), -1)
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -470,11 +441,7 @@ def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
 
 
 def _join(arrays: Sequence[Array], axis: int, origins: Sequence[int] | None = None) -> Array:
-    """Concatenate arrays that broadcast along the other axes; fixed positions of other ``origins`` get other codes.
-
-    ``[x[:2], h, x[2:]]`` has the codes (-1, -2) in its first and in its last piece, which are no more alike than any
-    other two inputs: ``[-1, -2 | u0, u1 | -1, -2]`` becomes ``[-1, -2 | u0, u1 | -3, -4]``.
-    """
+    """Concatenate arrays that broadcast along the other axes; fixed positions of other ``origins`` get other codes."""
     other = np.broadcast_shapes(*(tuple(1 if k == axis else n for k, n in enumerate(a.shape)) for a in arrays))
     full = [np.broadcast_to(a, tuple(a.shape[k] if k == axis else n for k, n in enumerate(other))) for a in arrays]
     joined = np.concatenate(full, axis)

@@ -15,11 +15,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], output: str) -> Value:
-    """A sum of products: the general form of linear maps, matrix products and einsum.
-
-    Axes that share a letter are indexed by the same units. What is summed over must not scale. A parameter that comes
-    here unused has its axes nested as :func:`_nested` tells.
-    """
+    """A sum of products: axes that share a letter are indexed by the same units, and what is summed may not scale."""
     ledger = call.ledger
     every = "".join(dict.fromkeys("".join(letters)))
     place = {letter: k for k, letter in enumerate(every)}
@@ -94,14 +90,7 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
 
 
 def _nested(ledger: Ledger, value: Value, own: str, partners: Sequence[tuple[Value, str]], output: str) -> Value:
-    """A parameter with axes nested in one another, so that they have units of their own wherever they can.
-
-    * A letter that is shared with the output and another operand tells maps apart (packed layers, experts): all other
-      axes are nested in it.
-    * What is nested in another operand is nested likewise (the units of heads, which come in as ``[..., heads, units]``
-      and are read by a weight ``[heads, units, outputs]``).
-    * Of several axes that only the output shares (``[inputs, heads, units]``) the last is nested in the one before.
-    """
+    """A parameter with axes nested in one another, so that they have units of their own wherever they can."""
     wide = [k for k, n in enumerate(value.shape) if n > 1]
     batch = [k for k in wide if own[k] in output and any(own[k] in o for _, o in partners)]
     free = [k for k in wide if own[k] in output and k not in batch]

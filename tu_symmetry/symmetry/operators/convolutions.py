@@ -137,10 +137,7 @@ def _folded(call: Call, value: Value, weight: Value, axis: int, j: int) -> Value
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
-    """A convolution with a kernel of one: a linear map of the channels at each position, which may move.
-
-    In gMLP ``Conv1d(T, T, 1)`` maps the tokens of each feature: its "positions" are the features, hidden units.
-    """
+    """A convolution with a kernel of one: a linear map of the channels at each position, which may move."""
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
     kernel = views.reshape(call.ledger, weight, weight.shape[:2])
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]

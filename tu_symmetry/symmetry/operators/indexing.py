@@ -18,10 +18,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 def meet(call: Call, value: Value, axis: int, index: Value, reason: str) -> Value:
-    """The value before an operator that finds positions along an axis by an index: tied to what the index names.
-
-    What remains does not depend on the axis; only its label tells whether it may still move.
-    """
+    """The value before a look-up along an axis, which is tied to what the index names; nothing else depends on it."""
     points = index.points
     if points and points[0].size == value.shape[axis] and value.labels[axis]:
         laid = tuple(along(c, axis, value.ndim) for c in points)

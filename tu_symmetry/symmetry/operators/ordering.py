@@ -18,8 +18,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 def where(call: Call, value: Value, like: Value, axis: int, output: int = 1) -> Value:
     """The output with positions along ``axis`` of ``value``; its own axes are those of ``like``.
 
-    Units are pinned where positions are no function of them alone: units that differ from block to block cannot be
-    named by one list, and of entries that may be equal (zeros behind a ReLU) their order tells which comes first.
+    Units are pinned where they differ from block to block (one list cannot name them) or where entries may be equal.
     """
     points: Label = ()
     label = value.labels[axis]

@@ -64,11 +64,7 @@ def _broadcast(call: Call) -> list[Value]:
 
 @register_rule("repeat", "tile", "repeat_interleave", traits=("moves",))
 def _repeat(call: Call) -> Value:
-    """Copies along axes: their order does not matter.
-
-    Copies of what holds no units, the network's input for one, stay where they are: a network that copies its input in
-    evaluation may be given different ones in training (MIMO).
-    """
+    """Copies along axes: their order does not matter."""
     value: Value = call["self"]
     ledger = call.ledger
     if call.name == "repeat_interleave":

@@ -91,12 +91,7 @@ def _index_write(call: Call) -> Value:
 
 
 def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value | float) -> Value:
-    """The value with other content at known positions along an axis; the rest keeps its units.
-
-    The result's label along the axis, for ``h[:, 1:3] = x``, where p and q are places that nothing else shares::
-
-        [u0, u1, u2, u3]    ->    [u0, p, q, u3]
-    """
+    """The value with other content at known positions: ``[u0, u1, u2]`` -> ``[u0, p, u2]`` with a new place p."""
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
     gone = views.take(ledger, value, axis, positions)
@@ -161,10 +156,7 @@ def _arrived(
 
 
 def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -> Value:
-    """One number wherever a mask is true, ``where(mask, filling, value)``: ``h[h > 1] = 1.0`` as torch 2.11 traces it.
-
-    The mask covers the axes of the value from ``first`` on, and is stretched over those that follow.
-    """
+    """One number wherever a mask is true: ``h[h > 1] = 1.0`` as torch 2.11 traces it."""
     after = value.ndim - first - mask.ndim
     stretched = views.reshape(call.ledger, mask, [*mask.shape, *(1 for _ in range(after))]) if after else mask
     single = replace(views.reshape(call.ledger, filling, []), parameter=None) if filling.ndim else filling
@@ -175,12 +167,7 @@ def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -
 
 
 def _put_at_points(call: Call, value: Value, values: Value, indices: list[Value | None], widths: list[int]) -> Value:
-    """Writes at points of several axes (or where a mask is true): these axes are pinned, the others stay as they are.
-
-    ``z[i, :, j] = h`` of a ``z`` with the axes (rows, units, columns) and a list of points ``(i, j)``: what is written
-    has the axes (points, units), those of the points first, since the indices are not side by side. Its units are tied
-    to those of ``z``, whatever the points are.
-    """
+    """Writes at points of several axes (or where a mask is true): these are pinned, the others stay."""
     ledger = call.ledger
     covered: list[int] = []  # axes of the value that are indexed: a mask covers as many as it has
     spans = np.cumsum([0, *widths]).tolist()
