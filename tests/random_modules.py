@@ -1,24 +1,9 @@
 """Random modules for the symmetry tests: ordinary torch code, made from a seed, and shrunk where a test fails.
 
-A module is a list of :class:`Node`: lines for ``__init__`` and lines for ``forward``, with the names of the values that
-they read and make. Building one is writing its source and executing it, so that what is tested, what is printed in a
-failure and what a user would write are the same text::
-
-    module = random_module(17)
-    print(module.source)            # a class, runnable as it stands
-    model, inputs = module.build()
-    small = shrink(module, lambda m: fails(m))
-
-The generator keeps a pool of values, computed as it goes: an operator looks at their shapes, and one that does not fit
-draws something else. What it is made of (``@operator`` below): the linear family, activations, residual sums in both
-orders, shared and tied weights, buffers of every type, constants (pads, concatenated zeros, repeated values, literals),
-in-place writes through views and slices, reductions and normalizations with literal epsilons, products of two units
-(Gram, bilinear, outer), attention in several layouts, convolutions (grouped, depthwise, transposed, shuffles), recurrent
-cells, indices, scatters, dead code; and several outputs, integer ones among them.
-
-Some operators *plant* a hidden layer that nothing else can touch: whatever the rest of the module is, its units are
-interchangeable. :attr:`Module.planted` names them where an output depends on them, as a lower bound on what discovery
-has to find.
+Building a module is writing its source and executing it, so that what is tested, what is printed in a failure and what a
+user would write are the same text. The generator keeps a pool of values, computed as it goes: an operator (``@operator``
+below) looks at their shapes, and one that does not fit draws something else. Some operators *plant* a hidden layer that
+nothing else can touch: ``Module.planted`` names those that an output depends on, a lower bound on what has to be found.
 """
 
 from __future__ import annotations
@@ -38,25 +23,25 @@ from torch.utils._pytree import tree_leaves
 IMPORTS = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
 
+def executed(source: str, name: str, space: dict[str, Any]) -> dict[str, Any]:
+    """The names that a source defines, which tracebacks show."""
+    file = f"<{name} {hash(source) & 0xFFFFFFFF:08x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space = dict(space)
+    exec(compile(source, file, "exec"), space)
+    return space
+
+
 @dataclass(frozen=True)
 class Node:
-    """A few lines of a module.
-
-    Attributes:
-        reads: names of the values that ``lines`` read.
-        makes: names of the values that they make.
-        lines: of ``forward``.
-        init: lines of ``__init__``.
-        planted: parameters whose first axis is a planted hidden layer.
-        kind: the operator that made it.
-    """
+    """A few lines of a module, with the names of the values that they read and make."""
 
     reads: tuple[str, ...]
     makes: tuple[str, ...]
-    lines: tuple[str, ...]
-    init: tuple[str, ...] = ()
-    planted: tuple[str, ...] = ()
-    kind: str = ""
+    lines: tuple[str, ...]  # of ``forward``
+    init: tuple[str, ...] = ()  # lines of ``__init__``
+    planted: tuple[str, ...] = ()  # parameters whose first axis is a planted hidden layer
+    kind: str = ""  # the operator that made it
 
     def reading(self, old: str, new: str) -> Node:
         """The node with one of the values that it reads exchanged for another one."""
@@ -71,44 +56,27 @@ class Module:
     inputs: dict[str, str]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
-    name: str = "Net"
     options: tuple[str, ...] = ()  # arguments of ``forward`` that may be left out
 
     @property
     def source(self) -> str:
         """Source code of the class and of ``inputs``, runnable as it stands."""
-        init = [f"        {line}" for node in self.nodes for line in node.init]
-        lines = [f"        {line}" for node in self.nodes for line in node.lines]
+        init, lines = (
+            "".join(f"        {line}\n" for node in self.nodes for line in getattr(node, part))
+            for part in ("init", "lines")
+        )
         returned = self.outputs[0] if len(self.outputs) == 1 else f"({', '.join(self.outputs)})"
-        return "\n".join(
-            [
-                IMPORTS,
-                "",
-                f"class {self.name}(nn.Module):",
-                "    def __init__(self):",
-                "        super().__init__()",
-                *init,
-                "",
-                f"    def forward(self, {', '.join((*self.inputs, *self.options))}):",
-                *lines,
-                f"        return {returned}",
-                "",
-                "",
-                f"model = {self.name}().eval()",
-                f"inputs = ({''.join(f'{e}, ' for e in self.inputs.values())})",
-                "",
-            ]
+        return (
+            f"{IMPORTS}\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n{init}\n"
+            f"    def forward(self, {', '.join((*self.inputs, *self.options))}):\n{lines}        return {returned}\n\n\n"
+            f"model = Net().eval()\ninputs = ({''.join(f'{e}, ' for e in self.inputs.values())})\n"
         )
 
     def build(self, seed: int = 0) -> tuple[nn.Module, tuple[Any, ...]]:
         """The module in evaluation mode, and its inputs; weights are torch's own, seeded."""
-        space: dict[str, Any] = {"__name__": "random_module"}
-        source = self.source
-        file = f"<random module {hash(source) & 0xFFFFFFFF:08x}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            exec(compile(source, file, "exec"), space)
+            space = executed(self.source, "random module", {"__name__": "random_module"})
         return space["model"], space["inputs"]
 
     @property
@@ -146,8 +114,7 @@ class Builder:
         self.pool: list[str] = []  # floating-point values, oldest first
         self.nodes: list[Node] = []
         self.layers: list[tuple[str, int]] = []  # linear layers that may be called again, with their input sizes
-
-    # names and draws
+        self.kind = ""
 
     def fresh(self, letter: str) -> str:
         return f"{letter}{next(self.numbers)}"
@@ -182,19 +149,6 @@ class Builder:
             raise Unfit
         return self.random.choice(found)
 
-    def numbers_of(self, size: int, *choices: float) -> str:
-        """A literal list of numbers that repeat."""
-        drawn = choices or (0.0, 1.0, 1.0, 0.5, -1.0)
-        return str([self.random.choice(drawn) for _ in range(size)])
-
-    # making
-
-    def run(self, node: Node) -> None:
-        for line in node.init:
-            exec(line, self.space)
-        with torch.no_grad():
-            exec("\n".join(node.lines), self.space)
-
     def add(
         self, reads: tuple[str, ...], expression: str | list[str], init: list[str] | None = None, *,
         planted: list[str] | None = None, makes: int = 1,
@@ -206,7 +160,8 @@ class Builder:
         )
         reads = tuple(r for r in dict.fromkeys(reads) if any(re.search(rf"\b{r}\b", line) for line in lines))
         node = Node(reads, names, tuple(lines), tuple(init or ()), tuple(planted or ()), self.kind)
-        self.run(node)
+        with torch.no_grad():
+            exec("\n".join((*node.init, *node.lines)), self.space)
         for name in names:
             value = self.space[name]
             if not isinstance(value, Tensor) or value.is_complex() or value.numel() > 4000 or value.numel() == 0:
@@ -216,10 +171,6 @@ class Builder:
         self.nodes.append(node)
         self.pool += [n for n in names if self.space[n].dtype == torch.float32]
         return names[0]
-
-    kind = ""
-
-    # pieces that several operators use
 
     def linear(self, value: str, out: int | None = None, *, bias: bool | None = None) -> tuple[str, str]:
         """A linear layer for the last axis of a value: its name, and the line that makes it."""
@@ -239,14 +190,20 @@ class Builder:
 
 Operator = Callable[[Builder], Any]
 OPERATORS: list[tuple[Operator, float]] = []
+BEYOND: list[tuple[Operator, float]] = []
 
 
-def operator(weight: float = 1.0) -> Callable[[Operator], Operator]:
+def operator(weight: float, into: list[tuple[Operator, float]] = OPERATORS) -> Callable[[Operator], Operator]:
     def register(function: Operator) -> Operator:
-        OPERATORS.append((function, weight))
+        into.append((function, weight))
         return function
 
     return register
+
+
+def beyond(weight: float) -> Callable[[Operator], Operator]:
+    """An operator that does something else on other inputs, or in training, than on the example."""
+    return operator(weight, BEYOND)
 
 
 ACTIVATIONS = (
@@ -422,7 +379,7 @@ def constant_vector(b: Builder) -> None:
     h = b.pick(2, 3)
     n = b.shape(h)[-1]
     name = b.fresh("c")
-    numbers = b.numbers_of(n)
+    numbers = str([b.among(0.0, 1.0, 1.0, 0.5, -1.0) for _ in range(n)])
     form = b.among(
         "{0} * {1}", "{0} + {1}", "{1} + {0}", "torch.where({1} > 0, {0}, torch.relu({0}))", "{0} * {1} + {1}"
     )
@@ -1157,27 +1114,29 @@ def embedded(b: Builder) -> None:
 
 def random_module(seed: int) -> Module:
     """A random module whose outputs depend on its weights; the same for the same seed."""
+    return _first(seed, OPERATORS, (), lambda module: True)
+
+
+def beyond_module(seed: int) -> Module:
+    """A random module that does something else on other inputs, or in training, than on its example."""
+    names = {function.__name__ for function, _ in BEYOND}
+    beyond = [*OPERATORS, *BEYOND, *BEYOND]
+    return _first(seed, beyond, OPTIONS, lambda module: bool(names & {node.kind for node in module.nodes}))
+
+
+def _first(
+    seed: int, operators: list[tuple[Operator, float]], options: tuple[str, ...], fits: Callable[[Module], bool]
+) -> Module:
     for attempt in range(20):
-        module = _drawn(seed + 1_000_003 * attempt)
-        if module.outputs and depends_on_weights(module):
+        module = _drawn(seed + 1_000_003 * attempt, operators, options)
+        if fits(module) and module.outputs and depends_on_weights(module):
             return module
-    raise RuntimeError(f"no module with outputs that depend on its weights was drawn from seed {seed}")
+    raise RuntimeError(f"no module that fits was drawn from seed {seed}")
 
 
 OPTIONS = ("n=2", "m=None")
 WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
 """Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
-BEYOND: list[tuple[Operator, float]] = []
-
-
-def beyond(weight: float) -> Callable[[Operator], Operator]:
-    """An operator that does something else on other inputs, or in training, than on the example."""
-
-    def register(function: Operator) -> Operator:
-        BEYOND.append((function, weight))
-        return function
-
-    return register
 
 
 @beyond(5)
@@ -1276,16 +1235,6 @@ def the_largest(b: Builder) -> None:
     b.add((h,), f"self.{codes}[{found.format(act.format(source))}]", [*init, code_line])
 
 
-def beyond_module(seed: int) -> Module:
-    """A random module that does something else on other inputs, or in training, than on its example."""
-    for attempt in range(20):
-        module = _drawn(seed + 1_000_003 * attempt, [*OPERATORS, *BEYOND, *BEYOND], OPTIONS)
-        beyond = {f.__name__ for f, _ in BEYOND} & {node.kind for node in module.nodes}
-        if beyond and module.outputs and depends_on_weights(module):
-            return module
-    raise RuntimeError(f"no module that goes beyond its example was drawn from seed {seed}")
-
-
 def depends_on_weights(module: Module) -> bool:
     """Whether other weights give other outputs."""
     results = []
@@ -1300,7 +1249,7 @@ def depends_on_weights(module: Module) -> bool:
     )
 
 
-def _drawn(seed: int, operators: list[tuple[Operator, float]] | None = None, options: tuple[str, ...] = ()) -> Module:
+def _drawn(seed: int, operators: list[tuple[Operator, float]], options: tuple[str, ...]) -> Module:
     b = Builder(seed)
     b.space |= {"n": 2, "m": None}
     kind = b.among("vector", "vector", "sequence", "sequence", "image", "mixed")
@@ -1314,7 +1263,7 @@ def _drawn(seed: int, operators: list[tuple[Operator, float]] | None = None, opt
         b.space[name] = torch.randn(*shape, generator=torch.Generator().manual_seed(k))
         b.pool.append(name)
     size = b.random.randint(3, 11)
-    functions, weights = zip(*(operators or OPERATORS), strict=True)
+    functions, weights = zip(*operators, strict=True)
     _try(b, convolution if kind == "image" else linear)
     for _ in range(400):
         if len(b.nodes) >= size:
