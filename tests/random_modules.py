@@ -1,4 +1,4 @@
-"""Random modules for the symmetry tests: ordinary torch code, made from a seed, and shrunk where a test fails.
+"""Random modules for the symmetry tests: ordinary torch code, made from a seed.
 
 Building a module is writing its source and executing it, so that what is tested, what is printed in a failure and what a
 user would write are the same text. The generator keeps a pool of values, computed as it goes: an operator (``@operator``
@@ -12,8 +12,8 @@ import itertools
 import linecache
 import random
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,11 +42,6 @@ class Node:
     init: tuple[str, ...] = ()  # lines of ``__init__``
     planted: tuple[str, ...] = ()  # parameters whose first axis is a planted hidden layer
     kind: str = ""  # the operator that made it
-
-    def reading(self, old: str, new: str) -> Node:
-        """The node with one of the values that it reads exchanged for another one."""
-        lines = tuple(re.sub(rf"\b{old}\b", new, line) for line in self.lines)
-        return replace(self, reads=tuple(new if r == old else r for r in self.reads), lines=lines)
 
 
 @dataclass(frozen=True)
@@ -1330,77 +1325,3 @@ def _outputs(b: Builder) -> list[str]:
                 continue
             break
     return outputs
-
-
-# -- shrinking --------------------------------------------------------------------------------------------------------
-
-
-def runs(module: Module) -> bool:
-    """Whether a module can be built and run."""
-    try:
-        model, inputs = module.build()
-        with torch.no_grad():
-            model(*inputs)
-    except Exception:
-        return False
-    return bool(module.outputs)
-
-
-def shrink(module: Module, fails: Callable[[Module], bool], *, steps: int = 300) -> Module:
-    """The smallest module that can be reached by dropping nodes one after the other, and still fails.
-
-    Args:
-        module: one that fails.
-        fails: whether a module (which runs) still fails in the same way.
-        steps: most candidates to try.
-    """
-    for _ in range(steps):
-        for candidate in _smaller(module):
-            steps -= 1
-            if steps < 0:
-                return module
-            if runs(candidate) and fails(candidate):
-                module = candidate
-                break
-        else:
-            return module
-    return module
-
-
-def _smaller(module: Module) -> Iterator[Module]:
-    """Candidates, the boldest first."""
-    for output in module.outputs:
-        if len(module.outputs) > 1:
-            yield _without_dead(replace(module, outputs=(output,)))
-    alive = _without_dead(module)
-    if len(alive.nodes) < len(module.nodes):
-        yield alive
-    for k, node in enumerate(module.nodes):
-        rest = module.nodes[:k] + module.nodes[k + 1 :]
-        read = {r for n in rest for r in n.reads} | set(module.outputs)
-        if not read & set(node.makes):
-            yield _tidied(replace(module, nodes=rest))  # nobody reads it
-    for k in reversed(range(len(module.nodes))):
-        node = module.nodes[k]
-        rest = module.nodes[:k] + module.nodes[k + 1 :]
-        for old in node.makes:
-            earlier = [*module.inputs, *(n for other in module.nodes[:k] for n in other.makes)]
-            for new in [*node.reads, *reversed(earlier)][:6]:  # shapes that do not fit do not run
-                nodes = tuple(n.reading(old, new) for n in rest)
-                outputs = tuple(new if o == old else o for o in module.outputs)
-                if not any(o in module.inputs for o in outputs):
-                    yield _tidied(replace(module, nodes=nodes, outputs=outputs))
-        for new in node.reads:
-            if len(module.outputs) == 1 and new not in module.inputs and new != module.outputs[0]:
-                yield _without_dead(replace(module, outputs=(new,)))
-
-
-def _tidied(module: Module) -> Module:
-    used = {r for node in module.nodes for r in node.reads} | set(module.outputs)
-    inputs = {k: v for k, v in module.inputs.items() if k in used} or dict(list(module.inputs.items())[:1])
-    return replace(module, inputs=inputs)
-
-
-def _without_dead(module: Module) -> Module:
-    live = module.live
-    return _tidied(replace(module, nodes=tuple(n for n in module.nodes if live & set(n.makes))))
