@@ -145,16 +145,20 @@ class Builder:
         return self.random.choice(found)
 
     def add(
-        self, reads: tuple[str, ...], expression: str | list[str], init: list[str] | None = None, *,
-        planted: list[str] | None = None, makes: int = 1,
+        self, reads: tuple[str, ...], forward: str | list[str], init: list[str] | None = None, *, makes: int = 1,
+        planted: list[str] | None = None, **values: Any,
     ) -> str:  # fmt: skip
-        """Add a node. An expression becomes ``name = expression``; in lines, ``{0}``, ``{1}`` are the new names."""
+        """Add a node, ``{0} = forward`` or lines; ``{0}``, ``{1}`` are the new names, others stand in ``values``."""
         names = tuple(self.fresh("h") for _ in range(makes))
-        lines = (
-            [f"{names[0]} = {expression}"] if isinstance(expression, str) else [e.format(*names) for e in expression]
-        )
+        values |= {str(k): name for k, name in enumerate(names)}
+
+        def filled(line: str) -> str:
+            return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]), line)
+
+        lines = [filled(line) for line in (["{0} = " + forward] if isinstance(forward, str) else forward)]
         reads = tuple(r for r in dict.fromkeys(reads) if any(re.search(rf"\b{r}\b", line) for line in lines))
-        node = Node(reads, names, tuple(lines), tuple(init or ()), tuple(planted or ()), self.kind)
+        made = tuple(filled(line) for line in init or ())
+        node = Node(reads, names, tuple(lines), made, tuple(planted or ()), self.kind)
         with torch.no_grad():
             exec("\n".join((*node.init, *node.lines)), self.space)
         for name in names:
@@ -513,19 +517,15 @@ def cut(b: Builder) -> None:
 def parts(b: Builder) -> None:
     h = b.pick(2, 3, 4, where=lambda s: (s[1] if len(s) == 4 else s[-1]) % 2 == 0)
     axis, n = b.axis(h), b.shape(h)[b.axis(h)]
+    halves = "a, c = {h}.chunk(2, {d})"
     form = b.among(
-        ["{{0}}, {{1}} = {0}.chunk(2, {1})"],
-        ["{{0}}, {{1}} = torch.split({0}, {2}, dim={1})"],
-        ["{{1}}, {{0}} = {0}.tensor_split(2, {1})"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = a * torch.sigmoid(c)"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.relu(a) + c"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.cat([c, a], {1})"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.cat([a, torch.tanh(c)], {1})"],
-        ["{{0}} = F.glu({0}, {1})"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.maximum(a, c)"],
-    )
-    made = 2 if "{{1}}" in form[0] else 1
-    b.add((h,), [line.format(h, axis, n // 2).format("{0}", "{1}") for line in form], makes=made)
+        ["{0}, {1} = {h}.chunk(2, {d})"], ["{0}, {1} = torch.split({h}, {n}, dim={d})"],
+        ["{1}, {0} = {h}.tensor_split(2, {d})"], [halves, "{0} = a * torch.sigmoid(c)"],
+        [halves, "{0} = torch.relu(a) + c"], [halves, "{0} = torch.cat([c, a], {d})"],
+        [halves, "{0} = torch.cat([a, torch.tanh(c)], {d})"], ["{0} = F.glu({h}, {d})"],
+        [halves, "{0} = torch.maximum(a, c)"],
+    )  # fmt: skip
+    b.add((h,), form, makes=2 if "{1}" in form[0] else 1, h=h, d=axis, n=n // 2)
 
 
 @operator(2)
@@ -605,9 +605,7 @@ def written(b: Builder) -> None:
         (["{0} = {h}.clone()", "{0}.index_copy_(-1, torch.tensor([0]), {h}[..., 1:2])"], []),
         (["{0} = {h}.clone()", "{0}.index_add_(-1, torch.tensor([0, 1]), {h}[..., :2])"], []),
     )
-    text = [f.replace("{h}", h).replace("{k}", str(k)).replace("{m}", str(n - k)).replace("{n}", str(n)).replace("{l}", name)
-            for f in form]  # fmt: skip
-    b.add((h,), text, init)
+    b.add((h,), form, init, h=h, k=k, m=n - k, n=n, l=name)
 
 
 @operator(0.7)
@@ -655,7 +653,7 @@ def reduced(b: Builder) -> None:
         "{h} - {h}.median({d}, keepdim=True)[0]", "({h} == {h}.amax({d}, keepdim=True)) * {h}", "{h} * ({h} > {h}.mean())",
         "{h} / {h}.std(unbiased=False)", "{h}.prod({d}, keepdim=True) + {h}", "F.softmin({h}, dim={d})", "{h}.topk(2, {d})[0]",
         "{h}.kthvalue(2, {d}, keepdim=True)[0] + {h}", "{h}.aminmax(dim={d}, keepdim=True)[1] - {h}",
-    ).replace("{h}", h).replace("{d}", d))  # fmt: skip
+    ), h=h, d=d)  # fmt: skip
 
 
 @operator(3)
@@ -681,8 +679,7 @@ def normalized(b: Builder) -> None:
               [("self.{n}({h}.transpose(1, 2)).transpose(1, 2)", "nn.BatchNorm1d({c})"), ("F.instance_norm({h})", "")]),
         )  # fmt: skip
     groups = b.among(*[g for g in (1, 2, 3, 4) if n % g == 0])
-    values = {"n": name, "h": h, "c": n, "g": groups}
-    b.add((h,), form.format(**values), [f"self.{name} = {init.format(**values)}"] if init else [])
+    b.add((h,), form, ["self.{n} = " + init] if init else [], n=name, h=h, c=n, g=groups)
 
 
 @operator(1)
@@ -740,8 +737,8 @@ def product(b: Builder) -> None:
             ("torch.einsum('bti,ij,bsj->bts', {h}, self.{p}, {h})", ["self.{p} = nn.Parameter(torch.randn({n}, {n}))"]),
             ("torch.cdist({h}, {h})", []),
         )  # fmt: skip
-    values = {"h": h, "g": g, "n": n, "m": m, "o": out, "p": name, "l": layer, "B": b.shape(h)[0], "T": b.shape(h)[1]}
-    b.add((h, g) if g != h else (h,), form.format(**values), [line.format(**values) for line in init])
+    batch, tokens = b.shape(h)[:2]
+    b.add((h, g), form, init, h=h, g=g, n=n, m=m, o=out, p=name, l=layer, B=batch, T=tokens)
 
 
 # attention
@@ -797,9 +794,8 @@ def attention(b: Builder) -> None:
         b.add((h, g), b.among(f"self.{name}({h}, {g}, {g})[0]", f"self.{name}({h}, {h}, {h}, need_weights=False)[0]"),
               [f"self.{name} = nn.MultiheadAttention({n}, {heads}, batch_first=True)"])  # fmt: skip
         return
-    body = [*split, *qk[0], *core, "{{0}} = self.{o}(" + merge + ")"]
-    b.add((h,), [line.format(**values).replace("{0}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{0}")
-                 for line in body], [line.format(**values) for line in [*init, *qk[1]]])  # fmt: skip
+    body = [*split, *qk[0], *core, "{0} = self.{o}(" + merge + ")"]
+    b.add((h,), body, [*init, *qk[1]], **values)
 
 
 # several maps in one weight
@@ -900,8 +896,7 @@ def stacked(b: Builder) -> None:
             second, read = weight(v, "efo")
             lines.append(f"{{0}} = torch.einsum('{lead}{order},{second}->{lead}o', y, {read})" if how == "summed"
                          else f"{{0}} = y.mean({b.among(-1, -2)})")  # fmt: skip
-    body = [line.replace("{0}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{0}") for line in lines]
-    b.add((h,), body, init)
+    b.add((h,), lines, init)
 
 
 # convolutions
@@ -980,10 +975,10 @@ def image(b: Builder) -> None:
     if c % 2 == 0:
         options += [("F.pixel_shuffle(torch.cat([{h}, {h}], 1), 2)", [])]
     form, init = b.random.choice(options)
-    values = {"h": h, "l": name, "c": c, "B": batch, "H": height, "W": width, "o": out}
     if form == "{h}":
         raise Unfit
-    b.add((h,), form.format(**values), [f"self.{name} = " + line.format(**values) for line in init])
+    made = [f"self.{name} = {line}" for line in init]
+    b.add((h,), form, made, h=h, l=name, c=c, B=batch, H=height, W=width, o=out)
 
 
 @operator(1)
@@ -1072,14 +1067,7 @@ def indexed(b: Builder) -> None:
              ["self.{m} = nn.Linear({n}, 1)"]),
         ]  # fmt: skip
     form, init = b.random.choice(options)
-    values = {"h": h, "n": n, "o": out, "l": name, "m": layer, "B": shape[0], "T": shape[1]}
-
-    def fill(line: str) -> str:
-        for key, value in values.items():
-            line = line.replace("{" + key + "}", str(value))
-        return line
-
-    b.add((h,), [fill(line) for line in form], [fill(line) for line in init])
+    b.add((h,), form, init, h=h, n=n, o=out, l=name, m=layer, B=shape[0], T=shape[1])
 
 
 @operator(0.8)
