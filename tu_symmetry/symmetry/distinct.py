@@ -15,6 +15,8 @@ import torch
 
 from tu_symmetry.symmetry.algebra import Array, Value, among, moving, units_of
 
+Node = torch.fx.Node
+Operands = Mapping[str, tuple[Node, Value]]
 NOBODY = 0  # the witness of what is different by other reasons
 
 
@@ -36,45 +38,39 @@ class Proof:
 class Distinct:
     """Proofs for the tensors of one traced graph, and what each of them depends on (a set of witnesses, as bits)."""
 
-    proofs: dict[torch.fx.Node, tuple[Proof, ...]] = field(default_factory=dict)
-    depends: dict[torch.fx.Node, int] = field(default_factory=dict)
+    proofs: dict[Node, tuple[Proof, ...]] = field(default_factory=dict)
+    depends: dict[Node, int] = field(default_factory=dict)
     _bits: dict[Any, int] = field(default_factory=dict)
 
-    def source(self, node: torch.fx.Node, value: Value, key: Any) -> None:
+    def source(self, node: Node, value: Value, key: Any) -> None:
         """A tensor of independent entries: a parameter, or noise."""
         bit = self._bits.setdefault(key, 1 << len(self._bits))
         self.depends[node] = bit
         self.proofs[node] = (Proof(units_of(value.labels), bit),)
 
-    def units(self, node: torch.fx.Node) -> Array:
+    def units(self, node: Node) -> Array:
         """The units at which the entries of a tensor differ."""
         return units_of([(p.units,) for p in self.proofs.get(node, ())])
 
-    def piece(self, node: torch.fx.Node, source: torch.fx.Node) -> None:
+    def piece(self, node: Node, source: Node) -> None:
         """One of the outputs of an operator."""
         self.depends[node] = self.depends.get(source, 0)
         self.proofs[node] = self.proofs.get(source, ())
 
-    def overwrite(self, node: torch.fx.Node, new: torch.fx.Node, *, whole: bool) -> None:
+    def overwrite(self, node: Node, new: Node, *, whole: bool) -> None:
         """A tensor that was written to: it is the new one, or holds it somewhere."""
         self.proofs[node] = self.proofs.get(new, ()) if whole else ()
         self.depends[node] = self._of([node, new])
 
     def follow(
-        self,
-        node: torch.fx.Node,
-        traits: frozenset[str],
-        operands: Mapping[str, tuple[torch.fx.Node, Value]],
-        inputs: Sequence[torch.fx.Node],
-        outputs: Sequence[Value],
-        axes: Sequence[int] = (),
+        self, node: Node, traits: frozenset[str], operands: Operands, outputs: Sequence[Value], axes: Sequence[int]
     ) -> None:
         """What can be said of an operator's result.
 
         ``operands`` are its floating-point tensors by the names of the arguments. ``axes`` are those along which a
         ``distinct`` one normalizes: along others (the batch) each unit loses what is its own.
         """
-        self.depends[node] = depends = self._of(inputs)
+        self.depends[node] = depends = self._of(node.all_input_nodes)
         if len(outputs) == 1 and "random" in traits:
             self.source(node, outputs[0], node)
             self.depends[node] |= depends
@@ -88,13 +84,7 @@ class Distinct:
         if found:
             self.proofs[node] = tuple(found)
 
-    def _found(
-        self,
-        traits: frozenset[str],
-        operands: Mapping[str, tuple[torch.fx.Node, Value]],
-        output: Value,
-        axes: Sequence[int],
-    ) -> list[Proof]:
+    def _found(self, traits: frozenset[str], operands: Operands, output: Value, axes: Sequence[int]) -> list[Proof]:
         values = list(operands.values())
         if not values:
             return []
@@ -128,10 +118,10 @@ class Distinct:
             found += [Proof(held, p.witness) for p in self._witnessed(bias[0])]
         return found
 
-    def _witnessed(self, node: torch.fx.Node) -> list[Proof]:
+    def _witnessed(self, node: Node) -> list[Proof]:
         return [p for p in self.proofs.get(node, ()) if p.witness != NOBODY]
 
-    def _shifted(self, node: torch.fx.Node, value: Value, other: torch.fx.Node, output: Value) -> list[Proof]:
+    def _shifted(self, node: Node, value: Value, other: Node, output: Value) -> list[Proof]:
         """What of a term is still different once another one is added that does not depend on its witness."""
         proofs = [p for p in self._witnessed(node) if not p.witness & self.depends.get(other, 0)]
         found = []
@@ -142,12 +132,12 @@ class Distinct:
                     found.append(Proof(units_of([output.labels[-k]]), proof.witness))
         return found
 
-    def _different(self, node: torch.fx.Node, value: Value) -> bool:
+    def _different(self, node: Node, value: Value) -> bool:
         """Whether entries differ along every axis that has units, and there is one."""
         own = units_of(value.labels)
         return bool(len(own)) and bool(among(own, self.units(node)).all())
 
-    def _of(self, nodes: Sequence[torch.fx.Node]) -> int:
+    def _of(self, nodes: Sequence[Node]) -> int:
         """What any of the tensors depends on."""
         seen = 0
         for node in nodes:

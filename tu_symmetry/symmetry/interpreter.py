@@ -14,23 +14,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from tu_symmetry.symmetry import views
+from tu_symmetry.symmetry import nodes, views
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, among, distinct, kinds, pinned_value
 from tu_symmetry.symmetry.distinct import Distinct
 from tu_symmetry.symmetry.extraction.classes import joined
 from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
-from tu_symmetry.symmetry.nodes import (
-    arguments_of,
-    finds_positions,
-    keeps_digits,
-    live_nodes,
-    outputs_of,
-    outputs_read,
-    rule_name_of,
-    shapes_of,
-    traits_of,
-    writes,
-)
+from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
@@ -70,9 +59,8 @@ class Nestings:
         return Nestings(self.turned | {step for step, blocks in steps if among(blocks, met).any()}, nested)
 
 
-def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledger:
+def interpret(traces: Sequence[Trace], nestings: Nestings) -> Ledger:
     """Run the rules over traced passes, which make their demands on the same units, those of the parameters."""
-    nestings = nestings or Nestings()
     ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
     readings: dict[int, list[Reading]] = {}
     for traced in traces:
@@ -106,21 +94,16 @@ class _Interpreter:
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
-        remaining = iter(inputs)
-        live = live_nodes(self.module.graph)
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                self.env[node] = next(remaining)
-            elif node not in live:
-                continue
-            elif node.op == "get_attr":
+        *before, output = self.module.graph.nodes
+        live = nodes.live_nodes(self.module.graph)
+        self.env.update(zip((node for node in before if node.op == "placeholder"), inputs, strict=False))
+        for node in before:
+            if node in live and node.op == "get_attr":
                 self.env[node] = getattr(self.module, str(node.target), None)
-            elif node.op == "call_function":
+            elif node in live and node.op == "call_function":
                 self._call(node)
-            elif node.op == "output":
-                self._read(node)
-                return [self._value(self.env[r]) if isinstance(r, Node) else r for r in tree_leaves(node.args[0])]
-        return []
+        self._read(output)
+        return [self._value(self.env[r]) if isinstance(r, Node) else r for r in tree_leaves(output.args[0])]
 
     # -- what stands for tensors --------------------------------------------------------------------------------
 
@@ -139,13 +122,10 @@ class _Interpreter:
         """A constant, whose slices along an axis have equal codes where they hold equal numbers."""
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        if tensor.is_meta:  # no values: any two entries may differ
-            array: NDArray[Any] = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
-        else:
-            own = tensor.detach().cpu()
-            array = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
-        known = array.size > 0 and array.dtype.kind in "fiub" and not tensor.is_meta
-        alike = known and bool((array == array.flat[0]).all())
+        known = not tensor.is_meta  # without values, any two entries may differ
+        own = tensor.detach().cpu() if known else torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape)
+        array: NDArray[Any] = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
+        alike = known and array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
         value = views.uniform(array.shape, float(array.flat[0]) if alike else None)
         for axis, size in enumerate(array.shape):
             if size > 1 and array.size and not (array == array.take([0], axis)).all():
@@ -184,10 +164,10 @@ class _Interpreter:
             self._read(node)
             self.env[node] = self._opaque(node)
             return
-        nodes = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
-        traits = traits_of(node)
+        read = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
+        traits = nodes.traits_of(node)
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in nodes])):
+        if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in read])):
             self.env[node] = held = self._evaluate(node)
             self._alias(node)
             if isinstance(held, Tensor) and held.layout == torch.strided and held.numel() and not held.is_meta:
@@ -201,21 +181,21 @@ class _Interpreter:
         points = self._points(rule_name_of(target), bound)
         call = self._described(node, given, bound)
         # a parameter that comes twice is no longer free to be nested as one of its places asks
-        parameters = [self.env[a].name for a in nodes if isinstance(self.env[a], Parameter)]
+        parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
         self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
         marked = len(self.ledger.marks)
         values = _apply(call)
         self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
         if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
             values = [v if v.fill is None else replace(v, fill=None) for v in values]
-        for k, tensor in enumerate(outputs_of(node)):
+        for k, tensor in enumerate(nodes.outputs_of(node)):
             if values[k].scale and isinstance(tensor, Tensor) and not is_continuous(tensor):
                 values[k] = self.ledger.unscaled(values[k])  # what is cut to integers follows no factor
         if points:
             values = [replace(v, points=points) for v in values]
         self._keep(node, values)
         self.ledger.used |= set(parameters)
-        self._remember(node, traits, given, bound, values)
+        self._remember(node, traits, given, call, values)
         self._alias(node)
         if writes(target):
             self._write(node, node.args[0])
@@ -238,7 +218,7 @@ class _Interpreter:
             rule_name_of(node.target),
             bound,
             shapes_of(node),
-            used=outputs_read(node),
+            used=nodes.outputs_read(node),
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
             zeros=ids(self.zero),
@@ -345,12 +325,7 @@ class _Interpreter:
         return kept
 
     def _remember(
-        self,
-        node: Node,
-        traits: frozenset[str],
-        given: dict[str, Any],
-        bound: dict[str, Any],
-        outputs: list[Value],
+        self, node: Node, traits: frozenset[str], given: dict[str, Any], call: Call, outputs: list[Value]
     ) -> None:
         """Which tensors are zero throughout, which are statistics, and where entries are different numbers."""
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
@@ -366,23 +341,21 @@ class _Interpreter:
         if self.compares and outputs:
             operands = {}  # the floating-point tensors by name; those of a list by the argument's name and a number
             for name, argument in given.items():
-                for k, (n, v) in enumerate(_tensors({name: argument}, {name: bound[name]})):
+                for k, (n, v) in enumerate(_tensors({name: argument}, {name: call[name]})):
                     if is_continuous(n.meta["val"]):
                         operands[f"{name} {k}" if isinstance(argument, list) else name] = n, v
-            kept = all(keeps_digits(node, n.meta["val"]) for n, _ in operands.values())
-            axes = [bound["dim"]] if isinstance(bound.get("dim"), int) else []
-            axes += range(-len(bound.get("normalized_shape") or ()), 0)
-            axes = [k % max(outputs[0].ndim, 1) for k in axes if outputs[0].ndim]
-            self.distinct.follow(node, traits if kept else frozenset(), operands, node.all_input_nodes, outputs, axes)
+            kept = all(nodes.keeps_digits(node, n.meta["val"]) for n, _ in operands.values())
+            dim, normalized = call.get("dim"), call.get("normalized_shape", ())
+            axes = [*([dim] if isinstance(dim, int) else []), *range(-len(normalized), 0)] if outputs[0].ndim else []
+            self.distinct.follow(node, traits if kept else frozenset(), operands, outputs, axes)
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
     def _alias(self, node: Node) -> None:
         returns = node.target._schema.returns  # type: ignore[union-attr]
         source = node.args[0] if node.args else None
-        aliased = bool(returns) and returns[0].alias_info is not None and isinstance(source, Node)
-        if aliased and _same_memory(node, source):  # reshape, to and contiguous copy where they have to
-            self.root[node] = self.root.get(source, source)
+        if returns and returns[0].alias_info is not None and isinstance(source, Node) and _same_memory(node, source):
+            self.root[node] = self.root.get(source, source)  # reshape, to and contiguous copy where they have to
 
     def _write(self, node: Node, written: Any) -> None:
         """An in-place write: whoever else reads the same memory later sees the new content."""
@@ -401,13 +374,14 @@ class _Interpreter:
         if chain is not None and all(map(self._refresh, sorted(set(others) - set(chain), key=self.order.__getitem__))):
             return
         reason = "written to in place through a view"
+
+        def gone(held: Any) -> Value:
+            self.ledger.pin(value := self._value(held), reason)
+            return pinned_value(value.shape, reason)
+
         for other in stale:
             held = self.env[other]
-            values = [self._value(v) for v in (held if isinstance(held, list) else [held])]
-            for value in values:
-                self.ledger.pin(value, reason)
-            gone = [pinned_value(v.shape, reason) for v in values]
-            self.env[other] = gone if isinstance(held, list) else gone[0]
+            self.env[other] = list(map(gone, held)) if isinstance(held, list) else gone(held)
         if stale:
             self.ledger.pin(self.env[node], reason)
 
@@ -470,7 +444,7 @@ class _Interpreter:
             self.env[node] = self.env[source]
         else:
             bound = _each(arguments_of(node), self._known)
-            call = Call(self.ledger, rule_name_of(node.target), bound, shapes_of(node), outputs_read(node))
+            call = Call(self.ledger, rule_name_of(node.target), bound, shapes_of(node), nodes.outputs_read(node))
             self._keep(node, _apply(call))
         return True
 

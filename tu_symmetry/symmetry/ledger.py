@@ -260,7 +260,7 @@ class Ledger:
         return tuple(merged)
 
     def _unify_single(self, a: Label, b: Label, x: Array, y: Array, reason: str) -> Label:
-        """Two labels of one component each, broadcast to ``x`` and ``y``: tie units, tell apart what meets constants."""
+        """Two labels of one component each, broadcast to ``x`` and ``y``: what meets constants is told apart."""
         both = (x >= 0) & (y >= 0)
         self.tie(x, y)
         if both.all():
@@ -299,7 +299,7 @@ class Ledger:
         return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
 
     def share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
-        """Bind units of which each block has its own to pairs of a common unit and the block; () where not so.
+        """Bind units of which each block has its own to pairs of a common unit and the block; () if not so.
 
         ``[[0, 1], [2, 3]]`` in blocks ``[[8], [9]]`` that meets ``[[5, 6]]``: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9)``...
         Ties of 0 and 2 to 5 would make one unit of them, and blocks could move no more.

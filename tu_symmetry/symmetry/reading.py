@@ -17,7 +17,8 @@ import torch
 from tu_symmetry.symmetry.algebra import Array, Value, among, distinct, units_of
 from tu_symmetry.symmetry.ledger import Ledger
 
-Origin = str | torch.fx.Node  # the name of a parameter, or what made a tensor
+Node = torch.fx.Node
+Origin = str | Node  # the name of a parameter, or what made a tensor
 UNSEEN = "not read by the example inputs"
 
 
@@ -30,13 +31,13 @@ class Reading:
     reads.
     """
 
-    origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)  # of the nodes that are moved
+    origins: dict[Node, Origin] = field(default_factory=dict)  # of the nodes that are moved
     values: dict[Origin, Value] = field(default_factory=dict)  # of the origins that are no parameters
-    alone: dict[torch.fx.Node, tuple[Array, ...]] = field(default_factory=dict)  # units selected by their position
+    alone: dict[Node, tuple[Array, ...]] = field(default_factory=dict)  # units selected by their position
     whole: set[Origin] = field(default_factory=set)  # tensors that are read as they are
     parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))  # units that are read of each
 
-    def move(self, node: torch.fx.Node, source: torch.fx.Node, held: str | Value) -> None:
+    def move(self, node: Node, source: Node, held: str | Value) -> None:
         """Entries of ``source`` (a parameter, by its name, or a value) come to stand at other places."""
         if source in self.alone:
             self.alone[node] = self.alone[source]
@@ -45,12 +46,12 @@ class Reading:
             self.values[origin] = held
         self.origins[node] = self.origins.get(source, origin)
 
-    def select(self, node: torch.fx.Node, units: Sequence[Array]) -> None:
+    def select(self, node: Node, units: Sequence[Array]) -> None:
         """Units that an operator selects by their positions, one at a time."""
         if node in self.origins and len(units):
             self.alone[node] = (*self.alone.get(node, ()), *units)
 
-    def read(self, node: torch.fx.Node, held: str | Value) -> None:
+    def read(self, node: Node, held: str | Value) -> None:
         """An operator, or the end of the network, reads a tensor (a parameter, by its name, or a value)."""
         if node not in self.origins:
             self.whole.add(held if isinstance(held, str) else node)

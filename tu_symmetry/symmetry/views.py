@@ -181,6 +181,13 @@ def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Val
     )
 
 
+def split(ledger: Ledger, value: Value, axis: int, sizes: Sequence[int] = ()) -> list[Value]:
+    """Cut a value into pieces along an axis; into halves where no sizes are given."""
+    sizes = sizes or [value.shape[axis] // 2] * 2
+    starts = np.cumsum([0, *sizes])
+    return [take(ledger, value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
+
+
 def at_first(ledger: Ledger, value: Value, *axes: int) -> Value:
     """The value at the first position of some axes, which are dropped."""
     for axis in sorted(axes, reverse=True):

@@ -227,9 +227,7 @@ def _distances(call: Call) -> Value:
     return replace(found, scale=kept[0] if kept else scales[0])
 
 
-@register_rule("outer", "ger")
-def _outer(call: Call) -> Value:
-    return contract(call, call.tensors, ["x", "y"], "xy")
+register_rule("outer", "ger")(lambda call: contract(call, call.tensors, ["x", "y"], "xy"))
 
 
 @register_rule("tensordot")

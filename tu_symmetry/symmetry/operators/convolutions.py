@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value, moving, pinned_value
+from tu_symmetry.symmetry.algebra import Value, moving
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -240,11 +240,3 @@ def _windows(call: Call) -> Value:
     value: Value = call["self"]
     value = views.mix(call.ledger, value, int(call["dimension"]) % value.ndim, "windows are cut")
     return replace(views.reshape(call.ledger, value, (*value.shape, 1)), shape=call.shape)
-
-
-@register_rule("torchvision.nms")
-def _suppressed(call: Call) -> Value:
-    """Positions of boxes, in order."""
-    for value in call.tensors:
-        call.ledger.pin(value, "positions of boxes are returned")
-    return pinned_value(call.shape, "positions of boxes are returned")

@@ -72,9 +72,7 @@ def _determinant(call: Call) -> list[Value]:
     return [views.drop(call.ledger, value, (value.ndim - 1, value.ndim - 2))] * len(call.outputs)
 
 
-@register_rule("linalg_matrix_exp", "matrix_exp", "linalg_matrix_power", "matrix_power")
-def _power(call: Call) -> Value:
-    return _tied(call, call.tensors[0])
+register_rule("linalg_matrix_exp matrix_exp linalg_matrix_power matrix_power")(lambda call: _tied(call, call["self"]))
 
 
 @register_rule("tril", "triu")

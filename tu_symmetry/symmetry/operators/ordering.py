@@ -77,11 +77,12 @@ def _argmax(call: Call) -> Value:
     return where(call, value, found, axis, output=0)
 
 
-@register_rule("nonzero", "nonzero_numpy", "argwhere")
+@register_rule("nonzero", "nonzero_numpy", "argwhere", "torchvision.nms")
 def _nonzero(call: Call) -> list[Value]:
-    """Positions along every axis, in order."""
+    """Positions along every axis (of boxes, whose sizes count), in order."""
     reason = "positions are returned in order"
-    call.ledger.pin(replace(call.tensors[0], scale=()), reason)
+    for value in call.tensors:
+        call.ledger.pin(value if call.name == "torchvision.nms" else replace(value, scale=()), reason)
     return [pinned_value(shape, reason) for shape in call.outputs]
 
 

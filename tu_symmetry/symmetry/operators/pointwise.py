@@ -9,7 +9,6 @@ from dataclasses import replace
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.operators.rearranging import split
 from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
 
 
@@ -86,21 +85,6 @@ def homogeneous(call: Call) -> list[Value]:
 
 
 @register_rule(
-    "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh",
-    positions="keep",
-    traits=("moves", "same"),
-)
-def _same(call: Call) -> list[Value]:
-    return [call.tensors[0]] * len(call.outputs)
-
-
-@register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))
-def _metadata(call: Call) -> list[Value]:
-    """A check of a type, which reads no entries."""
-    return [pinned_value(shape, "a check") for shape in call.outputs]
-
-
-@register_rule(
     "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__",
     traits=("combines",),
 )
@@ -114,6 +98,19 @@ def _metadata(call: Call) -> list[Value]:
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
+
+
+register_rule(
+    "contiguous clone detach alias to _to_copy type_as lift_fresh_copy lift_fresh",
+    positions="keep",
+    traits=("moves", "same"),
+)(lambda call: call.tensors[0])
+register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))(
+    lambda call: [pinned_value(shape, "a check") for shape in call.outputs]
+)
+register_rule("copy")(lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape))
+register_rule("polar")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
+register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1))))
 
 
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))
@@ -135,23 +132,12 @@ def scaled_as_first(call: Call, first: Value, second: Value) -> Value:
     return replace(result, scale=aligned[0].scale)
 
 
-@register_rule("polar")
-def _polar(call: Call) -> Value:
-    return scaled_as_first(call, call["abs"], call["angle"])
-
-
 @register_rule("_prelu_kernel", "prelu")
 def _prelu(call: Call) -> Value:
     value, weight = call["self"], call["weight"]
     if call.name == "prelu" and value.ndim > 1 and weight.ndim == 1:
         weight = views.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
     return scaled_as_first(call, value, weight)
-
-
-@register_rule("glu")
-def _glu(call: Call) -> Value:
-    axis = call.axis(default=-1)
-    return scaled_as_first(call, *split(call, call["self"], axis, [call["self"].shape[axis] // 2] * 2))
 
 
 @register_rule("item _local_scalar_dense equal is_nonzero _assert_async _assert_scalar sym_constrain_range_for_size")
@@ -286,9 +272,3 @@ def _fill(call: Call) -> Value:
     zero = call.name == "zero" or filler == 0 or id(filler) in call.zeros  # torch 2.11 lifts `h[0] = 0.0` to a tensor
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
     return replace(views.uniform(call.shape), scale=scale)
-
-
-@register_rule("copy")
-def _copy(call: Call) -> Value:
-    """Whatever was there before."""
-    return views.expand(call.ledger, replace(call["src"], parameter=None), call.shape)

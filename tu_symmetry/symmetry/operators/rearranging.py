@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -52,14 +52,10 @@ def _listed(given: int | Sequence[int]) -> list[int]:
     return [given] if isinstance(given, int) else list(given)
 
 
-@register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep", traits=("moves",))
-def _expand(call: Call) -> Value:
-    return views.expand(call.ledger, call["self"], call.shape)
-
-
 @register_rule("broadcast_tensors")
-def _broadcast(call: Call) -> list[Value]:
-    return [views.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=True)]
+@register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep", traits=("moves",))
+def _expand(call: Call) -> list[Value]:
+    return [views.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=False)]
 
 
 @register_rule("repeat", "tile", "repeat_interleave", traits=("moves",))
@@ -95,47 +91,27 @@ def _diagonal(call: Call) -> Value:
     return views.drop(call.ledger, found, found.ndim - 1) if call.name == "trace" else found
 
 
-@register_rule("cat", "concat", "concatenate")
+@register_rule("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
 def _cat(call: Call) -> Value:
-    values = [v for v in call["tensors"] if v.shape != (0,)]
+    """Joined along an axis, which ``stack`` and its kin give to tensors that lack it first."""
+    name = call.name
+    values = [v for v in call["tensors"] if v.shape != (0,) or "stack" in name]
     if not values:
         return pinned_value(call.shape, "empty tensor")
-    return views.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
-
-
-@register_rule("hstack", "vstack", "dstack", "column_stack", "row_stack")
-def _stack_along(call: Call) -> Value:
-    """Joined along an axis that tensors of fewer axes are given first."""
-    name = call.name
-    values: list[Value] = call["tensors"]
-    ndim, axis = {"hstack": (1, -1), "column_stack": (2, 1), "dstack": (3, 2)}.get(name, (2, 0))
-    frames = []
-    for value in values:
-        shape = value.shape
-        if name == "column_stack" and len(shape) < 2:
-            shape = (math.prod(shape), 1)
-        elif name == "dstack" and len(shape) < 3:
-            shape = (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
-        elif len(shape) < ndim:
-            shape = (1,) * (ndim - len(shape)) + shape
-        frames.append(views.reshape(call.ledger, value, shape))
-    if axis < 0:
-        axis = 0 if frames[0].ndim == 1 else 1
-    return views.concatenate(call.ledger, frames, axis)
-
-
-@register_rule("stack")
-def _stack(call: Call) -> Value:
-    values = call["tensors"]
-    axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
-    shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
-    return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
-
-
-def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Value]:
-    """Cut a value into pieces along an axis."""
-    starts = np.cumsum([0, *sizes])
-    return [views.take(call.ledger, value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
+    ndim = values[0].ndim
+    frames: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], int]] = {
+        "hstack": (lambda s: s or (1,), 0 if ndim < 2 else 1),
+        "column_stack": (lambda s: s if len(s) > 1 else (math.prod(s), 1), 1),
+        "dstack": (lambda s: s if len(s) > 2 else (1, *s, 1) if len(s) == 1 else (*s, *(1,) * (3 - len(s))), 2),
+        "vstack": (lambda s: s if len(s) > 1 else (1, *s), 0),
+        "row_stack": (lambda s: s if len(s) > 1 else (1, *s), 0),
+    }
+    if name == "stack":
+        axis = int(call.get("dim", 0)) % (ndim + 1)
+        frames["stack"] = (lambda s: (*s[:axis], 1, *s[axis:]), axis)
+    frame, axis = frames.get(name) or (lambda s: s, call.axis(of=values[0], default=0))
+    laid = [views.reshape(call.ledger, v, frame(v.shape)) for v in values]
+    return views.concatenate(call.ledger, laid, axis, nested=name == "stack")
 
 
 @register_rule(
@@ -145,20 +121,17 @@ def split(call: Call, value: Value, axis: int, sizes: Sequence[int]) -> list[Val
 )
 def _split(call: Call) -> list[Value]:
     axis = call.axis(default=0)
-    return split(call, call["self"], axis, [s[axis] for s in call.outputs])
+    return views.split(call.ledger, call["self"], axis, [s[axis] for s in call.outputs])
 
 
-@register_rule("view_as_complex")
+@register_rule("view_as_complex", "view_as_real")
 def _view_as_complex(call: Call) -> Value:
-    value: Value = call["self"]
+    value, parts = call["self"], "real and imaginary part"
     last = value.ndim - 1
-    return views.at_first(call.ledger, views.mix(call.ledger, value, last, "real and imaginary part"), last)
-
-
-@register_rule("view_as_real")
-def _view_as_real(call: Call) -> Value:
-    value = views.reshape(call.ledger, call["self"], (*call.shape[:-1], 1))
-    return replace(value, shape=call.shape, reasons=(*value.reasons[:-1], "real and imaginary part"))
+    if call.name == "view_as_complex":
+        return views.at_first(call.ledger, views.mix(call.ledger, value, last, parts), last)
+    value = views.reshape(call.ledger, value, (*value.shape, 1))
+    return value.with_axis(last + 1, size=2, reason=parts)
 
 
 @register_rule("unbind", positions="keep", traits=("moves",))
