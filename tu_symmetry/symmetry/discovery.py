@@ -16,9 +16,8 @@ from tu_symmetry.states import SymmetryError, kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, Pin, ScaleGroup, ScaleTerm
-from tu_symmetry.symmetry.interpreter import interpret
+from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.nesting import Nestings
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
 from tu_symmetry.symmetry.running.probe import Probe
