@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from zoo import discovered, every_case, outputs, relative
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry import action
-from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
+from tu_symmetry.symmetry.action import permute_entries, permute_tensors, scale_entries, scale_tensors
 from tu_symmetry.symmetry.operators.pointwise import elementwise
 from tu_symmetry.symmetry.rules import Call
 from tu_symmetry.symmetry.running.weights import random_state
@@ -92,24 +91,17 @@ def test_each_scale_group_keeps_the_function_and_changes_weights(case: Case) -> 
 
 
 @every_case
-@pytest.mark.parametrize("piece", [1, 2**22])
-def test_in_place_is_the_same_whatever_the_pieces(case: Case, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(action, "_PIECE", piece)
+def test_entries_of_a_dictionary_move_alike_and_shared_ones_stay_shared(case: Case) -> None:
     model, graph = discovered(case)
     generator = torch.Generator().manual_seed(5)
-    state, moved = (random_state(model, torch.Generator().manual_seed(6)) for _ in range(2))
-    permutation = tus.random_permutation(graph, generator=generator)
-    log_scale = {
-        g.name: torch.randn(g.size, generator=generator, dtype=torch.float64)
-        for g in (*graph.scales, *graph.normalizations)
-    }
-    held = dict(moved)
-    permute_tensors_(graph, permutation, moved)
-    scale_tensors_(graph, log_scale, moved)
-    monkeypatch.undo()
+    state = random_state(model, generator)
+    permutation, log_scale = (draw(graph, generator=generator) for draw in (tus.random_permutation, tus.random_scale))
+    moved = dict(state)
+    permute_entries(graph, permutation, moved)
+    scale_entries(graph, log_scale, moved)
     expected = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, state))
-    assert all(moved[n] is held[n] for n in held)
-    assert all(torch.equal(moved[n], expected[n]) for n in expected)
+    for names in graph.aliases.values():
+        assert all(moved[n] is moved[names[0]] and torch.equal(moved[n], expected[n]) for n in names)
 
 
 def test_scaling_can_be_differentiated() -> None:
@@ -267,8 +259,6 @@ def test_gradients_follow_scales_inversely() -> None:
 
     state = dict(model.state_dict())
     s = tus.random_scale(graph, generator=torch.Generator().manual_seed(0), std=0.5)
-    from tu_symmetry.symmetry.action import scale_tensors
-
     expected = scale_tensors(graph, s, gradients(state), power=-1.0)
     found = gradients(tus.apply_scale(graph, s, state))
     for name in found:

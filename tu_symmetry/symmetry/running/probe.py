@@ -24,7 +24,7 @@ from tu_symmetry.symmetry.running.inputs import (
     in_double,
     redrawn,
 )
-from tu_symmetry.symmetry.running.precision import Exactly, Widened, WrittenTo
+from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, Widened, WrittenTo
 from tu_symmetry.symmetry.running.weights import Noise, as_computed, is_continuous, kept_value, perturb_, random_state
 
 LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
@@ -33,16 +33,14 @@ LARGE = 2**29  # bytes of the weights in double precision, from which on they ar
 class Probe:
     """A network without its weights, and inputs to run it on: enough to compare what two states compute.
 
-    The module is a copy on the CPU, in evaluation mode, whose parameters and floating-point or complex buffers take no
-    memory and have no values; nothing of the model that it was made from is kept alive. Every run is in float64 (or in
-    the best precision that the network's operators know, see :attr:`epsilon`), with constants for noise, and on a copy
-    of the module, so that nothing is carried from one run to the next.
+    The module is a copy on the CPU, in evaluation mode, whose weights take no memory and have no values. Every run is
+    in float64 (or in the best precision that the network's operators know), with constants for noise, and leaves
+    nothing behind in the module.
 
     Attributes:
         module: the hollow copy.
         args, kwargs: the inputs, float64 on the CPU.
-        epsilon: relative rounding of the lowest precision that any run had to use: that of float64, unless an operator
-            exists in lower precision only.
+        epsilon: relative rounding of the lowest precision that any run had to use.
         others: the same network with other example inputs, or in training mode, where the symmetries have to hold too.
     """
 
@@ -68,18 +66,7 @@ class Probe:
         *,
         generator: torch.Generator | None = None,
     ) -> Probe:
-        """Make the hollow copy of a model; the model is left as it is.
-
-        Args:
-            model: any module.
-            example_inputs: an input tensor, or the tuple of positional arguments of ``forward``; a list of several.
-            example_kwargs: keyword arguments of ``forward``; a list of as many.
-            generator: if given, constant floating-point inputs (zeros, ones) are replaced by noise: on an input of
-                zeros the first layer's weights would play no role.
-
-        Raises:
-            SymmetryError: if the model changes its own weights when it is switched to evaluation mode.
-        """
+        """Make the hollow copy of a model, and take its inputs as :func:`in_double` does."""
         module = hollow(model)
         first, *more = (cls(module, *in_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
         first.others = tuple(more)
@@ -102,14 +89,11 @@ class Probe:
         return Probe(self.module, *in_double((args, dict(example_kwargs or {})), None))
 
     def drawn(self, generator: torch.Generator) -> Probe:
-        """The same network with other numbers in its floating-point inputs, see :func:`redrawn`."""
+        """The same network with other numbers in its floating-point inputs."""
         return self._with(redrawn((self.args, self.kwargs), generator))
 
     def blank(self) -> Probe:
-        """The same network with zeros for its floating-point inputs, and random states with no positive bias.
-
-        Behind a ReLU all units are dead then, and their numbers equal.
-        """
+        """The same network with zeros for inputs and no positive bias: behind a ReLU all units are dead, and equal."""
         probe = self._with(blank((self.args, self.kwargs)))
         probe._dead = True
         return probe
@@ -121,17 +105,12 @@ class Probe:
         return probe
 
     def without_epsilons(self) -> Probe:
-        """The same network with (almost) zero for every epsilon of a normalization.
-
-        That is every attribute that looks like one, every argument of an operator that is called so, and every literal
-        that the rules take for one: a small number that is added to a statistic (``h.std() + 1e-5``), or below which a
-        norm is clamped.
-        """
+        """The same network with (almost) zero for every epsilon of a normalization: attributes, arguments, literals."""
         module = sharing(self.module)
         for part in module.modules():
             for key, value in vars(part).items():
                 if "eps" in key and isinstance(value, float):
-                    setattr(part, key, 1e-100)  # some operators refuse zero
+                    setattr(part, key, ALMOST_ZERO)
         probe = Probe(module, self.args, self.kwargs)
         probe._guarded = False
         return probe
@@ -139,13 +118,10 @@ class Probe:
     def random_state(
         self, generator: torch.Generator, constants: Container[str] | None = None, *, exchanged: bool = False
     ) -> dict[str, Tensor]:
-        """Random weights for the network: see :func:`random_state`.
+        """Random weights for the network, see :func:`~.weights.random_state`.
 
-        Args:
-            generator: for the numbers.
-            constants: as for :func:`random_state`.
-            exchanged: whether their entries will only change places. Those of a large network are then drawn among the
-                numbers of half precision, a quarter of the memory, which loses nothing.
+        Entries of a large network that will only be ``exchanged`` are drawn among the numbers of half precision: a
+        quarter of the memory, and nothing is lost.
         """
         half = exchanged and self.large(self.module.state_dict())
         state = random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
@@ -161,9 +137,6 @@ class Probe:
 
     def run(self, state: Mapping[str, Tensor], *, noise: Noise | None = None) -> list[Tensor]:
         """The tensors among the network's outputs for a state, which is not changed.
-
-        The weights of a large network (see :meth:`large`) in lower precision stay as they are, and each is widened
-        where an operator takes it, which needs no second copy of them and gives the same outputs.
 
         Args:
             state: name to tensor; floating-point tensors of any precision, on any device.
@@ -208,12 +181,7 @@ class Probe:
     ) -> list[Tensor]:
         """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`.
 
-        Args:
-            state: name to tensor.
-            amount: size of the noise, by name.
-            generator: for the noise.
-            in_place: whether the state itself, whose tensors are contiguous, takes the noise, and no copy of it.
-                Weights of a large network in lower precision are never changed.
+        With ``in_place`` the state itself takes the noise, but for weights of a large network in lower precision.
         """
         if self.large(state) and any(t.is_floating_point() and t.dtype != torch.float64 for t in state.values()):
             return self.run(state, noise=Noise(amount, generator))
@@ -227,8 +195,8 @@ class Probe:
     def _fresh(self) -> Iterator[nn.Module]:
         """The module as it was made: some keep what they computed from weights, or count their calls.
 
-        Where all that a module holds beside its tensors are plain values, it is put back to them after the run (the
-        usual case, and a deep copy of a large network takes as long as its layers do); else a copy is run.
+        Where all that a module holds beside its tensors are plain values, it is put back to them after the run (a deep
+        copy of a large network takes as long as its layers do); else a copy is run.
         """
         if self._plain is None:
             self._plain = all(
@@ -237,7 +205,10 @@ class Probe:
         if not self._plain:
             yield sharing(self.module)
             return
-        held = [(part, {k: _shallow(v) for k, v in vars(part).items()}) for part in self.module.modules()]
+        held = [
+            (part, {k: v.copy() if isinstance(v, _FLAT) else v for k, v in vars(part).items()})
+            for part in self.module.modules()
+        ]
         try:
             yield self.module
         finally:
@@ -257,13 +228,10 @@ class Probe:
             if id(tensor) not in seen:
                 kind = tensor.dtype if narrow and name not in self._written else None
                 own = tensor.detach().to(device="cpu", dtype=kind or as_computed(tensor.dtype, precision))
-                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
-                    if name in self._written:
-                        own = own.clone()
-                    else:
-                        kept[own.untyped_storage().data_ptr()] = name
-                elif kind is not None and own.layout == torch.strided:
-                    kept[own.untyped_storage().data_ptr()] = name  # a copy from another device
+                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr() and name in self._written:
+                    own = own.clone()
+                elif own.layout == torch.strided and (kind is not None or own.data_ptr() == tensor.data_ptr()):
+                    kept[own.untyped_storage().data_ptr()] = name
                 seen[id(tensor)] = own
             given[name] = seen[id(tensor)]
         for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
@@ -288,11 +256,8 @@ class Probe:
 def hollow(model: nn.Module) -> nn.Module:
     """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
 
-    Modules that do something of their own when they are switched to evaluation mode (empty what they kept of their
-    weights, merge an adapter) do it on real copies of the weights first.
-
     Raises:
-        SymmetryError: if that changes the weights, so that a state dict means another function than the one traced.
+        SymmetryError: if switching the mode changes the weights, so that a state dict means two functions.
     """
     if switches(model):
         model = copied(model)
@@ -313,23 +278,22 @@ def hollow(model: nn.Module) -> nn.Module:
         if is_continuous(tensor) and tensor.layout == torch.strided:
             empty = torch.zeros((), dtype=as_computed(tensor.dtype, torch.float64), device="cpu").expand(tensor.shape)
             held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-        else:
-            counter = tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1
-            value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if counter else kept_value(tensor)
-            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in held:  # buffers that the state dict leaves out
+        elif tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1:  # a counter
+            held[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for tensor in (*model.state_dict(keep_vars=True).values(), *model.parameters(), *model.buffers()):
+        if id(tensor) not in held:
             value = kept_value(tensor)
             held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
     return copied(model, held).train().eval()  # which empties what some modules keep of their weights
 
 
+_FLAT = (dict, list, set)
 _ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
 def _plain(value: Any) -> bool:
-    """Whether an attribute cannot change but by being set anew, or is a flat container (see :func:`_shallow`)."""
-    if isinstance(value, (dict, list, set)):
+    """Whether an attribute cannot change but by being set anew, or is a flat container of such values."""
+    if isinstance(value, _FLAT):
         items = value.values() if isinstance(value, dict) else value
         return all(isinstance(v, (nn.Module, nn.Parameter)) or _atom(v) for v in items)
     return _atom(value)
@@ -339,10 +303,6 @@ def _atom(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_atom, value))
     return isinstance(value, (*_ATOMS, types.FunctionType, types.BuiltinFunctionType, type))
-
-
-def _shallow(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, list, set)) else value
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -359,9 +319,9 @@ def tensors_of(nested: Any) -> list[Tensor]:
         wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
         return [torch.as_tensor(nested, dtype=wide, device="cpu")]
     if isinstance(nested, Mapping):
-        return [t for item in nested.values() for t in tensors_of(item)]
+        nested = list(nested.values())
+    elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        nested = [getattr(nested, field.name) for field in dataclasses.fields(nested)]
     if isinstance(nested, (list, tuple, set, frozenset)):
         return [t for item in nested for t in tensors_of(item)]
-    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        return [t for field in dataclasses.fields(nested) for t in tensors_of(getattr(nested, field.name))]
     return []
