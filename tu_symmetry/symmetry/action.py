@@ -190,9 +190,7 @@ def scale_tensors(
     return scaled
 
 
-def scale_entries(
-    graph: Symmetries, log_scale: LogScale, tensors: dict[str, Tensor], *, power: float = 1.0
-) -> None:
+def scale_entries(graph: Symmetries, log_scale: LogScale, tensors: dict[str, Tensor], *, power: float = 1.0) -> None:
     """As :func:`scale_tensors`, but in the dictionary itself, as :func:`permute_entries`."""
     for parameter, logs in _log_factors(graph, log_scale, power):
         scaled: dict[int, Tensor] = {}

@@ -41,13 +41,12 @@ def discover_symmetries(
 
     The module is traced in evaluation mode by ``torch.export`` (its weights play no role), and a table of rules, one
     for each operator, follows which hidden units index the axes of every parameter and buffer. An operator without a
-    rule pins what it touches and is named in the graph's report. Where the module's own code asks for training mode, or
-    evaluation leaves parameters out, it is traced in training mode too. The module itself is left as it is.
+    rule pins what it touches. Where the module's own code asks for training mode, or evaluation leaves parameters out,
+    it is traced in training mode too. The module itself is left as it is.
 
     What is found holds beyond the example: units that the example does not read (the rows of a table of positions
-    beyond its length) are pinned, and so are all that parameters which it does not reach (experts without a token,
-    optional arguments that were left out) could meet. A flag of ``forward`` that no example gives is followed both
-    ways; one that is given stays as it is. More examples reach more.
+    beyond its length) are pinned, and so are all that parameters which it does not reach could meet. A flag of
+    ``forward`` that no example gives is followed both ways. More examples reach more.
 
     Args:
         model: any module; also one on the meta device (with inputs there), which holds no weights at all.
@@ -57,17 +56,15 @@ def discover_symmetries(
         example_kwargs: keyword arguments of ``forward``; a list of them for several examples.
         branches: what to do where ``forward`` branches on the values of a tensor: ``"refuse"``, with an error that
             names the line, or ``"record"`` the way that the example inputs take. What is found then holds for all
-            inputs that take the same way (which way is taken does not change under the symmetries).
+            inputs that take the same way.
 
     Returns:
-        The symmetry graph. It is verified numerically (see :func:`verify_symmetries`) before weights are first
-        transformed with it.
+        The symmetry graph, which is verified (see :func:`verify_symmetries`) before weights are first transformed.
 
     Raises:
         SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way, or cannot be
-            copied, since its ``forward`` is a function that holds the original; if inputs lie on another device.
+            copied; if inputs lie on another device.
         TypeError: for something else than a module, a state dict for example.
-        ValueError: for another ``branches``, or lists of different lengths.
     """
     if branches not in ("refuse", "record"):
         raise ValueError(f"branches must be 'refuse' or 'record', got {branches!r}")
@@ -87,7 +84,7 @@ def discover_symmetries(
         )
     examples = examples_of(example_inputs, example_kwargs)
     for example in examples:
-        require_one_device(model, example)
+        _require_one_device(model, example)
     probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(0))
     passes = _Passes.of(model, examples, record=branches == "record")
     aliases = tied_names(model)
@@ -156,11 +153,7 @@ def _could_meet(group: ScaleGroup, shapes: Shapes, shape: tuple[int, ...]) -> bo
 class _Passes:
     """The traced passes of a network through all examples, in evaluation and, where that may differ, in training.
 
-    Attributes:
-        traces: one or two for each example.
-        training: whether training mode was followed: ``"as evaluation"`` where nothing asks for the mode,
-            ``"followed"``, or why not.
-        trained_on: the examples that were traced in training mode.
+    ``training`` says whether training mode was followed, see :class:`SymmetryGraph`, and ``trained_on`` on what.
     """
 
     traces: tuple[Trace, ...]
@@ -209,12 +202,8 @@ class _Passes:
         return [name for name in names if name not in used]
 
 
-def require_one_device(model: nn.Module, inputs: Example) -> None:
-    """Refuse inputs none of which lies on a network's device (some may lie elsewhere, as lengths do).
-
-    Raises:
-        SymmetryError: both devices, and what to do.
-    """
+def _require_one_device(model: nn.Module, inputs: Example) -> None:
+    """Refuse inputs none of which lies on a network's device (some may lie elsewhere, as lengths do)."""
     places = {t.device for t in (*model.parameters(), *model.buffers())}
     given = {t.device for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.ndim > 0}
     if len(places) == 1 and given and not given & places:

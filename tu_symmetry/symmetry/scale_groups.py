@@ -256,7 +256,7 @@ def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> di
     for name, terms in expanded.items():
         kept = []
         for c, v in terms:
-            factors = np.where(v == ZERO, -1, number[v])
+            factors = number[v]
             for sign, own in ((-1, flip[v]), (1, ~flip[v])):
                 if (factors[own] >= 0).any():
                     kept.append(ScaleTerm(float(sign * c), torch.from_numpy(np.where(own, factors, -1))))
