@@ -196,10 +196,8 @@ def _table(rows: list[str]) -> str:
 
 
 def _row(*cells: str) -> str:
-    kinds = ("name", "number", "number", "members")[: len(cells) - 1]
-    return "".join(
-        f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip((*kinds, "members"), cells, strict=True)
-    )
+    kinds = ("name", *["number"] * (len(cells) - 2), "members")
+    return "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
 
 
 def _tensors(graph: Symmetries) -> str:

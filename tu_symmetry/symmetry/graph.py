@@ -23,7 +23,7 @@ class SymmetryGraph(Symmetries):
     """
 
     def require_verified(self) -> None:
-        """Verify now if that has not happened yet, as :func:`verify_symmetries`; whatever transforms weights does so."""
+        """Verify now if that has not happened yet, as :func:`verify_symmetries`; called before weights move."""
         if not self.verified and self.probe is not None:
             verify(self, self.probe)
         super().require_verified()

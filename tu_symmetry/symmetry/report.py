@@ -44,7 +44,8 @@ def describe(graph: Symmetries) -> str:
             sizes = max(len(size) for _, size, _ in rows)
             lines += ["", title + (" (up to the epsilon of a normalization)" if inexact else "")]
             for name, size, members in rows:
-                lines += _row(_cut(name, width), f"{size:>{sizes}}", members)
+                name = name if len(name) <= width else f"…{name[1 - width :]}"
+                lines += _wrap(f"{name:<{width}}  {size:>{sizes}}  ", ", ".join(members), limit=2)
     return "\n".join(lines)
 
 
@@ -182,38 +183,12 @@ def _members(family: Family) -> list[str]:
     return result
 
 
-def _cut(name: str, width: int) -> str:
-    """A name of a width, without its beginning where it is longer."""
-    if len(name) > width:
-        stripped = name.lstrip()
-        indent = len(name) - len(stripped)
-        name = " " * indent + "…" + stripped[indent + 1 - width :]
-    return f"{name:<{width}}"
-
-
-def _row(name: str, size: str, members: list[str], limit: int = 2) -> list[str]:
-    """Name, size and members in at most ``limit`` lines; what does not fit is counted."""
-    head = f"{name}  {size}  "
-    room = WIDTH - len(head)
-    rows = [""]
-    for k, member in enumerate(members):
-        left = len(members) - k - 1
-        text = member + (", " if left else "")
-        text = text if len(text) <= room else "…" + text[1 - room :]
-        last = len(rows) == limit
-        spare = len(f"+{left} more") if last and left else 0
-        if len(rows[-1]) + len(text.rstrip()) + spare > room:
-            if last:
-                rows[-1] += f"+{left + 1} more"
-                break
-            rows.append("")
-        rows[-1] += text
-    return [((head if k == 0 else " " * len(head)) + row).rstrip() for k, row in enumerate(rows)]
-
-
-def _wrap(head: str, text: str) -> list[str]:
-    after = " " * len(head)
-    return textwrap.wrap(text, WIDTH - 1, initial_indent=head, subsequent_indent=after, break_on_hyphens=False)
+def _wrap(head: str, text: str, limit: int | None = None) -> list[str]:
+    """Lines of text behind a head, at most ``limit`` of them."""
+    width = WIDTH if limit else WIDTH - 1
+    wrapper = textwrap.TextWrapper(width, max_lines=limit, placeholder=" …", break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = head, " " * len(head)
+    return wrapper.wrap(text)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

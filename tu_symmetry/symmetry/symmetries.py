@@ -32,31 +32,21 @@ class Symmetries(Brief):
     """The groups of one architecture, and what they were found on; it holds no weights.
 
     Attributes:
-        permutations: permutation groups, parents before the groups nested in them.
-        scales: positive-scale groups.
-        normalizations: normalization groups.
-        shapes: shape of every tensor of the state dict.
+        permutations: parents before the groups nested in them.
         aliases: for each tensor the names under which the state dict holds it (tied weights have several).
         buffers: names that are buffers, not parameters.
-        pinned: parameter axes without permutation symmetry, with reasons.
         unknown_operators: operators without a rule that were met (everything they touch is pinned).
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
-        architecture: name of the module's class.
-        branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
-            same way as the example.
-        constants: buffers whose values the network reads as they are (indices, masks of an attention, sparse matrices):
-            the symmetries are those of a network with these values.
+        branch: None, or the line where ``forward`` branches on values: the groups hold for inputs that go the same way.
+        constants: buffers whose values the network reads: the symmetries are those of a network with these values.
         kinds: for each tensor ``"real"``, ``"complex"``, ``"integer"`` or ``"boolean"``; empty where it is not known.
         positions: whether the network finds positions by comparing numbers (``argmax``), among which some may be equal.
-        unreached: parameters that no example input reaches: what they could meet is pinned. More examples reach more.
+        unreached: parameters that no example input reaches: what they could meet is pinned.
         left_out: optional arguments of ``forward`` that no example gives, but for flags and integers, which were tried.
-        training: ``"as evaluation"`` where nothing in the network asks for the mode, ``"followed"`` where the symmetries
-            hold in training too, or why it could not be followed.
-        verified: whether :func:`verify_symmetries` has passed.
+        training: ``"as evaluation"`` where nothing in the network asks for the mode, ``"followed"``, or why it was not.
         failed: groups that were taken out because they failed verification: name to reason.
         by_hand: names of the groups that :meth:`with_permutation` added.
-        probe: the network that the graph was discovered on, without its weights, and the example inputs; None where it
-            was lost by pickling.
+        probe: the network, without its weights, and the example inputs; None where it was lost by pickling.
     """
 
     permutations: tuple[PermutationGroup, ...]

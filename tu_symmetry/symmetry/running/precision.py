@@ -88,10 +88,9 @@ class Exactly(TorchDispatchMode):
                 raise
             result = self._rounded(func, args, kwargs, error)
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
-        if isinstance(result, Tensor) and result.numel() * result.element_size() > self.most:
+        if isinstance(result, Tensor):
             self._require_room(func, result)
-        if isinstance(result, Tensor) and (not held or name in _MADE):
-            result = self.raised(result)
+            result = self.raised(result) if not held or name in _MADE else result
         if name == "bernoulli":
             result.fill_(1)
         elif name in _CONSTANT:
@@ -111,14 +110,12 @@ class Exactly(TorchDispatchMode):
                     raise WrittenTo(name)
 
     def _require_room(self, func: Any, result: Tensor) -> None:
-        if result.layout != torch.strided or getattr(func, "is_view", False):
-            return
-        raise SymmetryError(
-            f"with random weights, in double precision, {func} makes a tensor of shape {tuple(result.shape)}, "
-            f"{result.nbytes / 2**30:.1f} GiB, and {4 * self.most / 2**30:.1f} GiB were free. Likely cause: sizes that "
-            "follow from the weights (predicted durations), or large example inputs. Pass smaller example inputs, or "
-            "verify the symmetries of the parts before and behind"
-        )
+        if result.layout == torch.strided and result.nbytes > self.most and not getattr(func, "is_view", False):
+            raise SymmetryError(
+                f"with random weights {func} makes a tensor of shape {tuple(result.shape)}, and "
+                f"{4 * self.most / 2**30:.1f} GiB were free (do sizes follow from the weights?); pass smaller example "
+                "inputs, or verify parts of the network"
+            )
 
     def raised(self, tensor: Tensor) -> Tensor:
         """A tensor in the precision that is computed in; weights with their noise."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import types
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ class Probe:
         self.kwargs = dict(kwargs)
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
-        self._plain: bool | None = None
         self._narrowly = True
         self._guarded = True
         self._dead = False
@@ -191,31 +189,6 @@ class Probe:
         perturb_(state, amount, generator)
         return self.run(state)
 
-    @contextlib.contextmanager
-    def _fresh(self) -> Iterator[nn.Module]:
-        """The module as it was made: some keep what they computed from weights, or count their calls.
-
-        Where all that a module holds beside its tensors are plain values, it is put back to them after the run (a deep
-        copy of a large network takes as long as its layers do); else a copy is run.
-        """
-        if self._plain is None:
-            self._plain = all(
-                k == "_buffers" or _plain(v) for part in self.module.modules() for k, v in vars(part).items()
-            )
-        if not self._plain:
-            yield sharing(self.module)
-            return
-        held = [
-            (part, {k: v.copy() if isinstance(v, _FLAT) else v for k, v in vars(part).items()})
-            for part in self.module.modules()
-        ]
-        try:
-            yield self.module
-        finally:
-            for part, attributes in held:
-                vars(part).clear()
-                vars(part).update(attributes)
-
     def _attempt(
         self, state: Mapping[str, Tensor], *, narrow: bool = False, noise: Noise | None = None
     ) -> list[Tensor]:
@@ -243,7 +216,8 @@ class Probe:
         exactly = Exactly(precision, kept, guarded=self._guarded, narrow=narrow, noise=noise)
         try:
             widened = Widened(exactly) if narrow else contextlib.nullcontext()
-            with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
+            module = sharing(self.module)  # some keep what they computed from weights, or count their calls
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
                 torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
@@ -285,24 +259,6 @@ def hollow(model: nn.Module) -> nn.Module:
             value = kept_value(tensor)
             held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
     return copied(model, held).train().eval()  # which empties what some modules keep of their weights
-
-
-_FLAT = (dict, list, set)
-_ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
-
-
-def _plain(value: Any) -> bool:
-    """Whether an attribute cannot change but by being set anew, or is a flat container of such values."""
-    if isinstance(value, _FLAT):
-        items = value.values() if isinstance(value, dict) else value
-        return all(isinstance(v, (nn.Module, nn.Parameter)) or _atom(v) for v in items)
-    return _atom(value)
-
-
-def _atom(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_atom, value))
-    return isinstance(value, (*_ATOMS, types.FunctionType, types.BuiltinFunctionType, type))
 
 
 def _wide(tensor: Tensor) -> Tensor:
