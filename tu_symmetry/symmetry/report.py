@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, ScaleGroup, ScaleMember
 from tu_symmetry.symmetry.symmetries import Symmetries
@@ -44,8 +44,9 @@ def describe(graph: Symmetries) -> str:
             sizes = max(len(size) for _, size, _ in rows)
             lines += ["", title + (" (up to the epsilon of a normalization)" if inexact else "")]
             for name, size, members in rows:
-                name = name if len(name) <= width else f"…{name[1 - width :]}"
-                lines += _wrap(f"{name:<{width}}  {size:>{sizes}}  ", ", ".join(members), limit=2)
+                head = f"{_cut(name, width):<{width}}  {size:>{sizes}}  "
+                cut = ", ".join(_cut(member, WIDTH - len(head) - 1) for member in members)
+                lines += _wrap(head, cut, WIDTH, max_lines=2, placeholder=f" … {len(members)} in all")
     return "\n".join(lines)
 
 
@@ -183,12 +184,13 @@ def _members(family: Family) -> list[str]:
     return result
 
 
-def _wrap(head: str, text: str, limit: int | None = None) -> list[str]:
-    """Lines of text behind a head, at most ``limit`` of them."""
-    width = WIDTH if limit else WIDTH - 1
-    wrapper = textwrap.TextWrapper(width, max_lines=limit, placeholder=" …", break_on_hyphens=False)
-    wrapper.initial_indent, wrapper.subsequent_indent = head, " " * len(head)
-    return wrapper.wrap(text)
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"…{text[1 - width :]}"
+
+
+def _wrap(head: str, text: str, width: int = WIDTH - 1, **options: Any) -> list[str]:
+    after = " " * len(head)
+    return textwrap.wrap(text, width, initial_indent=head, subsequent_indent=after, break_on_hyphens=False, **options)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
