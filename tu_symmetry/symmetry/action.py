@@ -51,11 +51,7 @@ def permute_tensors(
 
 
 def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor.
-
-    No tensor is written to: an entry that moves becomes another one, and the old one is let go. Names of one parameter
-    that share a tensor go on sharing.
-    """
+    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor."""
     moved: dict[tuple[int, str], Tensor] = {}
     for name, steps in _steps(graph, permutation, tensors).items():
         key = (id(tensors[name]), steps[0][0].parameter)
@@ -94,10 +90,7 @@ def _stepped(tensor: Tensor, steps: Sequence[Step]) -> Tensor:
 def _steps(
     graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
 ) -> dict[str, list[Step]]:
-    """For each name among the tensors the axes that have to be permuted, in order, and how.
-
-    All indices are moved to where the first tensor lies, if tensors may be ``read`` before they are asked for.
-    """
+    """For each name among the tensors the axes that have to be permuted, in order, and how."""
     check_elements(permutation, "permutation")
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
@@ -260,10 +253,7 @@ def _multiplied(tensor: Tensor, logs: Sequence[Tensor]) -> Tensor:
 
 
 def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
-    """Raise if scaling a tensor takes its entries out of the range of its dtype; NaN and infinity stay what they are.
-
-    A single entry may be rounded to zero, as long as the tensor keeps its norm.
-    """
+    """Raise if scaling takes entries out of the range of their dtype; one may become zero where the norm stays."""
     if tensor.numel() == 0 or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return
     largest = largest_entry(tensor)

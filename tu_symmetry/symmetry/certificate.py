@@ -288,10 +288,7 @@ def measured(
 def _epsilon_alone(
     graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Certificate | None:
-    """The change of the outputs' norm, if it is gone where normalizations have no epsilon; None if it is not.
-
-    An entry that is small by cancellation may change by much of its own size then, so the norm counts.
-    """
+    """The change of the outputs' norm, if it is gone where normalizations have no epsilon; None if it is not."""
     probe = graph.probe
     if probe is None or all(g.exact for g in (*graph.scales, *graph.normalizations)):
         return None
@@ -304,10 +301,7 @@ def _epsilon_alone(
 def _by_outputs(
     probe: Probe, before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, of_norm: bool
 ) -> Certificate | None:
-    """The change of the outputs, relative to their norm or to each entry by itself.
-
-    None where something else than numbers differs; and, entry by entry, where any changes by more than is obvious.
-    """
+    """The change of the outputs, relative to their norm or to each entry by itself."""
     worst, count = 0.0, 0
     for a, b in zip(probe.run(before), probe.run(after), strict=True):
         count += a.numel()

@@ -190,11 +190,7 @@ def _unused(traces: Sequence[Trace], names: Sequence[str], *, live: bool) -> lis
 def _passes(
     model: nn.Module, examples: Sequence[Example], *, record: bool
 ) -> tuple[tuple[Trace, ...], str, tuple[Example, ...]]:
-    """The traced passes through all examples, in evaluation and, where that may differ, in training.
-
-    Returns:
-        The traces; whether training mode was followed, as the graph's attribute says it; and on which examples.
-    """
+    """The traced passes through all examples, in evaluation and, where that may differ, in training."""
 
     def numbered(found: Sequence[Trace]) -> tuple[Trace, ...]:
         return tuple(replace(t, example=k) for k, t in enumerate(found))

@@ -21,10 +21,7 @@ NAME, NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of a
 
 
 class Branch(NamedTuple):
-    """Where a group touches a layer, by the layer's row and the height in the drawing.
-
-    It moves what the layer makes (axis 0; a factor with a positive exponent), what the layer reads, or both.
-    """
+    """Where a group touches a layer, by the layer's row and the height in the drawing."""
 
     layer: int
     makes: bool
@@ -33,10 +30,7 @@ class Branch(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One group: its size as text (``12·64`` for 12 blocks of 64), its hue in degrees, its column from the left.
-
-    Nested groups, and the factors of the same units, have their parent's hue. Branches are listed from above.
-    """
+    """One group: its size as text (``12·64`` for 12 blocks of 64), its hue in degrees, its column from the left."""
 
     name: str
     kind: Kind

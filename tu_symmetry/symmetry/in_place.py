@@ -184,10 +184,7 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_scalable(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse state of which it is not known how it follows a rescaling: what is neither like gradients nor squares.
-
-    RMSprop's momentum is of steps that were divided by their root mean square, and does not scale as gradients do.
-    """
+    """Refuse state of which it is not known how it follows a rescaling: what is neither like gradients nor squares."""
     for parameter, key, value in _entries(optimizer):
         scalar = not isinstance(value, Tensor) or value.ndim == 0
         if id(parameter) not in names or (scalar and not _listed(value)):

@@ -15,11 +15,7 @@ T = TypeVar("T")
 
 
 def leaves_randomness(function: Callable[P, T]) -> Callable[P, T]:
-    """A function after which the global random states are what they were before.
-
-    Reading a ``DataLoader`` draws from torch's, even without shuffling. Within one call the states go on, so that a
-    loader that shuffles gives another order in each epoch.
-    """
+    """A function after which the global random states are what they were before."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -30,16 +30,7 @@ Part = tuple[str, tuple[int, ...], float]
 def scale_groups(
     ledger: Ledger, order: list[str], shapes: Mapping[str, tuple[int, ...]], buffers: frozenset[str]
 ) -> tuple[tuple[ScaleGroup, ...], tuple[NormalizationGroup, ...], dict[str, tuple[ScaleTerm, ...]]]:
-    """Scale groups, normalization groups, and the log-scale of every tensor in their factors.
-
-    A group is a normalization group if no parameter shrinks when it grows: something downstream undoes it.
-
-    Args:
-        ledger: what the operators demand; it is left as it is.
-        order: names of the state dict's tensors, in order; decides names and the order of groups.
-        shapes: the shapes of these tensors.
-        buffers: the names among them that are no parameters.
-    """
+    """Scale groups, normalization groups, and the log-scale of every tensor in their factors."""
     system = ScaleSystem(ledger)
     held = [name for name in order if name in ledger.parameters]
     expanded = {name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in held}
@@ -61,10 +52,7 @@ def scale_groups(
 
 
 class _Family(NamedTuple):
-    """Factors that form one group, in the order in which they are met, and the parts that they multiply.
-
-    None of them meets an epsilon where it is ``exact``; parameters only shrink when it grows where it is ``flipped``.
-    """
+    """Factors that form one group, in the order in which they are met, and the parts that they multiply."""
 
     variables: Array
     parts: tuple[Part, ...]
@@ -241,10 +229,7 @@ def _families(alike: list[_Alike], apart: Mapping[str, Terms], inexact: Array) -
 
 
 def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> dict[str, tuple[ScaleTerm, ...]]:
-    """The log-scale of every tensor in the factors of all groups, numbered one after the other, -1 for none.
-
-    A term that holds factors of groups that are flipped and of others becomes two.
-    """
+    """The log-scale of every tensor in the factors of all groups, numbered one after the other, -1 for none."""
     number = np.full(count, -1, dtype=np.int64)
     flip = np.zeros(count, dtype=bool)
     start = 0

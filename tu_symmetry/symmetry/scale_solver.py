@@ -24,14 +24,7 @@ Expression = list[tuple[float, int]]  # coefficients and variables
 
 
 class ScaleSystem:
-    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors.
-
-    Attributes:
-        count: number of variables; variable 0 is always zero.
-        root: for each variable the one that stands for all that are equal to it up to sign.
-        sign: for each variable 1.0 or -1.0, times its root; 0.0 where it is zero.
-        derived: roots that are defined by sums of others.
-    """
+    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.count = ledger.variables
@@ -52,11 +45,7 @@ class ScaleSystem:
                 self._part[k, variable], self._factor[k, variable] = other, coefficient
 
     def _update(self) -> None:
-        """Signed union-find: the nodes are +v (number v) and -v (number v + count).
-
-        ``x = y`` joins +x with +y and -x with -y, ``x = -y`` joins +x with -y and -x with +y. A variable that is joined
-        with its own negative is zero.
-        """
+        """Signed union-find: the nodes are +v (number v) and -v (number v + count)."""
         n = self.count
         rows, columns = [], []
         for x, y, same in self._ties:
@@ -80,11 +69,7 @@ class ScaleSystem:
         np.negative(self.sign, where=(low_p >= n) & (low_n >= n), out=self.sign)
 
     def _reduced(self, constraint: tuple[Term, ...]) -> list[tuple[Array, Floats]]:
-        """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients.
-
-        A constraint on a tensor ``[n, m]`` may hold terms along its first axis, along its second one, and along both;
-        ``r_i + k_j = 0`` for all i and j is taken as ``r_i = 0`` and ``k_j = 0``, which demands a little more.
-        """
+        """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients."""
         by_axes: dict[tuple[int, ...], Terms] = defaultdict(list)
         for coefficient, variable in constraint:
             signed = tighten(_packed(self.root[variable], self.sign[variable]))

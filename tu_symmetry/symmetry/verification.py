@@ -132,12 +132,7 @@ def _refusal(failed: Mapping[Group, Difference], *, by_hand: bool) -> str:
 
 
 def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Plan]:
-    """Everything at once, the subsets that separate every two, and random subsets.
-
-    Every block moves by an element of its own, so that two large blocks hardly ever agree and need no passes of their
-    own, but blocks of fewer than :data:`FEW` units do. Scales need none either: the joint scales that leave a network
-    unchanged form a subspace, in which independent factors lie with probability zero.
-    """
+    """Everything at once, the subsets that separate every two, and random subsets."""
     shapes = {g: g.blocks if isinstance(g, PermutationGroup) else () for g in groups}
     few = [g for g in groups if isinstance(g, PermutationGroup) and g.size < FEW]
     numbers: dict[Group, Tensor] = {}
@@ -157,11 +152,7 @@ def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Pla
 
 
 def _halves(count: int) -> Tensor:
-    """For each of ``count`` blocks half of the passes, ``[count, passes]``: no block's are a part of another's.
-
-    So some pass moves the first of two blocks without the second. With n passes there are ``n! / (n/2)!^2`` such
-    halves, and no more (Sperner's theorem).
-    """
+    """For each of ``count`` blocks half of the passes, ``[count, passes]``: no block's are a part of another's."""
     passes = 0
     while math.comb(passes, passes // 2) < count:
         passes += 1
@@ -203,11 +194,7 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Difference]:
-    """The groups that change the outputs, all that the first failing pass holds; none if everything holds.
-
-    Half of the passes have other weights and inputs than the other half: what is dead or saturated with the first need
-    not be with the second. Groups that hold up to an epsilon are moved in one half only, without the epsilons.
-    """
+    """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
     generator = torch.Generator().manual_seed(seed + 1)
     for given in (probe, *probe.others):
@@ -307,10 +294,7 @@ class _Base:
         return before
 
     def keeps_its_outputs(self) -> bool:
-        """Whether weights that were moved give the outputs of before.
-
-        What seems to differ is measured again: one draw of the noise may hardly move an entry by chance.
-        """
+        """Whether weights that were moved give the outputs of before."""
         outputs = self.probe.run(self.state)
         if self.difference(outputs).holds:
             return True
@@ -344,16 +328,7 @@ def _base(
     repeat: bool = False,
     other: bool = False,
 ) -> _Base:
-    """Weights with which the outputs are numbers that say something, the first of a few attempts.
-
-    Args:
-        probe: the network.
-        seed: the seed of the weights and of other inputs.
-        constants: tensors that the network reads by value.
-        groups: what will move the weights.
-        repeat: whether to check that the network computes the same twice.
-        other: whether to take other numbers than the given inputs, where the network runs with them.
-    """
+    """Weights with which the outputs are numbers that say something, the first of a few attempts."""
     if other:
         try:
             return _base(probe.drawn(torch.Generator().manual_seed(seed)), seed, constants, groups)

@@ -23,15 +23,7 @@ Members = dict[int, list[PermutationMember]]
 
 
 def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[PermutationGroup], list[Pin]]:
-    """The permutation groups, parents first, and the parameter axes that stay pinned.
-
-    Blocks may bring up a demand that no rule has made (two kinds of blocks that hold the same units are one). It is
-    added, and all is found again; every time there are fewer classes or fewer free ones, so this ends.
-
-    Args:
-        ledger: what the operators demand; it is left as it is.
-        order: names of the state dict's tensors, in order; decides names and the order of groups.
-    """
+    """The permutation groups, parents first, and the parameter axes that stay pinned."""
     no_tags = np.zeros(max(ledger.units, 1), dtype=np.uint64)
     demands: _Demands | None = _Demands(tuple(ledger.ties), tuple(ledger.pins), (), no_tags)
     while demands is not None:
@@ -56,14 +48,7 @@ def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[Permu
 
 @dataclass(frozen=True, eq=False)
 class _Demands:
-    """The demands of the ledger that may become more while groups are found.
-
-    Attributes:
-        ties: pairs of arrays of units that are one.
-        pins: units that stay where they are, and why.
-        tags: blocks that are told apart.
-        tag_of_unit: for each unit the hash of all its tags.
-    """
+    """The demands of the ledger that may become more while groups are found."""
 
     ties: Ties
     pins: Pins

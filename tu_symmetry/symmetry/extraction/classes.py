@@ -84,12 +84,7 @@ def joined(count: int, ties: Ties) -> tuple[int, Array]:
 
 
 def resolve_classes(count: int, ties: Ties, pins: Pins, bindings: Sequence[Binding]) -> Classes:
-    """Join tied units into classes, and settle what units that stand for several stand for.
-
-    Two units of one class that are both bound have to be bound to the same: part for part they are tied, which may join
-    more classes, and so on until nothing changes. Where parts are a unit here and a fixed position there, and where a
-    class is pinned, the units of the parts are pinned too.
-    """
+    """Join tied units into classes, and settle what units that stand for several stand for."""
     count = max(count, 1)
     keys, rows = _table(bindings)
     all_ties, all_pins = list(ties), list(pins)

@@ -63,14 +63,7 @@ class Coloring:
 
 
 def color(ledger: Ledger, classes: Classes, tags: Sequence[Tag], tag_of_unit: Hash) -> Coloring:
-    """Color classes by all demands, then refine by the colors of blocks and of what these hold.
-
-    Args:
-        ledger: the demands.
-        classes: the classes of its units.
-        tags: the tags of blocks that became one class with others and are still told apart.
-        tag_of_unit: for each unit of the ledger the hash of all tags that it has.
-    """
+    """Color classes by all demands, then refine by the colors of blocks and of what these hold."""
     total = np.zeros(classes.count, dtype=np.uint64)
     found: list[Array] = [np.empty((0, 3), dtype=np.int64)]
     for number, seen in enumerate(ledger.seen):
@@ -121,14 +114,7 @@ def _stand(total: Hash, classes: Classes, number: int, seen: Seen, tag_of_unit: 
 
 
 def _related(total: Hash, component: Array, outer: Label, axis: int, key: int) -> tuple[Hash, list[Array]]:
-    """How the units of a component depend on the axis that they are nested in, which has the label ``outer``.
-
-    Units ``[[0, 1], [2, 3]]`` nested in an axis with the label ``[8, -1]``: 0 and 1 stand in the block 8, two edges,
-    and 2 and 3 meet the fixed position -1. Blocks that hold fixed units are told apart by them.
-
-    Returns:
-        What the units meet at fixed positions of the axis, and the edges from them to those that stand for blocks.
-    """
+    """How the units of a component depend on the axis that they are nested in, which has the label ``outer``."""
     size = component.shape[axis]
     if not any((o >= 0).any() for o in outer):
         return combined(key, _along(np.arange(size), component.ndim, axis)), []
@@ -153,11 +139,7 @@ def _along(values: Array, ndim: int, axis: int) -> Array:
 
 
 def _copies(component: Array, outer: Label, axis: int) -> Array:
-    """Which copy of its block each position of an outer axis is, where copies of one block hold different units.
-
-    Columns with the blocks ``[8, 9, 8, 9]`` that hold the units ``[[0, 1], [2, 3], [4, 5], [6, 7]]``: 0 and 1 stand in
-    the first copy of 8, 4 and 5 in the second one, and no unit of the one column moves to the other.
-    """
+    """Which copy of its block each position of an outer axis is, where copies of one block hold different units."""
     size = component.shape[axis]
     rank = np.zeros(size, dtype=np.int64)
     if not any(o.size > o.shape[axis] for o in outer):
@@ -172,10 +154,7 @@ def _copies(component: Array, outer: Label, axis: int) -> Array:
 
 
 def _refined(total: Hash, edges: Edges) -> Array:
-    """Colors as small numbers, after as many rounds of refinement along the edges as there is something to tell apart.
-
-    In each round a class learns the colors of its blocks, and a block the colors of all that it holds.
-    """
+    """Colors as small numbers: a class learns those of its blocks and of what it holds until none splits any more."""
     values, dense = np.unique(total, return_inverse=True)
     while len(edges.child):
         base = mixed(dense.astype(np.uint64))
@@ -191,12 +170,7 @@ def _refined(total: Hash, edges: Edges) -> Array:
 
 
 def roles(ledger: Ledger, ties: Ties) -> Hash:
-    """Colors of the ledger's units before ties: those with one color take the same part in all demands.
-
-    Ties make one class of the units of ``h`` and ``g`` wherever ``h + g`` is computed. In ``c(roll(cat([h, g])))`` each
-    class then has two positions along the columns of ``c``, and which of them holds ``h`` depends on the unit: a
-    column's role says that it was tied to a unit of ``h`` (or of ``g``), by the same tie and on the same side.
-    """
+    """Colors of the ledger's units before ties: those with one color take the same part in all demands."""
     role = np.zeros(max(ledger.units, 1), dtype=np.uint64)
     for number, seen in enumerate(ledger.seen):
         for position, component in enumerate(seen.label):

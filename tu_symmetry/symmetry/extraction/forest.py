@@ -126,11 +126,7 @@ def _pairs(edges: Edges, colors: Array) -> Pairs:
 
 
 def _without_holders(pairs: Pairs) -> Pairs:
-    """The pairs without those that say that a block stands in the blocks that it holds.
-
-    The weights of a normalization bind an entry of the queries to (dimension, head): this head is then named inside of
-    the block of queries that is nested in it.
-    """
+    """The pairs without those that say that a block stands in the blocks that it holds."""
     kept = {color: dict(outers) for color, outers in pairs.items()}
     held = {color: sum(color in outers for outers in pairs.values()) for color in pairs}
     for inner in list(kept):
@@ -238,11 +234,7 @@ class _Planting:
         raise _Pinned("nested in two groups at once")
 
     def _blocks_of(self, units: Array, outer: int, pairs: Array) -> tuple[int, Array] | None:
-        """The color of blocks in which each unit stands once, starting from ``outer``, and the block of each class.
-
-        Units that stand in all blocks of ``outer`` at once may still stand in one each of the blocks around these. None
-        is for units that stand in all blocks alike, or in a block that is alone of its kind.
-        """
+        """The color of blocks in which each unit stands once, starting from ``outer``, and the block of each class."""
         while True:
             node = self.nodes.get(outer)
             if node is None:
@@ -280,10 +272,7 @@ class _Planting:
         return Node(color, units[np.argsort(slot, kind="stable")].reshape(*blocks, -1), outer)
 
     def _same_blocks(self, chains: list[list[Array]]) -> None:
-        """Take down that blocks of different colors are one, where each of the one holds what one of the other does.
-
-        Channels of heads, that stand in groups, are normalized in blocks: these are the groups.
-        """
+        """Take down that blocks of different colors are one, where each of the one holds what one of the other does."""
         for chain in chains[1:]:
             for one, other in product(chains[0], chain):
                 pairs = distinct_rows(np.stack([one, other], axis=1))
@@ -300,17 +289,7 @@ class _Planting:
 
 
 def lost_blocks(nestings: list[tuple[Array, Array]], classes: Classes, colors: Array) -> Array:
-    """Classes to be pinned: blocks that could change places and hold a unit in common, which does not name its block.
-
-    Take ``y0 + y1``, the halves of a convolution in two groups, whose channels have units of their own from which the
-    group can be told. The sum makes one unit of channel k of both halves: should the groups change places, nothing
-    would tell that these channels do so too.
-
-    Args:
-        nestings: units of the ledger, and the block of each that its label leaves out.
-        classes: the classes of the units.
-        colors: the colors of the classes.
-    """
+    """Classes to be pinned: blocks that could change places and hold a unit in common that does not name its block."""
     if not nestings:
         return np.empty(0, dtype=np.int64)
     units, blocks = (classes.of[np.concatenate(side)] for side in zip(*nestings, strict=True))

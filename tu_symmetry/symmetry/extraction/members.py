@@ -35,10 +35,7 @@ class Contradiction(Exception):
 
 
 class Owned(NamedTuple):
-    """What belongs to the units of a node, for each class: the unit's flat index (-1 for none), and the slot in it.
-
-    The slot is 0 for the unit itself, and a number of its own for each of the classes that are nested in it.
-    """
+    """What belongs to the units of a node, for each class: the unit's flat index (-1 for none), and the slot in it."""
 
     unit: Array
     slot: Array
@@ -59,11 +56,7 @@ class Reader:
         self.ledger, self.ties, self.labels, self.colors, self.forest = ledger, ties, labels, colors, forest
 
     def members(self, order: Sequence[str]) -> dict[int, list[PermutationMember]]:
-        """The members of each node that may move, by its color.
-
-        Raises:
-            Contradiction: for the first node whose units cannot be exchanged along some axis.
-        """
+        """The members of each node that may move, by its color."""
         found: dict[int, list[PermutationMember]] = {}
         for name in order:
             for axis, label in enumerate(self.labels.get(name, ())):
@@ -171,12 +164,7 @@ class Reader:
     def _member_in_rows(
         self, node: Node, name: str, axis: int, rows_axis: int, lying: Lying
     ) -> PermutationMember | None:
-        """As :meth:`_member`, for units that lie elsewhere (or are others) in different rows of a second axis.
-
-        The weight ``[4, 2]`` of a convolution in two groups has in its rows 0 and 1 the two inputs of the first group,
-        in its rows 2 and 3 those of the second one: blocks ``[[0, 1], [2, 3]]`` of units, ``within [[0, 1], [2, 3]]``
-        the rows of each block, and ``index [[[0], [1]], [[0], [1]]]`` the columns in these rows.
-        """
+        """As :meth:`_member`, for units that lie elsewhere (or are others) in different rows of a second axis."""
         shape = lying.owner.shape
 
         def by_rows(array: Array | Hash) -> Array:
@@ -235,16 +223,7 @@ def _looked_up(unit: Array, component: Array) -> Array:
 
 
 def _parts(unit: Array, label: Label) -> list[list[Array]]:
-    """The components of a label that a node moves together, those of each part in one step.
-
-    A head and a unit in it name the same head twice: one step moves both. The entries of a flattened Gram matrix
-    ``(h_i h_j)`` have a unit of one node for its row and one for its column: the rows are moved first, then the
-    columns, and each step is a permutation of the whole axis.
-
-    Args:
-        unit: for each class the unit of the node that it belongs to, -1 for none.
-        label: the label of the axis.
-    """
+    """The components of a label that a node moves together, those of each part in one step."""
     if len(label) == 1:
         return [list(label)]
     parts: list[tuple[list[Array], Array]] = []

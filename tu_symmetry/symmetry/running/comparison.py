@@ -88,14 +88,7 @@ class Reference:
     def difference(
         self, outputs: list[Tensor], tolerance: float, *, epsilon: float, explained: list[Tensor] | None = None
     ) -> Difference:
-        """Compare with the outputs of another state.
-
-        Args:
-            outputs: the outputs of the other state.
-            tolerance: allowed change of each entry relative to its sensitivity.
-            epsilon: rounding of the precision that was computed in.
-            explained: further change allowed for each entry, absolute.
-        """
+        """Compare with the outputs of another state."""
         if len(outputs) != len(self.outputs):
             return Difference(math.inf, 0.0, len(outputs))
         count, worst = 0, -1.0

@@ -40,10 +40,7 @@ def doubled(example: Example) -> Example:
 
 
 def in_double(example: Example, generator: torch.Generator | None) -> Example:
-    """An example in float64 on the CPU; with a generator constant tensors (zeros, ones) are replaced by noise.
-
-    Tensors on the meta device have no values: noise takes their place, and zeros that of integers.
-    """
+    """An example in float64 on the CPU; with a generator constant tensors (zeros, ones) are replaced by noise."""
 
     def wide(tensor: Tensor) -> Tensor:
         if tensor.is_meta and is_continuous(tensor):

@@ -177,10 +177,7 @@ class Probe:
         *,
         in_place: bool = False,
     ) -> list[Tensor]:
-        """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`.
-
-        With ``in_place`` the state itself takes the noise, but for weights of a large network in lower precision.
-        """
+        """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`."""
         if self.large(state) and any(t.is_floating_point() and t.dtype != torch.float64 for t in state.values()):
             return self.run(state, noise=Noise(amount, generator))
         if not in_place:
@@ -228,11 +225,7 @@ class Probe:
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
-
-    Raises:
-        SymmetryError: if switching the mode changes the weights, so that a state dict means two functions.
-    """
+    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values."""
     if switches(model):
         model = copied(model)
         before = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}

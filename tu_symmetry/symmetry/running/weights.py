@@ -66,13 +66,7 @@ def _drawn(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Noise:
-    """What weights are multiplied by, in place: ``1 + amount(name) * u``, with u in (-1, 1) from a pool of numbers.
-
-    Args:
-        amount: relative size of the noise on a tensor, by its name.
-        generator: for the numbers, and for where in the pool each piece of a tensor begins.
-        most: entries of the largest tensor: small networks need few numbers.
-    """
+    """What weights are multiplied by, in place: ``1 + amount(name) * u``, with u in (-1, 1) from a pool of numbers."""
 
     def __init__(self, amount: Callable[[str], float], generator: torch.Generator, most: int = _POOL) -> None:
         self.amount, self.generator = amount, generator
