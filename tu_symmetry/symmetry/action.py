@@ -32,9 +32,6 @@ def apply_permutation(
 
     Returns:
         A new state dict that computes the same function. Tensors that no group moves are shared with the input.
-
-    Raises:
-        SymmetryError: unknown groups, wrong shapes, no permutation, or a state of another architecture.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -154,17 +151,15 @@ def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tens
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
-        log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; groups that are
-            left out keep factor one.
+        log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; others stay.
         state: state dict, or a stack of states with leading sample axes; every sample is scaled alike.
 
     Returns:
-        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not
-        exact). Factors are computed in float64 and rounded once.
+        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not exact).
+        Factors are computed in float64 and rounded once.
 
     Raises:
-        SymmetryError: unknown groups, wrong shapes, NaN, a state of another architecture, or weights that leave the
-            range of their dtype.
+        SymmetryError: what does not belong to the graph, NaN, or weights that leave the range of their dtype.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -235,9 +230,8 @@ _LOST, _LOST_SUBNORMAL = 0.01, 0.5  # share of a tensor's norm that rounding bel
 def _multiplied(tensor: Tensor, logs: Sequence[Tensor]) -> Tensor:
     """``tensor * exp(sum(logs))``, rounded once.
 
-    Factors that single precision does not hold are applied in double precision, and those that double precision does
-    not hold as a product of several: 1e-200 exp(800) is 1e147, though exp(800) overflows. The products on the way lie
-    between the weight and the result, so that they stay in range if these do.
+    Factors that double precision does not hold become a product of several: 1e-200 exp(800) is 1e147, though exp(800)
+    overflows. The products on the way lie between the weight and the result.
     """
     furthest = sum(float(log.abs().max()) for log in logs if log.numel())
     precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)

@@ -36,14 +36,13 @@ _PASS_ONE = "certify(graph, before, after, model=model, example_inputs=x) measur
 class Certificate:
     """The change of a network's outputs from one state to another, and what rounding explains of it.
 
-    Both numbers are of the one output entry, over all samples, whose change exceeds what is allowed for it by the
-    largest factor (or comes closest to it), relative to that entry's own scale: its magnitude, or what it changes by
-    when the weights change by their own size, whichever matters.
+    Both numbers are of the output entry, over all samples, that fares worst, relative to that entry's own scale: its
+    magnitude, or what it changes by when the weights change by their own size.
 
     Attributes:
         change: relative change; inf where integer outputs, or the places of NaN and infinite outputs, differ.
-        allowed: relative change that is explained by the rounding of the weights and of the computation (and, where
-            only the epsilon of a normalization breaks the symmetry, by that epsilon: at most 1e-3).
+        allowed: relative change that is explained by the rounding of the weights and of the computation, or by the
+            epsilon of a normalization (at most 1e-3).
         dtype: the lowest precision among the weights that were rounded; float64 where weights only changed places.
         outputs: number of output entries that were compared, over all samples.
         samples: number of pairs of states that were compared: one, or those of a stack.
@@ -84,8 +83,8 @@ def certify(
 ) -> Certificate:
     """Measure how much the outputs of a network change between two states that should compute the same function.
 
-    The network runs in float64, in evaluation mode, with constants for noise. What rounding explains is measured too:
-    a tensor whose entries only changed places was not rounded, every other one is perturbed by the rounding of its own
+    The network runs in float64, in evaluation mode, with constants for noise. What rounding explains is measured too: a
+    tensor whose entries only changed places was not rounded, every other one is perturbed by the rounding of its own
     dtype, a few times.
 
     Args:
@@ -99,9 +98,6 @@ def certify(
 
     Returns:
         The certificate of the sample that fares worst.
-
-    Raises:
-        SymmetryError: if there is no network or no input to run, or a state is not of this architecture.
     """
     probe = graph.probe
     if model is not None:
@@ -131,15 +127,7 @@ def certify(
 
 
 def require_certificate(certificate: Certificate, name: str) -> Certificate:
-    """Refuse transformed weights whose outputs changed by more than rounding explains.
-
-    Args:
-        certificate: what :func:`certify` measured.
-        name: what to call the weights, or the operation, in the error.
-
-    Raises:
-        SymmetryError: if it does not hold.
-    """
+    """Refuse weights, which errors call ``name``, whose outputs changed by more than rounding explains."""
     if not certificate.holds:
         raise SymmetryError(
             f"{name}: the outputs of the transformed network are not those of the one before. They change by "
@@ -243,23 +231,16 @@ def measured(
     wanted: bool = True,
     rounded: bool = True,
 ) -> tuple[Certificate | None, str]:
-    """Certify transformed weights where the graph holds a network to run.
+    """Certify transformed weights, which errors call ``name``, where that is ``wanted`` and can be run.
 
-    Args:
-        graph: the symmetry graph.
-        before: state dict.
-        after: the transformed one.
-        name: what to call the weights in an error.
-        wanted: whether to measure at all.
-        rounded: whether the weights were rounded. If they only changed places, outputs of ordinary networks agree to
-            twelve digits, which two forward passes show; what they do not show is certified in full.
+    Weights that only changed places (not ``rounded``) give the same outputs to twelve digits in ordinary networks,
+    which two forward passes show; what they do not show is certified in full.
 
     Returns:
         The certificate, which holds, and an empty text; or None, and why there is none.
 
     Raises:
-        SymmetryError: the outputs changed by more than rounding, and for groups that hold up to the epsilon of a
-            normalization by more than that epsilon, explains.
+        SymmetryError: the outputs changed by more than rounding or the epsilon of a normalization explains.
     """
     if not wanted:
         return None, "certify=False was passed"

@@ -39,14 +39,12 @@ def discover_symmetries(
 ) -> SymmetryGraph:
     """Find the permutation, positive-scale and normalization symmetries of a module.
 
-    The module is traced in evaluation mode by ``torch.export`` (its weights play no role), and a table of rules, one
-    for each operator, follows which hidden units index the axes of every parameter and buffer. An operator without a
-    rule pins what it touches. Where the module's own code asks for training mode, or evaluation leaves parameters out,
-    it is traced in training mode too. The module itself is left as it is.
-
-    What is found holds beyond the example: units that the example does not read (the rows of a table of positions
-    beyond its length) are pinned, and so are all that parameters which it does not reach could meet. A flag of
-    ``forward`` that no example gives is followed both ways. More examples reach more.
+    The module is traced by ``torch.export`` in evaluation mode, and in training mode where that may differ; its weights
+    play no role, and it is left as it is. A table of rules, one for each operator, follows which hidden units index the
+    axes of every parameter and buffer; an operator without a rule pins what it touches. What the example does not read
+    (rows of a table of positions beyond its length, parameters that it does not reach) is pinned, and a flag of
+    ``forward`` that no example gives is followed both ways: what is found holds beyond the example, and more examples
+    find more.
 
     Args:
         model: any module; also one on the meta device (with inputs there), which holds no weights at all.
@@ -54,17 +52,12 @@ def discover_symmetries(
             examples, of other lengths or with other optional arguments: what all of them allow is found. (A module
             whose one argument is a list takes it in a tuple, ``([image],)``.)
         example_kwargs: keyword arguments of ``forward``; a list of them for several examples.
-        branches: what to do where ``forward`` branches on the values of a tensor: ``"refuse"``, with an error that
-            names the line, or ``"record"`` the way that the example inputs take. What is found then holds for all
-            inputs that take the same way.
-
-    Returns:
-        The symmetry graph, which is verified (see :func:`verify_symmetries`) before weights are first transformed.
+        branches: where ``forward`` branches on the values of a tensor, ``"refuse"`` with an error that names the line,
+            or ``"record"`` the way that the example inputs take. What is found then holds for inputs that take the same
+            way.
 
     Raises:
-        SymmetryError: if the module cannot be traced, naming the line of the branch that is in the way, or cannot be
-            copied; if inputs lie on another device.
-        TypeError: for something else than a module, a state dict for example.
+        SymmetryError: if the module cannot be traced or copied, or inputs lie on another device.
     """
     if branches not in ("refuse", "record"):
         raise ValueError(f"branches must be 'refuse' or 'record', got {branches!r}")

@@ -27,10 +27,7 @@ def identity_permutation(graph: Symmetries) -> Permutation:
 
 
 def random_permutation(graph: Symmetries, *, generator: torch.Generator | None = None) -> Permutation:
-    """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU.
-
-    Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
-    """
+    """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU."""
     source = own_generator(generator)
     draws = {}
     for group in graph.permutations:
@@ -40,10 +37,7 @@ def random_permutation(graph: Symmetries, *, generator: torch.Generator | None =
 
 
 def random_scale(graph: Symmetries, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
-    """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU.
-
-    Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
-    """
+    """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU."""
     source = own_generator(generator)
     groups = (*graph.scales, *graph.normalizations)
     return {

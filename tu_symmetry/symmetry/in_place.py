@@ -131,10 +131,9 @@ def move_optimizer_state(
 ) -> None:
     """Move an optimizer's per-parameter state along with weights that were permuted or rescaled (in place).
 
-    After a permutation the next training step is exactly the permuted step, for every optimizer whose state is
-    elementwise (SGD with momentum, Adam and its kin). After a rescaling by factors ``c`` gradients and momenta scale
-    by ``1 / c``, second moments by ``1 / c**2``; the step itself would have to scale by ``c``, so that the trajectory
-    is another one.
+    After a permutation the next training step is exactly the permuted step. After a rescaling by factors ``c``
+    gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the step itself would have to scale by
+    ``c``, so that the trajectory is another one.
 
     Args:
         graph: the symmetry graph.
@@ -144,9 +143,8 @@ def move_optimizer_state(
         log_scale: the log-factors that were applied to the weights (after the permutation).
 
     Raises:
-        SymmetryError: a state tensor of a known parameter that is neither a scalar nor of the parameter's shape
-            (factored statistics, as in Adafactor, cannot be moved); with ``log_scale``, state of which it is not known
-            how it scales.
+        SymmetryError: state of a known parameter that is neither a scalar nor of the parameter's shape (as
+            Adafactor's), or of which it is not known how it scales.
     """
     if log_scale is not None:
         _check_scalable(optimizer, names)

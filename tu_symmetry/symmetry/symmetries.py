@@ -101,13 +101,7 @@ class Symmetries(Brief):
         return sum(g.log10_order for g in self.permutations)
 
     def without(self, *names: str) -> Self:
-        """The graph without some of its groups: symmetries that hold, but that are not to be used.
-
-        Groups nested in a permutation group that is left out stay; their blocks then stay where they are.
-
-        Raises:
-            KeyError: for a name that no group has.
-        """
+        """The graph without some groups; what is nested in them stays, in blocks that stay where they are."""
         for name in names:
             self[name]
         return self._without({g: "left out by hand" for g in self.groups() if g.name in names})
@@ -209,10 +203,10 @@ class Symmetries(Brief):
             )
 
     def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
-        """Check that a state dict, or a stack of them, belongs to this architecture.
+        """Check that a state dict, or a stack of them with leading sample axes, belongs to this architecture.
 
         Args:
-            state: name to tensor; every tensor may carry the same number of extra leading (sample) axes.
+            state: name to tensor.
             finite: also refuse NaN and infinite values.
             name: what to call the state in an error.
 
@@ -221,8 +215,7 @@ class Symmetries(Brief):
 
         Raises:
             TypeError: not a mapping of names to tensors.
-            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values, tensors of another kind
-                than the network's, and other values of the ``constants``.
+            SymmetryError: other names, shapes or kinds of tensors, NaN, and other values of the ``constants``.
         """
         if not isinstance(state, Mapping):
             raise TypeError(

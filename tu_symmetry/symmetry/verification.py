@@ -49,15 +49,14 @@ def verify_symmetries(
     and boolean outputs have to be the same, NaN and infinite ones have to stand at the same places.
 
     Args:
-        graph: what :func:`discover_symmetries` returned; ``graph.verified`` is set on success. A graph without a probe
-            (an unpickled one) is given the one that it was verified with.
+        graph: ``graph.verified`` is set on success; a graph without a probe (an unpickled one) is given this one.
         model: the module, left untouched (a copy without its weights is used).
         example_inputs: as for discovery.
         example_kwargs: as for discovery.
-        on_failure: what to do about a group that does not hold. ``"pin"``: groups that fail are found by bisection,
-            taken out of the graph, which is changed in place (see ``graph.failed``), and named in a
-            :class:`SymmetryWarning`; the rest is verified again from the start. ``"raise"``: the graph stays as it is.
-            Groups given by hand (:meth:`SymmetryGraph.with_permutation`) raise in both cases.
+        on_failure: ``"pin"``: groups that fail are found by bisection, taken out of the graph, which is changed in
+            place (see ``graph.failed``), and named in a :class:`SymmetryWarning`; the rest is verified again.
+            ``"raise"``: the graph stays as it is. Groups given by hand (:meth:`SymmetryGraph.with_permutation`) raise
+            in both cases.
         seed: seed of the random weights and elements.
 
     Raises:

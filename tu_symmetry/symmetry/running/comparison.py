@@ -16,11 +16,8 @@ from tu_symmetry.symmetry.running.weights import is_continuous
 class Difference:
     """How far two evaluations are apart at the output where they differ most, by what is allowed there.
 
-    Attributes:
-        change: the change of that output, relative to its own scale (its magnitude and its sensitivity to the weights);
-            inf where integer outputs or the places of non-finite ones differ.
-        allowed: on the same scale.
-        outputs: number of entries that were compared.
+    Both are relative to that output's own scale (its magnitude and its sensitivity to the weights); ``change`` is inf
+    where integer outputs or the places of non-finite ones differ. ``outputs`` counts the entries that were compared.
     """
 
     change: float

@@ -31,11 +31,10 @@ class WrittenTo(BaseException):
 
 
 class Exactly(TorchDispatchMode):
-    """Computes in one precision throughout, with constants for noise.
+    """Computes in one precision throughout, with constants for noise, which move with the units by themselves.
 
-    A symmetry of a stochastic layer holds in law: its noise has to move with the units, and constants do so by
-    themselves. Lower precisions inside the network would round what is to be compared. An operator that does not exist
-    in double precision is computed in the best precision that it knows, which ``epsilon`` then tells.
+    An operator that does not exist in double precision is computed in the best that it knows, which ``epsilon`` then
+    tells.
 
     Args:
         precision: float64, or the best that the network knows.

@@ -32,15 +32,9 @@ LARGE = 2**29  # bytes of the weights in double precision, from which on they ar
 class Probe:
     """A network without its weights, and inputs to run it on: enough to compare what two states compute.
 
-    The module is a copy on the CPU, in evaluation mode, whose weights take no memory and have no values. Every run is
-    in float64 (or in the best precision that the network's operators know), with constants for noise, and leaves
-    nothing behind in the module.
-
-    Attributes:
-        module: the hollow copy.
-        args, kwargs: the inputs, float64 on the CPU.
-        epsilon: relative rounding of the lowest precision that any run had to use.
-        others: the same network with other example inputs, or in training mode, where the symmetries have to hold too.
+    The module is a hollow copy on the CPU. Every run is in float64 (or in the best precision that the operators know,
+    of which ``epsilon`` is the rounding), with constants for noise. The symmetries have to hold for ``others`` too: the
+    same network with other example inputs, or in training mode.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -134,14 +128,9 @@ class Probe:
         return self._narrowly and 8 * sum(t.numel() for t in {id(t): t for t in state.values()}.values()) > LARGE
 
     def run(self, state: Mapping[str, Tensor], *, noise: Noise | None = None) -> list[Tensor]:
-        """The tensors among the network's outputs for a state, which is not changed.
+        """The tensors among the network's outputs for a state, of any precision, on any device; it is not changed.
 
-        Args:
-            state: name to tensor; floating-point tensors of any precision, on any device.
-            noise: for weights that are widened; others are changed beforehand, see :meth:`perturbed`.
-
-        Raises:
-            SymmetryError: if the network does not run, in double precision or in any other.
+        ``noise`` is for weights of large networks, which are widened as they are used; see :meth:`perturbed`.
         """
         if self.large(state) and self._precision == torch.float64:
             try:
