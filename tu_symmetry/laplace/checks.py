@@ -289,7 +289,7 @@ def _recovered(
         if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
             some = min(2, count - 1)
             forward(rows_of(inputs, slice(0, some)), some)
-        watched = tangent.read(forward(inputs, count), count)
+        watched = tangent.checked(forward(inputs, count), count)
         limit = _precision(tangent.model) * float(outputs.abs().max())
         if watched.shape != outputs.shape or float((watched.detach() - outputs).abs().max()) > limit:
             raise UnsupportedLayerError(

@@ -1,16 +1,7 @@
 """Curvature of the loss: generalized Gauss-Newton or empirical Fisher, accumulated over a loader.
 
-All curvatures are sums over samples (not means), for unit noise variance. Kronecker factors follow "Kronecker-Factored
-Approximate Curvature for Modern Neural Network Architectures" (arXiv 2311.00636): ``expand`` treats positions that
-share a weight as samples, ``reduce`` adds up gradients and averages inputs over them. They are exact for one sample
-without weight sharing, and for linear networks with a Gaussian likelihood (``expand`` where every position has outputs
-of its own, ``reduce`` where positions are pooled, both without sharing). Parameters of all other modules get their
-exact block, or its diagonal where they are longer than a limit.
-
-Outputs at several positions of a sample, ``[batch, positions, outputs]``, are observations of their own: the curvature
-is the sum over samples and positions, with one backward pass for each position and column of its root (the Monte-Carlo
-Fisher draws all positions at once). Samples remain the first axis, so that positions that share a weight are told
-from samples: flattened into the batch they would count the inputs of a layer as often as there are positions.
+All curvatures are sums over samples (and positions with outputs of their own), for unit noise variance. Kronecker
+factors follow arXiv 2311.00636; parameters of modules that have none get their exact block, or its diagonal.
 """
 
 from __future__ import annotations
@@ -22,14 +13,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock, decompose
-from tu_symmetry.laplace.data import all_reduce, batches, count_of, together
+from tu_symmetry.laplace.blocks import (
+    Block,
+    CoupledBlock,
+    DenseBlock,
+    DiagonalBlock,
+    KroneckerBlock,
+    decompose,
+    decompose_rows,
+)
+from tu_symmetry.laplace.data import all_reduce, batches, count_of, processes, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
-from tu_symmetry.laplace.moments import InputMoments
+from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
@@ -39,6 +38,7 @@ BiasCurvature = Literal["exact", "shared"]
 Progress = Callable[[dict[str, Any]], None]
 
 _ELEMENTS = 1 << 26  # entries of the largest temporary tensors (256 MB in single precision)
+_ROWS = 1 << 24  # entries of the rows of a layer's inputs that are made at once
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Options:
         curvature: which structure.
         fisher_type: exact output Hessian, Monte-Carlo samples of the model, or the empirical Fisher (whose
             observations are the positions of a sample, where it has outputs at several).
-        kfac_approx: the approximation by Kronecker factors.
+        kfac_approx: positions that share a weight are samples (``expand``), or are summed up (``reduce``).
         bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
             laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
@@ -84,76 +84,6 @@ class Summary:
     observations: int | None = None
 
 
-class _Pass:
-    """One pass over the loader that also adds up samples and losses."""
-
-    def __init__(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        options: Options,
-        generator: torch.Generator | None,
-        progress: Progress | None,
-    ) -> None:
-        self.tangent, self.likelihood, self.options = tangent, likelihood, options
-        self.generator, self.progress = generator, progress
-        self.device = tangent.point().device
-        self.samples, self.outputs, self.positions, self.observations = 0, 0, 0, 0
-        self.loss = torch.zeros((), dtype=torch.float64, device="cpu")
-
-    def run(self, loader: Iterable[Any], count: int | None, step: Callable[[Any, Tensor], Tensor]) -> Summary:
-        """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
-        with together(self.device):
-            for number, (inputs, targets) in enumerate(batches(loader, self.device), start=1):
-                outputs = step(inputs, targets)
-                loss = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
-                if not torch.isfinite(loss):
-                    raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
-                self.loss += loss.double().cpu()
-                self.samples += len(outputs)
-                self.observations += self.likelihood.count(self.likelihood.observed(outputs, targets))
-                self._size(outputs)
-                if self.progress is not None:
-                    self.progress({"stage": "curvature", "batch": number, "batches": count, "samples": self.samples})
-        counts = torch.tensor([self.samples, self.observations], dtype=torch.float64, device="cpu")
-        totals = torch.cat([self.loss.unsqueeze(0), counts]).to(self.device)
-        all_reduce(totals)
-        loss, samples, observations = totals.tolist()
-        return Summary(round(samples), loss, self.outputs, self.positions, round(observations))
-
-    def root(self, outputs: Tensor, targets: Tensor) -> Directions:
-        """Columns whose outer products are the chosen Fisher's output matrix."""
-        outputs, options = outputs.detach(), self.options
-        checked = self.likelihood.targets(outputs, targets)
-        return self.likelihood.root(
-            outputs, checked, options.fisher_type, mc_samples=options.mc_samples, generator=self.generator
-        )
-
-    def each_gradient(self, add: Callable[[Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
-        """A step that calls ``add`` with gradients of single samples ``[some, size]``, column by column."""
-
-        def step(inputs: Any, targets: Tensor) -> Tensor:
-            outputs = self.tangent.outputs(inputs)
-            root = self.root(outputs, targets)
-            for rows in _chunks(len(outputs), self.tangent.size):
-                for column in root.of(rows):
-                    add(self.tangent.sample_gradients(rows_of(inputs, rows), column))
-            return outputs
-
-        return step
-
-    def _size(self, outputs: Tensor) -> None:
-        """Note the number of outputs; the noise of a regression has to know that of all samples."""
-        size = outputs[0].numel()
-        if self.outputs not in (0, size) and self.likelihood.noisy:
-            raise ValueError(
-                f"the network has {self.outputs} outputs for the samples of one batch and {size} for those of another; "
-                "the variance of a regression needs equally many for every sample"
-            )
-        self.outputs = max(self.outputs, size)
-        self.positions = max(self.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
-
-
 def fit_curvature(
     tangent: TangentModel,
     likelihood: Likelihood,
@@ -167,6 +97,17 @@ def fit_curvature(
     progress: Progress | None = None,
 ) -> tuple[list[Block], Summary]:
     """Accumulate the curvature over a loader and decompose it.
+
+    Args:
+        tangent: the network and the parameters.
+        likelihood: whose curvature in the outputs it is.
+        loader: the data.
+        groups: which parameters share a precision.
+        options: how the curvature is approximated.
+        whole: parameters that get their exact block in place of Kronecker factors.
+        first_pass: the batches of a first pass over ``loader``, if it was begun.
+        generator: of the Monte-Carlo Fisher.
+        progress: called after every batch.
 
     Returns:
         The blocks in the order of the flat parameter vector, and the summary of the pass.
@@ -185,7 +126,7 @@ def fit_curvature(
             summary = one_pass.run(data, count, one_pass.each_gradient(lambda own: matrix.addmm_(own.T, own)))
             all_reduce(matrix)
             if len(groups) == 1:
-                return [_dense("all", 0, torch.tensor(0, device="cpu"), matrix)], summary
+                return [_of_vectors("all", 0, torch.tensor(0, device="cpu"), matrix)], summary
             number = groups.spread(torch.arange(len(groups), device="cpu"))
             return [CoupledBlock("all", 0, number, matrix)], summary
         if options.curvature == "diag":
@@ -214,27 +155,91 @@ def fit_curvature(
     return sorted(blocks, key=lambda b: b.start), summary
 
 
-def require_separable(curvature: Curvature, *, weights: bool) -> None:
-    """Refuse a precision for each weight with a curvature that couples weights.
+class _Pass:
+    """One pass over the loader that also adds up samples and losses."""
 
-    Raises:
-        ValueError: they have no common eigenbasis.
-    """
+    def __init__(
+        self,
+        tangent: TangentModel,
+        likelihood: Likelihood,
+        options: Options,
+        generator: torch.Generator | None,
+        progress: Progress | None,
+    ) -> None:
+        self.tangent, self.likelihood, self.options = tangent, likelihood, options
+        self.generator, self.progress = generator, progress
+        self.device = tangent.point().device
+
+    def run(self, loader: Iterable[Any], count: int | None, step: Callable[[Any, Tensor], Tensor]) -> Summary:
+        """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
+        found = Summary(0, 0.0, 0, 0, 0)
+        loss = torch.zeros((), dtype=torch.float64, device="cpu")
+        observations = 0
+        with together(self.device):
+            for number, (inputs, targets) in enumerate(batches(loader, self.device), start=1):
+                outputs = step(inputs, targets)
+                own = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
+                if not torch.isfinite(own):
+                    raise ValueError(f"the loss of batch {number} is {float(own)}: outputs or targets are not finite")
+                loss += own.double().cpu()
+                observations += self.likelihood.count(self.likelihood.observed(outputs, targets))
+                size = outputs[0].numel()
+                if found.outputs not in (0, size) and self.likelihood.noisy:
+                    raise ValueError(
+                        f"the network has {found.outputs} outputs for the samples of one batch and {size} for those of "
+                        "another; the variance of a regression needs equally many for every sample"
+                    )
+                found.samples += len(outputs)
+                found.outputs = max(found.outputs, size)
+                found.positions = max(found.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
+                if self.progress is not None:
+                    self.progress({"stage": "curvature", "batch": number, "batches": count, "samples": found.samples})
+        totals = torch.tensor([float(loss), found.samples, observations], dtype=torch.float64, device=self.device)
+        all_reduce(totals)
+        found.loss, samples, counted = totals.tolist()
+        found.samples, found.observations = round(samples), round(counted)
+        return found
+
+    def root(self, outputs: Tensor, targets: Tensor) -> Directions:
+        """Columns whose outer products are the chosen Fisher's output matrix."""
+        outputs, options = outputs.detach(), self.options
+        checked = self.likelihood.targets(outputs, targets)
+        return self.likelihood.root(
+            outputs, checked, options.fisher_type, mc_samples=options.mc_samples, generator=self.generator
+        )
+
+    def each_gradient(self, add: Callable[[Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
+        """A step that calls ``add`` with gradients of single samples ``[some, size]``, column by column."""
+
+        def step(inputs: Any, targets: Tensor) -> Tensor:
+            outputs = self.tangent.outputs(inputs)
+            _each_gradient(self.tangent, inputs, self.root(outputs, targets), add)
+            return outputs
+
+        return step
+
+
+def _each_gradient(tangent: TangentModel, inputs: Any, root: Directions, add: Callable[[Tensor], object]) -> None:
+    for rows in _chunks(batch_size(inputs), tangent.size):
+        some = rows_of(inputs, rows)
+        for column in root.of(rows):
+            add(tangent.sample_gradients(some, column))
+
+
+def require_separable(curvature: Curvature, *, weights: bool) -> None:
+    """Refuse a precision for each weight with a curvature that couples weights: a ``ValueError``."""
     if weights and curvature != "diag":
         raise ValueError(
-            f"prior='diagonal' and curvature={curvature!r} do not go together: with a precision for each weight the "
-            "posterior has no eigenvectors made of those of the curvature, so that it could only be inverted as the "
-            "whole matrix. Choose curvature='diag' (everything separates), or prior='per_layer'"
+            f"prior='diagonal' and curvature={curvature!r} have no common eigenvectors: choose curvature='diag', or "
+            "prior='per_layer'"
         )
 
 
 def require_room(tangent: TangentModel, options: Options, *, groups: int, whole: Sequence[str] = ()) -> None:
     """Refuse a curvature that would not fit the memory with what its decomposition and the evidence need.
 
-    Counted is what is alive at the peak, in bytes for each entry of single precision (in brackets of double): 17 (34)
-    of a matrix in one prior group, which LAPACK decomposes with two matrices of work space; 47 (43) over several
-    groups, whose decompositions are made anew for every precision, in double precision; and for Kronecker factors one
-    for each matrix, with the decomposition of the largest.
+    Counted is the peak for each entry: LAPACK decomposes with two matrices of work space; over several groups the
+    decompositions are made anew for every precision, in double precision.
 
     Raises:
         ValueError: it would not fit; the message says what, how large, and what to do instead.
@@ -255,22 +260,18 @@ def require_room(tangent: TangentModel, options: Options, *, groups: int, whole:
         )
     elif options.curvature == "kfac":
         found = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
-        sides = {
-            layer.name: (layer.groups, layer.features, layer.outputs)
-            for layer in found
-            if isinstance(layer, MatrixLayer) and layer.weight is not None
-        }
-        if not sides:
+        matrices = [layer for layer in found if isinstance(layer, MatrixLayer) and layer.weight is not None]
+        if not matrices:
             return
-        widest = max(sides, key=lambda name: max(sides[name][1:]))
-        largest = max(groups * max(a, b) ** 2 for groups, a, b in sides.values())
-        total = sum(groups * (a**2 + b**2) for groups, a, b in sides.values())
+        widest = max(matrices, key=lambda layer: max(layer.features, layer.outputs))
+        largest = max(layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices)
+        total = sum(layer.groups * (layer.features**2 + layer.outputs**2) for layer in matrices)
         require_memory(
             entry * (total + 4 * largest),
             point.device,
-            f"a Kronecker-factored curvature of {len(sides)} layers, the widest of which, {widest!r}, has matrices of "
-            f"{sides[widest][1]} features and {sides[widest][2]} outputs,",
-            f"leave {widest!r} out (parameters=[...]), or choose curvature='diag', which is as large as the network",
+            f"a Kronecker-factored curvature of {len(matrices)} layers, the widest of which, {widest.name!r}, has "
+            f"matrices of {widest.features} features and {widest.outputs} outputs,",
+            f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag', which is as large as the network",
         )
 
 
@@ -279,14 +280,12 @@ def _chunks(batch: int, entries: int) -> list[slice]:
     return [slice(i, min(i + rows, batch)) for i in range(0, batch, rows)]
 
 
-def _dense(name: str, start: int, number: Tensor, matrix: Tensor) -> DenseBlock:
-    values, vectors = decompose(matrix)
-    return DenseBlock(name, start, number, vectors, values)
-
-
 def _of_vectors(name: str, start: int, number: Tensor, found: Tensor) -> Block:
     """A dense block of a matrix, a diagonal one of a vector."""
-    return DiagonalBlock(name, start, number, found) if found.ndim == 1 else _dense(name, start, number, found)
+    if found.ndim == 1:
+        return DiagonalBlock(name, start, number, found)
+    values, vectors = decompose(found)
+    return DenseBlock(name, start, number, vectors, values)
 
 
 class _Sums:
@@ -341,7 +340,7 @@ class _Factors:
             assert self.rows is not None
             values, pairs = layer.summed(self.rows, gradient)
             if "weight" not in sums.found:
-                sums.found["weight"] = gradient.new_zeros(layer.entries, layer.features)
+                sums.found["weight"] = values.new_zeros(layer.entries, layer.features)
             sums.found["weight"].index_add_(0, pairs % layer.entries, values.square_())
         elif layer.weight is not None:
             assert self.rows is not None
@@ -374,21 +373,81 @@ class _Whole:
     """Sums over the data for parameters whose gradients come from the whole network, sample by sample."""
 
     def __init__(self, tangent: TangentModel, names: Sequence[str], options: Options) -> None:
-        self.tangent = tangent.over(names) if names else None
+        self.tangent = tangent.over(names)
         self.sums = _Sums(options.dense_limit)
 
     def add(self, inputs: Any, root: Directions) -> None:
         """Count in a batch."""
-        if self.tangent is None:
-            return
-        for rows in _chunks(batch_size(inputs), self.tangent.size):
-            some = rows_of(inputs, rows)
-            for column in root.of(rows):
-                gradients = self.tangent.sample_gradients(some, column)
-                for name, slot in self.tangent.slots.items():
-                    self.sums.add_moments(name, gradients[:, slot.start : slot.stop])
+        if self.tangent.names:
+            _each_gradient(self.tangent, inputs, root, self._add)
+
+    def _add(self, gradients: Tensor) -> None:
+        for name, slot in self.tangent.slots.items():
+            self.sums.add_moments(name, gradients[:, slot.start : slot.stop])
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
         """Sum over processes, decompose."""
         self.sums.reduce()
         return [_of_vectors(n, tangent.slots[n].start, groups.of[n], own) for n, own in self.sums.found.items()]
+
+
+class InputMoments:
+    """The mean of ``a a^T`` over the rows that go into a layer.
+
+    As long as there are at most half as many rows as features, the rows themselves are kept: they take less memory
+    than the matrix, and so does its decomposition less time.
+
+    Attributes:
+        layer: the layer.
+        reduce: average rows over the positions of a sample first.
+        count: number of rows.
+    """
+
+    def __init__(self, layer: MatrixLayer, *, reduce: bool) -> None:
+        self.layer, self.reduce = layer, reduce
+        self.count = 0
+        self._rows: list[Tensor] | None = []
+        self._matrix: Tensor | None = None
+        self._shifted: ShiftedGrams | None = None
+
+    def add(self, inputs: Tensor) -> None:
+        """Count in a batch of the layer's inputs."""
+        layer, conv = self.layer, self.layer.convolution
+        features = layer.features * layer.groups
+        positions = inputs[0].numel() // features if conv is None else positions_of(inputs, conv)
+        self.count += len(inputs) * (1 if self.reduce else positions)
+        if self._rows is not None and 2 * self.count > layer.features:
+            self._release()
+        if self._rows is None and conv is not None and not self.reduce and ShiftedGrams.serves(conv):
+            self._shifted = self._shifted or ShiftedGrams(conv)
+            self._shifted.add(inputs)
+            return
+        for part in inputs.split(max(1, _ROWS // (positions * features))):
+            rows = layer.rows(part)
+            rows = rows.mean(2).transpose(0, 1) if self.reduce else rows.transpose(0, 1).flatten(1, 2)
+            if self._rows is not None:
+                self._rows.append(rows.clone())  # the network may go on to work in place
+            else:
+                self._add(gram(rows))
+
+    def _add(self, update: Tensor) -> None:
+        self._matrix = update if self._matrix is None else self._matrix.add_(update)
+
+    def _release(self) -> None:
+        """Turn kept rows into their matrix."""
+        kept, self._rows = self._rows, None
+        if kept:
+            self._add(gram(torch.cat(kept, dim=1)))
+
+    def decompose(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ``[groups, features]`` and eigenvectors of the mean, over all processes."""
+        if processes() > 1:
+            self._release()
+        if self._rows is not None:
+            return decompose_rows(torch.cat(self._rows, dim=1) / self.count**0.5)
+        if self._shifted is not None:
+            self._add(self._shifted.total())
+        assert self._matrix is not None
+        count = torch.tensor(float(self.count), dtype=torch.float64, device=self._matrix.device)
+        all_reduce(count, self._matrix)
+        return decompose(self._matrix / count.item())

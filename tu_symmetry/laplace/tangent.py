@@ -21,9 +21,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
 from tu_symmetry.laplace.inputs import arguments, batch_size, follows, mapped, rows_of, structure
-from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, raw_shape
+from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, tensor_in
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
@@ -46,8 +46,15 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
     Raises:
         ValueError: a name that nothing matches, no parameters at all, NaN or infinite weights.
     """
-    canonical = {id(p): name for name, p in model.named_parameters()}
-    every = [(name, p) for name, p in model.named_parameters(remove_duplicate=False)]
+    every = list(model.named_parameters(remove_duplicate=False))
+    for name, p in every:
+        if p.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device, where tensors have no values: load the weights first "
+                "(network.to_empty(device='cpu'), network.load_state_dict(...)); symmetries are found without values"
+            )
+        if not torch.isfinite(p.detach()).all():
+            raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
     if wanted is None:
         chosen = {id(p) for _, p in every if p.requires_grad}
         if not chosen:
@@ -56,35 +63,23 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
         chosen = set()
         for key in wanted:
             pattern = any(sign in key for sign in "*?[")
-            found = [
+            found = {
                 id(p)
                 for name, p in every
                 if (fnmatchcase(name, key) if pattern else name == key or name.startswith(key + "."))
-            ]
+            }
             if not found:
                 raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
-            chosen.update(found)
+            chosen |= found
         if not chosen:
             raise ValueError("parameters is empty: nothing would be left uncertain")
-    for name, p in model.named_parameters():
-        if p.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device, where tensors have no values: load the weights first "
-                "(network.to_empty(device='cpu'), network.load_state_dict(...)); symmetries are found without values"
-            )
-        if not torch.isfinite(p.detach()).all():
-            raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
-    return tuple(name for key, name in canonical.items() if key in chosen)
+    return tuple(name for name, p in model.named_parameters() if id(p) in chosen)
 
 
 def require_independent_samples(model: nn.Module) -> None:
-    """Refuse networks in which the output of a sample depends on the others of its batch.
-
-    Raises:
-        ValueError: batch normalization without running statistics, by name.
-    """
+    """Refuse batch normalization without running statistics, by name: a ``ValueError``."""
     for name, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
+        if isinstance(module, BATCH_NORMS) and module.running_mean is None:
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) has no running statistics: it normalizes by the "
                 "batch at hand, so that outputs of single samples have no Jacobian. Use track_running_stats=True, or "
@@ -97,10 +92,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, full precision, ordinary (non-inference) tensors, attention with a forward-mode derivative."""
     training = [m for m in model.modules() if m.training]
     fast = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(full_precision(model))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+    with torch.inference_mode(False), full_precision(model), sdpa_kernel(SDPBackend.MATH):
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -167,8 +159,7 @@ class Linearization(NamedTuple):
 def normal(cotangent: Tensor) -> Tensor:
     """Zero in place of entries below the root of the smallest normal number, relative to the largest.
 
-    Beside the others they are nothing. But on the way back through a network they become subnormal numbers, with which
-    processors are up to a hundred times slower: residuals of samples that a model fits with certainty do that.
+    On the way back through a network they would become subnormal numbers, with which processors are very slow.
     """
     size = cotangent.abs()
     return torch.where(size < torch.finfo(cotangent.dtype).tiny ** 0.5 * size.amax(), 0, cotangent)
@@ -197,9 +188,8 @@ class TangentModel:
         self.size = 0
         own = dict(model.named_parameters())
         for name in self.names:
-            count = own[name].numel()
-            self.slots[name] = Slot(self.size, self.size + count, tuple(own[name].shape))
-            self.size += count
+            self.slots[name] = Slot(self.size, self.size + own[name].numel(), tuple(own[name].shape))
+            self.size = self.slots[name].stop
         self._forward_mode = True
         self._vectorized = True
         self._linearizes = True
@@ -209,12 +199,8 @@ class TangentModel:
         """The same for other parameters, or for a copy of the network."""
         return TangentModel(self.model if model is None else model, names, class_axis=self.class_axis)
 
-    def read(self, found: Any, batch: int) -> Tensor:
-        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
-        return as_outputs(found, batch, self.class_axis)
-
     def checked(self, found: Any, batch: int) -> Tensor:
-        """The same, with NaN and infinite values refused."""
+        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, all finite."""
         return check_outputs(found, batch, self.class_axis)
 
     def in_own_shape(self, inputs: Any, values: Tensor) -> Tensor:
@@ -222,15 +208,20 @@ class TangentModel:
         with evaluating(self.model), torch.no_grad():
             args, kwargs = arguments(rows_of(inputs, slice(0, 1)))
             found = self.model(*args, **kwargs)
-        return in_own_shape(values, raw_shape(found, self.class_axis), self.class_axis)
+        return in_own_shape(values, tensor_in(found, self.class_axis).shape, self.class_axis)
+
+    def point(self) -> Tensor:
+        """The linearization point, ``[size]``."""
+        return self.flatten(self.parameters())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The chosen parameters by name, without gradient history; shared with the module."""
+        weights = self.weights()
+        return {name: weights[name] for name in self.names}
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, without gradient history; shared with the module."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
-
-    def point(self) -> Tensor:
-        """The linearization point, ``[size]``."""
-        return self.flatten(self.weights())
 
     def fingerprint(self) -> str:
         """A digest of all parameters and buffers: two networks with the same one compute the same function."""
@@ -254,18 +245,13 @@ class TangentModel:
 
     def function(self, inputs: Any) -> Callable[[dict[str, Tensor]], Tensor]:
         """The outputs on ``inputs`` as a function of the chosen parameters."""
-        weights = self.weights()
+        weights, (args, kwargs) = self.weights(), arguments(inputs)
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
-            args, kwargs = arguments(inputs)
-            return self.read(functional_call(self.model, {**weights, **parameters}, args, kwargs), batch_size(inputs))
+            found = functional_call(self.model, {**weights, **parameters}, args, kwargs)
+            return as_outputs(found, batch_size(inputs), self.class_axis)
 
         return outputs
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The chosen parameters by name."""
-        weights = self.weights()
-        return {name: weights[name] for name in self.names}
 
     def outputs(self, inputs: Any) -> Tensor:
         """``f(x)`` at the linearization point, ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
@@ -313,14 +299,13 @@ class TangentModel:
         with torch.enable_grad():
             pullback = vjp(self.function(inputs), self.parameters())[1]
             (gradient,) = pullback(cotangent)
-        return self.flatten({name: _own(g, inputs) for name, g in gradient.items()})
+        return _own(self.flatten(gradient), inputs)
 
     def linearize(self, inputs: Any) -> Linearization:
         """The network on a batch, run once for all products that follow.
 
-        Where an operator cannot be linearized ahead, products run the network again, as :meth:`jvp` does. That is tried
-        on a few products with the first batch of a structure, for torch's ``linearize`` gives wrong ones for some
-        operators (``nn.LSTM``, where they even change from call to call), and no error.
+        Where an operator cannot be linearized ahead, products run the network again, as :meth:`jvp` does. torch's
+        ``linearize`` gives wrong products for some (``nn.LSTM``): the first batch of a structure is tried on a few.
         """
         load_forward_mode()
         function, point = self.function(inputs), self.parameters()
@@ -329,40 +314,45 @@ class TangentModel:
         outputs = check_outputs(outputs.detach(), batch_size(inputs))
 
         def pull(cotangent: Tensor) -> Tensor:
-            (gradient,) = pullback(cotangent)
-            return self.flatten({name: g.detach() for name, g in gradient.items()})
+            return self.flatten(pullback(cotangent)[0]).detach()
 
         def again(vector: Tensor) -> Tensor:
             return self.jvp(inputs, vector)[1]
 
-        if not (self._forward_mode and self._linearizes):
+        found = self._pushforward(function, point) if self._forward_mode and self._linearizes else None
+        kind = structure(inputs)
+        self._linearizes = found is not None and (kind in self._tried or self._agree(found, again))
+        if found is None or not self._linearizes:
             return Linearization(outputs, again, pull)
+        self._tried.add(kind)
+        return Linearization(outputs, found, pull)
+
+    def _pushforward(
+        self, function: Callable[[dict[str, Tensor]], Tensor], point: dict[str, Tensor]
+    ) -> Callable[[Tensor], Tensor] | None:
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own about how it folds constants
                 pushforward = linearize(function, point)[1]
         except (NotImplementedError, RuntimeError):
-            self._linearizes = False
-            return Linearization(outputs, again, pull)
+            return None
 
         def push(vector: Tensor) -> Tensor:
             with torch.no_grad():
                 found: Tensor = pushforward(self.unflatten(vector))
             return found
 
-        kind = structure(inputs)
-        if kind in self._tried:
-            return Linearization(outputs, push, pull)
+        return push
+
+    def _agree(self, push: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor]) -> bool:
+        """Whether products are those of :meth:`jvp`, also in later calls."""
         trial = self.point()
         trial = torch.randn(trial.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(trial)
         expected, limit = again(trial), 1e-9 if trial.dtype == torch.float64 else 1e-3
-        for factor in (1.0, -3.0, 0.0, 1.0):
-            difference = (push(factor * trial) - factor * expected).norm()
-            if not float(difference) <= limit * float(expected.norm()):
-                self._linearizes = False
-                return Linearization(outputs, again, pull)
-        self._tried.add(kind)
-        return Linearization(outputs, push, pull)
+        return all(
+            float((push(factor * trial) - factor * expected).norm()) <= limit * float(expected.norm())
+            for factor in (1.0, -3.0, 0.0, 1.0)
+        )
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """The transposed Jacobian of every sample times its own cotangent, ``[batch, size]``.
@@ -371,20 +361,18 @@ class TangentModel:
         """
         point = self.parameters()
 
-        def one(row: Any, direction: Tensor) -> dict[str, Tensor]:
+        def one(row: Any, direction: Tensor) -> Tensor:
             pullback = vjp(self.function(mapped(lambda own: own.unsqueeze(0), row)), point)[1]
-            return pullback(direction.unsqueeze(0))[0]
+            return self.flatten(pullback(direction.unsqueeze(0))[0])
 
-        with torch.enable_grad():
-            if self._vectorized:
-                try:
-                    gradients = vmap(one)(inputs, cotangent)
-                    flat = [gradients[name].reshape(len(cotangent), -1) for name in self.names]
-                    return _own(torch.cat(flat, dim=1), inputs)
-                except RuntimeError:  # an operator that cannot be vectorized; others fail again below
-                    self._vectorized = False
-            rows = [rows_of(inputs, slice(i, i + 1)) for i in range(len(cotangent))]
-            return torch.stack([self.vjp(row, cotangent[i : i + 1]) for i, row in enumerate(rows)])
+        if self._vectorized:
+            try:
+                with torch.enable_grad():
+                    return _own(vmap(one)(inputs, cotangent), inputs)
+            except RuntimeError:  # an operator that cannot be vectorized; others fail again below
+                self._vectorized = False
+        rows = [slice(i, i + 1) for i in range(len(cotangent))]
+        return torch.stack([self.vjp(rows_of(inputs, row), cotangent[row]) for row in rows])
 
 
 def _own(found: Tensor, inputs: Any) -> Tensor:
@@ -426,7 +414,7 @@ class LastLayerModel(TangentModel):
         return LastLayerModel(self.model if model is None else model, self.layer, class_axis=self.class_axis)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """The layer's input with a 1 for the bias ``[batch, features]``, and the outputs.
+        """The layer's input ``[batch, ..., features]``, and the outputs.
 
         Raises:
             ValueError: where the layer's output is not the network's output.
@@ -439,63 +427,50 @@ class LastLayerModel(TangentModel):
             outputs = self.outputs(inputs)
         finally:
             handle.remove()
-        if len(seen) != 1 or seen[0][1].shape != outputs.shape or not torch.equal(seen[0][1], outputs):
+        if len(seen) != 1 or not _equal(seen[0][1], outputs):
             raise ValueError(
                 f"the output of {self.layer!r} is not the network's output (something follows it, or it is used "
                 "several times): choose curvature='full' or 'kfac' with parameters=[...] instead of 'last_layer'"
             )
         return seen[0][0], outputs
 
-    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs, and the layer applied with the vector's weights."""
-        features, outputs = self.features(inputs)
-        return outputs, self._apply(features, vector)
-
-    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
-        """The layer applied with the weights of each vector."""
-        features, _ = self.features(inputs)
-        return torch.stack([self._apply(features, vector) for vector in vectors])
-
     def linearize(self, inputs: Any) -> Linearization:
         """The layer's inputs, which are its Jacobian."""
         features, outputs = self.features(inputs)
 
+        def push(vector: Tensor) -> Tensor:
+            own = self.unflatten(vector)
+            return nn.functional.linear(features, own[self._weight], own.get(self._bias))
+
         def pull(cotangent: Tensor) -> Tensor:
-            return self._pulled(features, cotangent)
+            rows = cotangent.flatten(0, -2)
+            return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
 
-        return Linearization(outputs, lambda vector: self._apply(features, vector), pull)
+        return Linearization(outputs, push, pull)
 
-    def _apply(self, features: Tensor, vector: Tensor) -> Tensor:
-        own = self.unflatten(vector)
-        return nn.functional.linear(features, own[self._weight], own.get(self._bias))
+    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, and the layer applied with the vector's weights."""
+        own = self.linearize(inputs)
+        return own.outputs, own.push(vector)
+
+    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
+        """The layer applied with the weights of each vector."""
+        return torch.stack([*map(self.linearize(inputs).push, vectors)])
 
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Sum of the outer products of cotangents and features."""
-        return self._pulled(self.features(inputs)[0], cotangent)
-
-    def _pulled(self, features: Tensor, cotangent: Tensor) -> Tensor:
-        rows = cotangent.flatten(0, -2)
-        return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
+        return self.linearize(inputs).pull(cotangent)
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Outer product of each sample's cotangent and features, summed over its positions."""
-        features, _ = self.features(inputs)
-        if cotangent.ndim == 3:
-            parts = {self._weight: (cotangent.mT @ features).flatten(1), self._bias: cotangent.sum(1)}
-        else:
-            parts = {
-                self._weight: (cotangent.unsqueeze(-1) * features.unsqueeze(-2)).flatten(1),
-                self._bias: cotangent,
-            }
+        features, count = self.features(inputs)[0], len(cotangent)
+        rows, columns = (t.reshape(count, -1, t.shape[-1]) for t in (features, cotangent))
+        parts = {self._weight: (columns.mT @ rows).flatten(1), self._bias: columns.sum(1)}
         return torch.cat([parts[name] for name in self.names], dim=1)
 
 
 def last_linear(model: nn.Module) -> str:
-    """Name of the last linear layer in the order of definition.
-
-    Raises:
-        ValueError: where there is none.
-    """
+    """Name of the last linear layer in the order of definition; a ``ValueError`` where there is none."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not found:
         raise ValueError("the model has no nn.Linear layer, so that there is no last layer with a closed form")
@@ -503,29 +478,24 @@ def last_linear(model: nn.Module) -> str:
 
 
 def last_module(model: nn.Module) -> str:
-    """Name of the module that owns the last parameters, in the order of definition.
-
-    Raises:
-        ValueError: no parameters at all.
-    """
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    """Name of the module that owns the last parameters in the order of definition; a ``ValueError`` without any."""
+    owners = _owners(model)
     if not owners:
         raise ValueError("the model has no parameters, so that it has no last layer")
-    return owners[-1].partition(".parametrizations.")[0]
+    return owners[-1]
 
 
 def last_called(model: nn.Module, inputs: Any) -> str:
     """Name of the module with parameters that finishes last in a forward pass, apart from those that contain another.
 
-    Only the innermost counts: a transformer that owns its class token finishes after its head, and contains it.
+    A transformer that owns its class token finishes after its head, and contains it.
     """
-    order = [name for name, _ in _called(model, inputs)]
-    owners = {name.rpartition(".")[0].partition(".parametrizations.")[0] for name, _ in model.named_parameters()}
-    called = [name for name in order if name in owners]
-    innermost = [
-        n for n in called if not any(other != n and other.startswith(n + "." if n else "") for other in called)
-    ]
-    return innermost[-1] if innermost else last_module(model)
+    owners = set(_owners(model))
+    called = [name for name, _ in _called(model, inputs) if name in owners]
+    for name in reversed(called):
+        if not any(other != name and other.startswith(f"{name}." if name else "") for other in called):
+            return name
+    return last_module(model)
 
 
 def closed_form_layer(model: nn.Module, inputs: Any) -> str:
@@ -535,20 +505,21 @@ def closed_form_layer(model: nn.Module, inputs: Any) -> str:
         ValueError: no linear layer at all.
     """
     called = _called(model, inputs)
-    final = called[-1][1] if called else None
-    found = [
-        name
-        for name, output in called
-        if name and isinstance(model.get_submodule(name), nn.Linear) and _is_output(output, final)
-    ]
-    return found[-1] if found else last_linear(model)
+    final = tensor_in(called[-1][1])
+    for name, output in reversed(called):
+        if name and isinstance(model.get_submodule(name), nn.Linear) and _equal(output, final):
+            return name
+    return last_linear(model)
 
 
-def _is_output(output: Any, final: Any) -> bool:
-    for inner in (final, getattr(final, "logits", None), final.get("logits") if isinstance(final, Mapping) else None):
-        if isinstance(inner, Tensor) and isinstance(output, Tensor) and inner.shape == output.shape:
-            return torch.equal(inner, output)
-    return False
+def _equal(output: Tensor, other: Tensor) -> bool:
+    return output.shape == other.shape and torch.equal(output, other)
+
+
+def _owners(model: nn.Module) -> list[str]:
+    """Modules with parameters in the order of definition; what a parametrization owns is its module's."""
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    return [name.partition(".parametrizations.")[0] for name in owners]
 
 
 def _called(model: nn.Module, inputs: Any) -> list[tuple[str, Any]]:

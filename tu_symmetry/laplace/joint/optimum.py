@@ -1,4 +1,4 @@
-"""Precisions by the evidence: at the linearization point, or at the joint stationary point of weights and precisions.
+"""Precisions by the evidence: at the network's weights, or at the joint stationary point of weights and precisions.
 
 All functions take a :class:`~tu_symmetry.laplace.fitted.FittedLaplace` and give another one.
 """
@@ -6,7 +6,7 @@ All functions take a :class:`~tu_symmetry.laplace.fitted.FittedLaplace` and give
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,51 +18,12 @@ from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.joint.data import BUDGET, TrainingData
 from tu_symmetry.laplace.joint.informative import ENOUGH_ROWS, MOST_ROWS
-from tu_symmetry.laplace.joint.search import Joint, joint_optimum
+from tu_symmetry.laplace.joint.search import Joint, Progress, joint_optimum
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.memory import free_memory
 
-Progress = Callable[[dict[str, Any]], None]
-
 MOST_DIRECTIONS = 1000
-
-
-def default_tolerance(fitted: FittedLaplace) -> float:
-    """Largest change of a log precision at convergence."""
-    return 1e-6 if fitted.theta.dtype == torch.float64 else 3e-2
-
-
-def default_mode_tolerance(fitted: FittedLaplace) -> float:
-    """Gradient norm of the weights at convergence, in posterior standard deviations of the approximation.
-
-    Half its square would be the nats that are missing, were the curvature exact.
-    """
-    return 1e-6 if fitted.theta.dtype == torch.float64 else 0.2
-
-
-def default_memory(theta: Tensor) -> int:
-    """Bytes for the training data and what the search for the joint optimum keeps of them.
-
-    2 GiB, and for large networks more, up to half of what is free on the device: so much that what is left of it for
-    gradients of informative observations (:func:`_for_rows`) holds enough of them.
-    """
-    rows = ENOUGH_ROWS * theta.element_size() * theta.numel()
-    if rows <= _for_rows(BUDGET):
-        return BUDGET
-    wanted = min(2 * rows, BUDGET + rows)
-    free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
-    all_reduce(free)  # of several processes the mean: all have to go the same way
-    each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
-    return max(BUDGET, min(wanted, int(each / 2)))
-
-
-def _for_rows(memory: int) -> int:
-    """Bytes of it for gradients of informative observations: half, or all but :data:`BUDGET`, where that is more.
-
-    Networks that want so much gain more from rows than from kept linearizations.
-    """
-    return max(memory // 2, memory - BUDGET)
 
 
 def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace, EvidenceResult]:
@@ -107,14 +68,22 @@ def at_joint_mode(
 ) -> tuple[FittedLaplace, EvidenceResult]:
     """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
 
-    Returns:
-        The point that was reached, and how.
+    Args:
+        fitted: where the search starts.
+        loader: the data of the fit.
+        hyperprior: on the log precisions.
+        max_iterations: largest number of directions; None for 1,000.
+        tolerance: largest change of a log precision at convergence; None for 1e-6 in double precision, else 0.03.
+        mode_tolerance: gradient norm of the weights at convergence, in posterior standard deviations of the
+            approximation; None for 1e-6, or 0.2.
+        memory: bytes for data, linearizations and gradients; None for 2 GiB, and more for large networks.
+        progress: called after every pass over the data.
 
     Raises:
         ValueError: other data than those of the fit.
     """
     fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
-    change = tolerance or default_tolerance(fitted)
+    change = tolerance or (1e-6 if fitted.theta.dtype == torch.float64 else 3e-2)
     found = _searched(fitted, loader, change, mode_tolerance, max_iterations, memory, progress)
     solution = found.fitted.solution
     return found.fitted, EvidenceResult(
@@ -138,17 +107,34 @@ def _searched(
     *,
     weights_alone: bool = False,
 ) -> Joint:
-    memory = default_memory(fitted.theta) if memory is None else memory
-    rows = min(_for_rows(memory), MOST_ROWS * fitted.theta.element_size() * fitted.theta.numel())
+    theta = fitted.theta
+    memory = _memory(theta) if memory is None else memory
+    rows = min(_for_rows(memory), MOST_ROWS * theta.element_size() * theta.numel())
     with evaluating(fitted.model):
         data = TrainingData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows, most=memory)
         return joint_optimum(
             fitted,
             data,
             tolerance=tolerance,
-            mode_tolerance=mode_tolerance or default_mode_tolerance(fitted),
+            mode_tolerance=mode_tolerance or (1e-6 if theta.dtype == torch.float64 else 0.2),
             max_iterations=MOST_DIRECTIONS if max_iterations is None else max_iterations,
             memory=min(rows, memory - data.size),
             weights_alone=weights_alone,
             progress=progress,
         )
+
+
+def _memory(theta: Tensor) -> int:
+    """2 GiB; where that holds too few gradients of informative observations, up to half of the device's free memory."""
+    rows = ENOUGH_ROWS * theta.element_size() * theta.numel()
+    if rows <= _for_rows(BUDGET):
+        return BUDGET
+    free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
+    all_reduce(free)  # of several processes the mean: all have to go the same way
+    each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
+    return max(BUDGET, min(2 * rows, BUDGET + rows, int(each / 2)))
+
+
+def _for_rows(memory: int) -> int:
+    """Bytes of it for gradients of informative observations: half, or all but :data:`BUDGET`, where that is more."""
+    return max(memory // 2, memory - BUDGET)
