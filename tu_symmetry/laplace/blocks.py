@@ -262,7 +262,7 @@ def decompose(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decompose_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for ``rows^T rows`` of few rows ``[..., number, size]``, ``number <= size``: of ``Q [R; 0] = rows^T``."""
+    """The same for ``rows^T rows`` of few rows ``[..., number, size]``, ``number <= size``, by a QR decomposition."""
     number, size = rows.shape[-2:]
     basis, triangle = torch.linalg.qr(rows.mT, mode="complete")
     triangle = triangle[..., :number, :]

@@ -271,7 +271,7 @@ def require_room(tangent: TangentModel, options: Options, *, groups: int, whole:
             point.device,
             f"a Kronecker-factored curvature of {len(matrices)} layers, the widest of which, {widest.name!r}, has "
             f"matrices of {widest.features} features and {widest.outputs} outputs,",
-            f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag', which is as large as the network",
+            f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag'",
         )
 
 
@@ -354,7 +354,7 @@ class _Factors:
         for part, key in ((self.layer.weight, "weight"), (self.layer.bias, "bias")):
             if part is None:
                 continue
-            start, number = tangent.slots[part.parameter].start + part.offset, groups.of[part.parameter]
+            start, number = part.place(tangent.slots).start, groups.of[part.parameter]
             if key == "weight" and self.inputs is not None:
                 values, vectors = self.inputs.decompose()
                 output_values, output_vectors = decompose(self.sums.found["outputs"])

@@ -19,7 +19,7 @@ def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, 
 
     Raises:
         TypeError: batches that are neither pairs nor mappings with targets.
-        ValueError: a loader without batches.
+        ValueError: a loader without samples.
     """
     empty = True
     for batch in loader:
@@ -71,11 +71,7 @@ def all_reduce(*tensors: Tensor) -> None:
 
 @contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Where one process fails, all do: none waits for ever for sums that will not come.
-
-    Raises:
-        RuntimeError: another process failed; it raises its own error.
-    """
+    """Where one process fails, all do (a ``RuntimeError``): none waits for ever for sums that will not come."""
     error: Exception | None = None
     try:
         yield

@@ -1,7 +1,8 @@
 """The evidence of the tangent linear model, as a function of prior precisions and noise variance.
 
-With ``n_g = ||theta_g||^2``, eigenvalues ``s`` of the curvature, ``rho = log lambda``, ``tau = log v``, and noise terms
-for regression only, ``-log Z = loss / v + (m / 2) log(2 pi v) + 1/2 sum_g [lambda_g n_g + sum log(1 + s / (v lambda_g))]``.
+With ``n_g = ||theta_g||^2``, eigenvalues ``s`` of the curvature, and noise terms for regression only, it is ``-log Z =
+loss / v + (m / 2) log(2 pi v) + 1/2 sum_g [lambda_g n_g + sum log(1 + s / (v lambda_g))]``, convex in ``rho = log
+lambda`` and ``tau = log v``.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _Hessian:
 class Determinants(ABC):
     """What the evidence needs of the curvature: ``log det(H / v + Lambda) - log det Lambda`` and its derivatives."""
 
-    entries = 0  # whose shares in the gradient are rounded; 0 where that does not change the gradient's sign
+    entries = 0  # by whose rounding the gradient can have the wrong sign
 
     @abstractmethod
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
@@ -180,8 +181,8 @@ class Determinants(ABC):
     ) -> tuple[Tensor, float]:
         """The log precisions that minimize ``-log Z - log hyperprior`` for fixed weights; with ``noise``, ``tau`` too.
 
-        Newton's method with backtracking from ``rho`` and ``tau``, within the bounds of the hyperprior. The objective is
-        convex. Where a step promises less than rounding error, it is taken as it is, and ends the search if it is short.
+        Newton's method with backtracking from ``rho`` and ``tau``, within the bounds of the hyperprior. Where a step
+        promises less than rounding error, it is taken as it is, and ends the search if it is short.
         """
         bound, weight = math.log(hyperprior.cap), hyperprior.weight
         ends = (tau, tau) if noise is None else (noise.lowest(), noise.lowest() + _NOISE_RANGE)
@@ -267,7 +268,7 @@ class Spectrum(Determinants):
         return float(self.counts @ torch.nn.functional.softplus(self.logs - tau - rho[self.groups]))
 
     def slopes(self, rho: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-        """Sums of ``s / (s + v lambda)`` and of ``s v lambda / (s + v lambda)^2`` over the eigenvalues of every group."""
+        """Sums of ``s / (s + v lambda)`` and ``s v lambda / (s + v lambda)^2`` over the eigenvalues of every group."""
         shares = torch.sigmoid(self.logs - tau - rho[self.groups])
         counted = self.counts * shares
         sums = rho.new_zeros(2, self.count).index_add_(1, self.groups, torch.stack([counted, counted * (1 - shares)]))

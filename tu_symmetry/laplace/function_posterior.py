@@ -142,7 +142,7 @@ def _layered_covariance(
     starts = {block.start: block for block in posterior.blocks}
 
     def block_of(part: Part) -> Block:
-        return starts[tangent.slots[part.parameter].start + part.offset]
+        return starts[part.place(tangent.slots).start]
 
     def add(part: Part, vectors: Tensor) -> None:
         white = posterior.whiten(block_of(part), vectors.unflatten(0, (-1, count)).transpose(0, 1))
@@ -222,7 +222,9 @@ def _add_pairs(covariance: Tensor, g: Tensor, a: Tensor, variance: Tensor) -> No
     covariance += (joint + joint.mT) / 2
 
 
-def _add_embedding(covariance: Tensor, layer: EmbeddingLayer, deviation: Tensor, rows: Tensor, gradients: Tensor) -> None:
+def _add_embedding(
+    covariance: Tensor, layer: EmbeddingLayer, deviation: Tensor, rows: Tensor, gradients: Tensor
+) -> None:
     deviation = deviation.view(layer.entries, layer.features)
     found = [layer.summed(rows, gradient) for gradient in gradients]
     pairs = found[0][1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tu_symmetry.laplace.patches import CONVOLUTIONS, gram, patches_of
-from tu_symmetry.laplace.tangent import BATCH_NORMS
+from tu_symmetry.laplace.tangent import BATCH_NORMS, Slot
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -39,6 +39,11 @@ class Part:
     def size(self) -> int:
         """Number of entries."""
         return math.prod(self.shape)
+
+    def place(self, slots: Mapping[str, Slot]) -> slice:
+        """Where it lies in the flat vector."""
+        start = slots[self.parameter].start + self.offset
+        return slice(start, start + self.size)
 
 
 class Layer(ABC):
