@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from tu_symmetry.laplace.moments import InputMoments
 
 from tu_symmetry.laplace.blocks import decompose_rows
 from tu_symmetry.laplace.layers import MatrixLayer
-from tu_symmetry.laplace.moments import InputMoments
 from tu_symmetry.laplace.patches import ShiftedGrams, gram, patches_of, positions_of
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

@@ -47,9 +47,9 @@ def attention_projections(path: str, module: nn.MultiheadAttention, chosen: set[
     found.append(("out", shape, Part(f"{path}.out_proj.weight", shape), Part(f"{path}.out_proj.bias", (width,))))
     projections = []
     for role, shape, *parts in found:
-        weight, bias = (part if part.parameter in chosen else None for part in parts)
-        if weight is not None or bias is not None:
-            projections.append(AttentionProjection(path, role, shape, weight, bias))
+        own = [part if part.parameter in chosen else None for part in parts]
+        if any(own):
+            projections.append(AttentionProjection(path, role, shape, *own))
     return projections
 
 

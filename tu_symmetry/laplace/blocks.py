@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -69,7 +69,8 @@ class Block(ABC):
 
     def on(self, device: torch.device) -> Block:
         """The same block with its tensors on a device."""
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
     def precisions(self, log_precision: Tensor, noise: float) -> Tensor:
         """``s / noise + lambda`` in the shape of the eigenvalues."""

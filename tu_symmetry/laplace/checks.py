@@ -6,18 +6,15 @@ see (``F.linear(h, self.table.weight)``). Comparing them with automatic differen
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from types import MethodType
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
-from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
+from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import Layer, UnsupportedLayerError
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
@@ -28,7 +25,6 @@ from tu_symmetry.laplace.tangent import (
 from tu_symmetry.modules import uncopyable
 
 _SAMPLES = 4
-_COPIED = 1 << 28  # parameters of the largest network that is copied to double precision (2 GiB)
 
 
 def require_module(model: Any) -> None:
@@ -104,25 +100,23 @@ def examine(
     if layered:
         find_layers(model, names)  # what it refuses by name may not run at all
     with evaluating(model):
-        _require_a_function(tangent.over(names), inputs)
-        exact, values, outputs = _in_double(tangent, inputs)
-        with evaluating(exact.model):
-            generator = torch.Generator().manual_seed(0)
-            cotangent = torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu").to(outputs)
-            expected = _gradient(exact, values, cotangent)
-            _require_gradients(exact, values, outputs, expected)
-            if functional:
-                with _differentiating():
-                    exact.vjp(values, cotangent)
-            if isinstance(exact, LastLayerModel) and _differing(exact, expected, exact.vjp(values, cotangent)):
-                raise ValueError(
-                    f"the weights of the last layer {exact.layer!r} are read elsewhere in the network too, or its "
-                    "forward is not that of nn.Linear: choose curvature='full' or 'diag' with parameters=[...]"
-                )
-            if not layered:
-                return (), ()
-            layers = find_layers(exact.model, names)
-            whole = _differing(exact, expected, _recovered(exact, layers, values, outputs, cotangent))
+        _require_a_function(tangent, inputs)
+        outputs = tangent.outputs(inputs)
+        cotangent = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(outputs)
+        expected = _gradient(tangent, inputs, cotangent)
+        _require_gradients(tangent, inputs, outputs, expected)
+        if functional:
+            with _differentiating():
+                tangent.vjp(inputs, cotangent)
+        if isinstance(tangent, LastLayerModel) and _differing(tangent, expected, tangent.vjp(inputs, cotangent)):
+            raise ValueError(
+                f"the weights of the last layer {tangent.layer!r} are read elsewhere in the network too, or its "
+                "forward is not that of nn.Linear: choose curvature='full' or 'diag' with parameters=[...]"
+            )
+        if not layered:
+            return (), ()
+        layers = find_layers(model, names)
+        whole = _differing(tangent, expected, _recovered(tangent, layers, inputs, outputs, cotangent))
     claimed = {part.parameter for layer in layers for part in (layer.weight, layer.bias) if part is not None}
     every = [p for _, p in model.named_parameters(remove_duplicate=False)]
     tied = {name for name, p in model.named_parameters() if sum(own is p for own in every) > 1}
@@ -157,28 +151,6 @@ def _require_a_function(tangent: TangentModel, inputs: Any) -> None:
                 "the network's output of a sample depends on the other samples of its batch: it normalizes by the "
                 "batch, mixes samples, or takes another axis for the batch. Make it treat samples one by one"
             )
-
-
-def _in_double(tangent: TangentModel, inputs: Any) -> tuple[TangentModel, Any, Tensor]:
-    """The network in double precision where it can be copied and run there, else itself; inputs and outputs."""
-    model, names = tangent.model, tangent.names
-    if sum(p.numel() for p in model.parameters()) <= _COPIED:
-        with suppress(Exception):  # constants in single precision, modules that cannot be copied
-            exact = tangent.over(names, copy.deepcopy(model, _shared(model)).double())
-            values = mapped(lambda own: own.double() if own.is_floating_point() else own, inputs)
-            with evaluating(exact.model):
-                outputs = exact.outputs(values)
-            if outputs.dtype == torch.float64:
-                return exact, values, outputs
-    own = tangent.over(names)
-    return own, inputs, own.outputs(inputs)
-
-
-def _shared(model: nn.Module) -> dict[int, Any]:
-    """What a copy of the network shares with it: objects that hold neither weights nor modules, as a trainer."""
-    copied = (Tensor, nn.Module, list, dict, tuple, set, MethodType, partial)
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    return {id(value): value for value in attributes if not isinstance(value, copied)}
 
 
 @contextmanager

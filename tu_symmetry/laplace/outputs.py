@@ -1,7 +1,7 @@
 """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, and back.
 
-For example, images with ``[batch, classes, height, width]`` are read as ``[batch, height * width, classes]``, pixels row
-by row, and predictions are given back in the network's own shape.
+For example, ``[batch, classes, height, width]`` is read as ``[batch, height * width, classes]``, pixels row by row, and
+predictions are given back in the network's own shape.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def class_axis_of(axes: int, class_axis: int | None) -> int:
 
 
 def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
-    """What a network returns (see :func:`tensor_in`), as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``.
+    """What a network returns, see :func:`tensor_in`, as ``[batch, outputs]`` or ``[batch, positions, outputs]``.
 
     Raises:
         TypeError: something else than a tensor of real numbers, in half precision for example.

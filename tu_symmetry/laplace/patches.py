@@ -51,8 +51,7 @@ _Run = tuple[int, tuple[int, ...], int, int]
 
 @cache
 def _runs(size: int, positions: int, kernel: int, dilation: int, low: int) -> list[_Run]:
-    """Runs of entries along one axis at which the same pairs of taps meet; at position ``p`` tap ``t`` meets
-    entry ``p + dilation * t - low``."""
+    """Runs along one axis; at position ``p`` tap ``t`` meets entry ``p + dilation * t - low``."""
     found = []
     for shift in range(1 - kernel, kernel):
         pairs = []
@@ -71,9 +70,9 @@ def _runs(size: int, positions: int, kernel: int, dilation: int, low: int) -> li
 class ShiftedGrams:
     """``sum a a^T`` over the patches of a convolution with stride 1, from products of its input with shifts of itself.
 
-    The entry of taps ``t`` and ``t'`` is the sum of ``x[u] x[u + d]^T`` over the entries ``u`` that the first one meets,
-    ``d`` being the shift between them. Every axis is cut into runs at which the same pairs of taps meet, so that each
-    product is made once: less than 13 of channels for each position of a 3 x 3 kernel, where the patches' take 81.
+    Taps ``t`` and ``t'`` have the sum of ``x[u] x[u + d]^T`` over the entries ``u`` that the first one meets, ``d``
+    being the shift between them. Every axis is cut into runs at which the same pairs of taps meet, so that each product
+    is made once: less than 13 of channels for each position of a 3 x 3 kernel, where the patches' take 81.
     """
 
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
@@ -124,9 +123,11 @@ class ShiftedGrams:
             shift = [step for step, _ in key]
             for taps in product(*(own for _, own in key)):
                 others = tuple(tap + step for tap, step in zip(taps, shift, strict=True))
-                found[(every, *taps, every, *others, every)] += entry
+                pair: tuple[slice | int, ...] = (every, *taps, every, *others, every)
+                found[pair] += entry
                 if any(shift):
-                    found[(every, *others, every, *taps, every)] += entry.mT
+                    pair = (every, *others, every, *taps, every)
+                    found[pair] += entry.mT
         number = math.prod(kernel)
         found = found.view(-1, number, self.channels, number, self.channels)
         return found.permute(0, 2, 1, 4, 3).reshape(-1, number * self.channels, number * self.channels)

@@ -469,57 +469,33 @@ class LastLayerModel(TangentModel):
         return torch.cat([parts[name] for name in self.names], dim=1)
 
 
-def last_linear(model: nn.Module) -> str:
-    """Name of the last linear layer in the order of definition; a ``ValueError`` where there is none."""
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not found:
-        raise ValueError("the model has no nn.Linear layer, so that there is no last layer with a closed form")
-    return found[-1]
+def last_layer(model: nn.Module, inputs: Any = None, *, linear: bool = False) -> str:
+    """Name of the innermost module with parameters that finishes last in a forward pass, or else is defined last.
 
-
-def last_module(model: nn.Module) -> str:
-    """Name of the module that owns the last parameters in the order of definition; a ``ValueError`` without any."""
-    owners = _owners(model)
-    if not owners:
-        raise ValueError("the model has no parameters, so that it has no last layer")
-    return owners[-1]
-
-
-def last_called(model: nn.Module, inputs: Any) -> str:
-    """Name of the module with parameters that finishes last in a forward pass, apart from those that contain another.
-
-    A transformer that owns its class token finishes after its head, and contains it.
-    """
-    owners = set(_owners(model))
-    called = [name for name, _ in _called(model, inputs) if name in owners]
-    for name in reversed(called):
-        if not any(other != name and other.startswith(f"{name}." if name else "") for other in called):
-            return name
-    return last_module(model)
-
-
-def closed_form_layer(model: nn.Module, inputs: Any) -> str:
-    """Name of the linear layer whose output is the network's output; where there is none, of the last that is defined.
+    With ``linear`` it is the linear layer whose output is the network's output.
 
     Raises:
-        ValueError: no linear layer at all.
+        ValueError: no such module.
     """
-    called = _called(model, inputs)
-    final = tensor_in(called[-1][1])
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)]
+    owners = [name.partition(".parametrizations.")[0] for name in owners]
+    if linear:
+        owners = [name for name in owners if isinstance(model.get_submodule(name), nn.Linear)]
+    if not owners:
+        what = "nn.Linear layer" if linear else "parameters"
+        raise ValueError(f"the model has no {what}, so that there is no last layer with a closed form")
+    called = [] if inputs is None else _called(model, inputs)
     for name, output in reversed(called):
-        if name and isinstance(model.get_submodule(name), nn.Linear) and _equal(output, final):
+        if name not in owners:
+            continue
+        inside = [other for other, _ in called if other != name and other.startswith(f"{name}." if name else "")]
+        if _equal(output, tensor_in(called[-1][1])) if linear else not set(inside) & set(owners):
             return name
-    return last_linear(model)
+    return owners[-1]
 
 
 def _equal(output: Tensor, other: Tensor) -> bool:
     return output.shape == other.shape and torch.equal(output, other)
-
-
-def _owners(model: nn.Module) -> list[str]:
-    """Modules with parameters in the order of definition; what a parametrization owns is its module's."""
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
-    return [name.partition(".parametrizations.")[0] for name in owners]
 
 
 def _called(model: nn.Module, inputs: Any) -> list[tuple[str, Any]]:
