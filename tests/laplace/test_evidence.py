@@ -395,7 +395,7 @@ def test_coupled_and_separate_determinants_agree_where_both_apply(hyperprior: Hy
     separate = []
     for start, number, matrix in ((0, 0, first), (5, 1, second)):
         values, vectors = torch.linalg.eigh(matrix)
-        separate.append(DenseBlock("w", start, torch.tensor(number), vectors, values))
+        separate.append(DenseBlock("w", start, torch.tensor(number), values, vectors))
     both = torch.block_diag(first, second)
     coupled = CoupledDeterminants(CoupledBlock("all", 0, groups.spread(torch.arange(2)), both), 2)
     spectrum = Spectrum.of(separate, groups)

@@ -41,9 +41,9 @@ class Block(ABC):
     start: int
     groups: Tensor
 
-    @abstractmethod
     def eigenvalues(self) -> Tensor:
         """Eigenvalues for unit noise variance, in the shape of the coefficients."""
+        raise TypeError(f"a {self.kind} block has no eigenvalues apart from the prior's precisions")
 
     @property
     @abstractmethod
@@ -90,10 +90,7 @@ class Block(ABC):
 class KroneckerBlock(Block):
     """``A x G`` of a weight matrix, or several of them (groups of a convolution), in one prior group.
 
-    Attributes:
-        inputs: eigenvectors of ``A``, ``[matrices, features, features]``.
-        outputs: eigenvectors of ``G``, ``[matrices, outputs, outputs]``.
-        input_values, output_values: their eigenvalues.
+    ``inputs [matrices, features, features]`` are eigenvectors of ``A``, ``outputs [matrices, outputs, outputs]`` of ``G``.
     """
 
     kind: ClassVar[BlockKind] = "kronecker"
@@ -124,35 +121,6 @@ class KroneckerBlock(Block):
 
 
 @dataclass(eq=False)
-class DenseBlock(Block):
-    """A full symmetric matrix in one prior group, ``vectors`` its eigenvectors ``[size, size]``."""
-
-    kind: ClassVar[BlockKind] = "dense"
-    vectors: Tensor
-    values: Tensor
-
-    def __post_init__(self) -> None:
-        self.vectors = self.vectors.contiguous()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(size,)``."""
-        return tuple(self.values.shape)
-
-    def eigenvalues(self) -> Tensor:
-        """The eigenvalues."""
-        return self.values
-
-    def to_basis(self, vectors: Tensor) -> Tensor:
-        """``U^T v``."""
-        return vectors @ self.vectors
-
-    def from_basis(self, coefficients: Tensor) -> Tensor:
-        """``U c``."""
-        return coefficients @ self.vectors.mT
-
-
-@dataclass(eq=False)
 class DiagonalBlock(Block):
     """A diagonal; each entry may have a prior group of its own."""
 
@@ -165,8 +133,27 @@ class DiagonalBlock(Block):
         return tuple(self.values.shape)
 
     def eigenvalues(self) -> Tensor:
-        """The diagonal."""
+        """The diagonal; of a dense block its eigenvalues."""
         return self.values
+
+
+@dataclass(eq=False)
+class DenseBlock(DiagonalBlock):
+    """A full symmetric matrix in one prior group, ``vectors`` its eigenvectors ``[size, size]``."""
+
+    kind: ClassVar[BlockKind] = "dense"
+    vectors: Tensor
+
+    def __post_init__(self) -> None:
+        self.vectors = self.vectors.contiguous()
+
+    def to_basis(self, vectors: Tensor) -> Tensor:
+        """``U^T v``."""
+        return vectors @ self.vectors
+
+    def from_basis(self, coefficients: Tensor) -> Tensor:
+        """``U c``."""
+        return coefficients @ self.vectors.mT
 
 
 @dataclass(eq=False)
@@ -185,10 +172,6 @@ class CoupledBlock(Block):
     def shape(self) -> tuple[int, ...]:
         """``(size,)``."""
         return (len(self.matrix),)
-
-    def eigenvalues(self) -> Tensor:
-        """There are none apart from the prior."""
-        raise TypeError("a coupled block has no eigenvalues apart from the prior's precisions")
 
     def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
         """``(L^-1/2, V, e)``."""
@@ -241,10 +224,6 @@ class Posterior:
     def sample(self, noise: Tensor) -> Tensor:
         """Samples from standard normal ``noise`` ``[..., size]``."""
         return self._apply(noise, -0.5)
-
-    def whiten(self, block: Block, vectors: Tensor) -> Tensor:
-        """See :meth:`Block.whiten`."""
-        return block.whiten(vectors, self.log_precision, self.noise)
 
     def _apply(self, vectors: Tensor, power: float) -> Tensor:
         pieces = [b.apply(vectors[..., b.start : b.stop], power, self.log_precision, self.noise) for b in self.blocks]

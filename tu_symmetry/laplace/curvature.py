@@ -6,6 +6,7 @@ factors follow arXiv 2311.00636; parameters of modules that have none get their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
-from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.laplace.tangent import Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
@@ -118,112 +119,67 @@ def fit_curvature(
     """
     require_separable(options.curvature, weights=groups.weights)
     require_room(tangent, options, groups=len(groups), whole=whole)
-    one_pass = _Pass(tangent, likelihood, options, generator, progress)
-    data, count = loader if first_pass is None else first_pass, count_of(loader)
-    with evaluating(tangent.model):
-        if options.curvature in ("full", "last_layer"):
-            matrix = torch.zeros(tangent.size, tangent.size, dtype=tangent.point().dtype, device=one_pass.device)
-            summary = one_pass.run(data, count, one_pass.each_gradient(lambda own: matrix.addmm_(own.T, own)))
-            all_reduce(matrix)
-            if len(groups) == 1:
-                return [_of_vectors("all", 0, torch.tensor(0, device="cpu"), matrix)], summary
-            number = groups.spread(torch.arange(len(groups), device="cpu"))
-            return [CoupledBlock("all", 0, number, matrix)], summary
-        if options.curvature == "diag":
-            diagonal = torch.zeros_like(tangent.point())
-            add = one_pass.each_gradient(lambda own: diagonal.add_(own.square_().sum(0)))
-            summary = one_pass.run(data, count, add)
-            all_reduce(diagonal)
-            pieces = {name: (slot.start, diagonal[slot.start : slot.stop]) for name, slot in tangent.slots.items()}
-            return [DiagonalBlock(n, at, groups.of[n], own.clone()) for n, (at, own) in pieces.items()], summary
+    layers: list[Layer] = []
+    if options.curvature == "kfac":
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
-        factors = {layer.name: _Factors(layer, options) for layer in layers}
-        others = _Whole(tangent, whole, options)
-        watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
-        with watching(tangent.model, layers, watch) as forward:
-
-            def step(inputs: Any, targets: Tensor) -> Tensor:
-                outputs = tangent.checked(forward(inputs, batch_size(inputs)), batch_size(inputs))
-                root = one_pass.root(outputs, targets)
-                watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
-                others.add(inputs, root)
-                return outputs.detach()
-
-            summary = one_pass.run(data, count, step)
-        blocks = [b for layer in layers for b in factors[layer.name].blocks(tangent, groups)]
-        blocks += others.blocks(tangent, groups)
-    return sorted(blocks, key=lambda b: b.start), summary
-
-
-class _Pass:
-    """One pass over the loader that also adds up samples and losses."""
-
-    def __init__(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        options: Options,
-        generator: torch.Generator | None,
-        progress: Progress | None,
-    ) -> None:
-        self.tangent, self.likelihood, self.options = tangent, likelihood, options
-        self.generator, self.progress = generator, progress
-        self.device = tangent.point().device
-
-    def run(self, loader: Iterable[Any], count: int | None, step: Callable[[Any, Tensor], Tensor]) -> Summary:
-        """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
-        found = Summary(0, 0.0, 0, 0, 0)
-        loss = torch.zeros((), dtype=torch.float64, device="cpu")
-        observations = 0
-        with together(self.device):
-            for number, (inputs, targets) in enumerate(batches(loader, self.device), start=1):
-                outputs = step(inputs, targets)
-                own = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
-                if not torch.isfinite(own):
-                    raise ValueError(f"the loss of batch {number} is {float(own)}: outputs or targets are not finite")
-                loss += own.double().cpu()
-                observations += self.likelihood.count(self.likelihood.observed(outputs, targets))
-                size = outputs[0].numel()
-                if found.outputs not in (0, size) and self.likelihood.noisy:
-                    raise ValueError(
-                        f"the network has {found.outputs} outputs for the samples of one batch and {size} for those of "
-                        "another; the variance of a regression needs equally many for every sample"
-                    )
-                found.samples += len(outputs)
-                found.outputs = max(found.outputs, size)
-                found.positions = max(found.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
-                if self.progress is not None:
-                    self.progress({"stage": "curvature", "batch": number, "batches": count, "samples": found.samples})
-        totals = torch.tensor([float(loss), found.samples, observations], dtype=torch.float64, device=self.device)
-        all_reduce(totals)
-        found.loss, samples, counted = totals.tolist()
-        found.samples, found.observations = round(samples), round(counted)
-        return found
-
-    def root(self, outputs: Tensor, targets: Tensor) -> Directions:
-        """Columns whose outer products are the chosen Fisher's output matrix."""
-        outputs, options = outputs.detach(), self.options
-        checked = self.likelihood.targets(outputs, targets)
-        return self.likelihood.root(
-            outputs, checked, options.fisher_type, mc_samples=options.mc_samples, generator=self.generator
-        )
-
-    def each_gradient(self, add: Callable[[Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
-        """A step that calls ``add`` with gradients of single samples ``[some, size]``, column by column."""
+    factors = {layer.name: _Factors(layer, options) for layer in layers}
+    exact = _Exact(tangent, options, whole)
+    watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
+    with evaluating(tangent.model), watching(tangent.model, layers, watch) as forward:
 
         def step(inputs: Any, targets: Tensor) -> Tensor:
-            outputs = self.tangent.outputs(inputs)
-            _each_gradient(self.tangent, inputs, self.root(outputs, targets), add)
-            return outputs
+            count = batch_size(inputs)
+            outputs = tangent.checked(forward(inputs, count), count) if layers else tangent.outputs(inputs)
+            checked = likelihood.targets(outputs.detach(), targets)
+            root = likelihood.root(
+                outputs.detach(), checked, options.fisher_type, mc_samples=options.mc_samples, generator=generator
+            )
+            watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+            exact.add(inputs, root)
+            return outputs.detach()
 
-        return step
+        summary = _pass(
+            tangent, likelihood, loader if first_pass is None else first_pass, count_of(loader), step, progress
+        )
+    blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
+    return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), summary
 
 
-def _each_gradient(tangent: TangentModel, inputs: Any, root: Directions, add: Callable[[Tensor], object]) -> None:
-    for rows in _chunks(batch_size(inputs), tangent.size):
-        some = rows_of(inputs, rows)
-        for column in root.of(rows):
-            add(tangent.sample_gradients(some, column))
+def _pass(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    count: int | None,
+    step: Callable[[Any, Tensor], Tensor],
+    progress: Progress | None,
+) -> Summary:
+    """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
+    found = Summary(0, 0.0, 0, 0, 0)
+    device = tangent.point().device
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
+    with together(device):
+        for number, (inputs, targets) in enumerate(batches(loader, device), start=1):
+            outputs = step(inputs, targets)
+            loss = float(likelihood.loss(outputs, likelihood.targets(outputs, targets)).sum().double())
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of batch {number} is {loss}: outputs or targets are not finite")
+            counted = likelihood.count(likelihood.observed(outputs, targets))
+            totals += torch.tensor([loss, len(outputs), counted], dtype=torch.float64, device="cpu")
+            size = outputs[0].numel()
+            if found.outputs not in (0, size) and likelihood.noisy:
+                raise ValueError(
+                    f"the network has {found.outputs} outputs for the samples of one batch and {size} for those of "
+                    "another; the variance of a regression needs equally many for every sample"
+                )
+            found.outputs = max(found.outputs, size)
+            found.positions = max(found.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
+            if progress is not None:
+                progress({"stage": "curvature", "batch": number, "batches": count, "samples": round(float(totals[1]))})
+    totals = totals.to(device)
+    all_reduce(totals)
+    found.loss, samples, observations = totals.tolist()
+    found.samples, found.observations = round(samples), round(observations)
+    return found
 
 
 def require_separable(curvature: Curvature, *, weights: bool) -> None:
@@ -238,8 +194,7 @@ def require_separable(curvature: Curvature, *, weights: bool) -> None:
 def require_room(tangent: TangentModel, options: Options, *, groups: int, whole: Sequence[str] = ()) -> None:
     """Refuse a curvature that would not fit the memory with what its decomposition and the evidence need.
 
-    Counted is the peak for each entry: LAPACK decomposes with two matrices of work space; over several groups the
-    decompositions are made anew for every precision, in double precision.
+    Over several groups decompositions are made anew for every precision, in double precision.
 
     Raises:
         ValueError: it would not fit; the message says what, how large, and what to do instead.
@@ -247,32 +202,20 @@ def require_room(tangent: TangentModel, options: Options, *, groups: int, whole:
     point = tangent.point()
     entry, size = point.element_size(), tangent.size
     if options.curvature in ("full", "last_layer"):
-        each = 5 * entry if groups == 1 else entry + 44
-        wide = options.curvature == "last_layer"
-        require_memory(
-            each * size**2,
-            point.device,
-            f"the exact curvature of {size} parameters{' of the last layer' * wide}, a matrix of {size} x {size} "
-            f"({entry * size**2 / 2**30:.1f} GiB) with its decomposition,",
-            "choose curvature='kfac' or 'diag' with parameters='last_layer'"
-            if wide
-            else "choose curvature='kfac' or 'diag', or a subset with parameters=[...]",
-        )
+        needed = (5 * entry if groups == 1 else entry + 44) * size**2
+        what = f"the exact curvature of {size} parameters, a matrix of {size} x {size}, with its decomposition,"
+        instead = "choose curvature='kfac' or 'diag', or a subset with parameters=[...] or parameters='last_layer'"
+        require_memory(needed, point.device, what, instead)
     elif options.curvature == "kfac":
         found = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
         matrices = [layer for layer in found if isinstance(layer, MatrixLayer) and layer.weight is not None]
-        if not matrices:
-            return
-        widest = max(matrices, key=lambda layer: max(layer.features, layer.outputs))
-        largest = max(layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices)
+        sizes = [layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices]
         total = sum(layer.groups * (layer.features**2 + layer.outputs**2) for layer in matrices)
-        require_memory(
-            entry * (total + 4 * largest),
-            point.device,
-            f"a Kronecker-factored curvature of {len(matrices)} layers, the widest of which, {widest.name!r}, has "
-            f"matrices of {widest.features} features and {widest.outputs} outputs,",
-            f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag'",
-        )
+        widest = max(matrices, key=lambda layer: max(layer.features, layer.outputs), default=None)
+        if widest is not None:
+            what = f"a Kronecker-factored curvature, whose widest layer {widest.name!r} has {widest.features} features,"
+            instead = f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag'"
+            require_memory(entry * (total + 4 * max(sizes)), point.device, what, instead)
 
 
 def _chunks(batch: int, entries: int) -> list[slice]:
@@ -285,7 +228,7 @@ def _of_vectors(name: str, start: int, number: Tensor, found: Tensor) -> Block:
     if found.ndim == 1:
         return DiagonalBlock(name, start, number, found)
     values, vectors = decompose(found)
-    return DenseBlock(name, start, number, vectors, values)
+    return DenseBlock(name, start, number, values, vectors)
 
 
 class _Sums:
@@ -296,16 +239,13 @@ class _Sums:
         self.found: dict[str, Tensor] = {}
 
     def add(self, key: str, update: Tensor) -> None:
-        """Add to a sum."""
         self.found[key] = self.found[key].add_(update) if key in self.found else update
 
     def add_moments(self, key: str, vectors: Tensor) -> None:
-        """Add ``vectors^T vectors``, or its diagonal."""
         dense = vectors.shape[-1] <= self.dense_limit
         self.add(key, vectors.mT @ vectors if dense else vectors.square().sum(0))
 
     def reduce(self) -> None:
-        """Sum over processes."""
         all_reduce(*(self.found[key] for key in sorted(self.found)))
 
 
@@ -322,14 +262,12 @@ class _Factors:
             self.inputs = InputMoments(layer, reduce=self.reduce)
 
     def observe(self, inputs: Tensor) -> None:
-        """The layer's input in a forward pass."""
         if self.inputs is not None:
             self.inputs.add(inputs)
         else:
             self.rows = None if self.layer.weight is None else self.layer.rows(inputs)
 
     def gradient(self, gradient: Tensor) -> None:
-        """A gradient with respect to the layer's output."""
         layer, sums = self.layer, self.sums
         if layer.bias is not None and not self.shared:
             sums.add_moments("bias", layer.bias_gradient(gradient))
@@ -348,7 +286,6 @@ class _Factors:
                 sums.add_moments("weight", layer.weight_gradient(self.rows[part], gradient[part]))
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        """Sum over processes, decompose."""
         self.sums.reduce()
         found: list[Block] = []
         for part, key in ((self.layer.weight, "weight"), (self.layer.bias, "bias")):
@@ -369,26 +306,33 @@ class _Factors:
         return found
 
 
-class _Whole:
-    """Sums over the data for parameters whose gradients come from the whole network, sample by sample."""
+class _Exact:
+    """Sums over the data of the whole network's gradients, sample by sample: of all weights, or of some parameters."""
 
-    def __init__(self, tangent: TangentModel, names: Sequence[str], options: Options) -> None:
-        self.tangent = tangent.over(names)
-        self.sums = _Sums(options.dense_limit)
+    def __init__(self, tangent: TangentModel, options: Options, whole: Sequence[str]) -> None:
+        kind = options.curvature
+        self.tangent = tangent.over(whole) if kind == "kfac" else tangent
+        self.sums = _Sums({"kfac": options.dense_limit, "diag": 0}.get(kind, tangent.size))
+        self.together = kind in ("full", "last_layer")
+        self.slots = {"all": Slot(0, tangent.size, (tangent.size,))} if self.together else dict(self.tangent.slots)
 
     def add(self, inputs: Any, root: Directions) -> None:
-        """Count in a batch."""
-        if self.tangent.names:
-            _each_gradient(self.tangent, inputs, root, self._add)
-
-    def _add(self, gradients: Tensor) -> None:
-        for name, slot in self.tangent.slots.items():
-            self.sums.add_moments(name, gradients[:, slot.start : slot.stop])
+        for rows in _chunks(batch_size(inputs), self.tangent.size) if self.slots else ():
+            some = rows_of(inputs, rows)
+            for column in root.of(rows):
+                gradients = self.tangent.sample_gradients(some, column)
+                for name, slot in self.slots.items():
+                    self.sums.add_moments(name, gradients[:, slot.start : slot.stop])
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        """Sum over processes, decompose."""
         self.sums.reduce()
-        return [_of_vectors(n, tangent.slots[n].start, groups.of[n], own) for n, own in self.sums.found.items()]
+        if not self.together:
+            found = self.sums.found.items()
+            return [_of_vectors(name, tangent.slots[name].start, groups.of[name], own) for name, own in found]
+        if len(groups) == 1:
+            return [_of_vectors("all", 0, torch.tensor(0, device="cpu"), self.sums.found["all"])]
+        number = groups.spread(torch.arange(len(groups), device="cpu"))
+        return [CoupledBlock("all", 0, number, self.sums.found["all"])]
 
 
 class InputMoments:

@@ -112,7 +112,7 @@ def _dense_covariance(
             if block.name not in tangent.slots:
                 continue
             place = slice(*tangent.slots[block.name][:2])
-        white = posterior.whiten(block, jacobian[..., place])
+        white = block.whiten(jacobian[..., place], posterior.log_precision, posterior.noise)
         covariance += white @ white.mT
     return covariance
 
@@ -145,7 +145,8 @@ def _layered_covariance(
         return starts[part.place(tangent.slots).start]
 
     def add(part: Part, vectors: Tensor) -> None:
-        white = posterior.whiten(block_of(part), vectors.unflatten(0, (-1, count)).transpose(0, 1))
+        vectors = vectors.unflatten(0, (-1, count)).transpose(0, 1)
+        white = block_of(part).whiten(vectors, posterior.log_precision, posterior.noise)
         covariance.baddbmm_(white, white.mT)
 
     for layer in layers:

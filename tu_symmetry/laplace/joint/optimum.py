@@ -18,12 +18,12 @@ from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.joint.data import BUDGET, TrainingData
 from tu_symmetry.laplace.joint.informative import ENOUGH_ROWS, MOST_ROWS
-from tu_symmetry.laplace.joint.search import Joint, Progress, joint_optimum
+from tu_symmetry.laplace.joint.search import Joint, joint_optimum
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.memory import free_memory
 
-MOST_DIRECTIONS = 1000
+_DIRECTIONS = 1000
 
 
 def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace, EvidenceResult]:
@@ -42,16 +42,17 @@ def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace
 
 
 def at_mode(
-    fitted: FittedLaplace,
-    loader: Iterable[Any],
-    *,
-    tolerance: float | None = None,
-    max_iterations: int | None = None,
-    memory: int | None = None,
-    progress: Progress | None = None,
+    fitted: FittedLaplace, loader: Iterable[Any], *, tolerance: float | None = None, **options: Any
 ) -> FittedLaplace:
-    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last."""
-    found = _searched(fitted, loader, math.inf, tolerance, max_iterations, memory, progress, weights_alone=True)
+    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
+
+    Args:
+        fitted: where the search starts.
+        loader: the data of the fit.
+        tolerance: ``mode_tolerance`` of :func:`at_joint_mode`.
+        options: ``max_iterations``, ``memory``, ``progress``.
+    """
+    found = _searched(fitted, loader, tolerance=math.inf, mode_tolerance=tolerance, weights_alone=True, **options)
     return fitted.with_solution(found.fitted.solution)
 
 
@@ -60,11 +61,9 @@ def at_joint_mode(
     loader: Iterable[Any],
     hyperprior: Hyperprior,
     *,
-    max_iterations: int | None = None,
     tolerance: float | None = None,
     mode_tolerance: float | None = None,
-    memory: int | None = None,
-    progress: Progress | None = None,
+    **options: Any,
 ) -> tuple[FittedLaplace, EvidenceResult]:
     """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
 
@@ -72,40 +71,31 @@ def at_joint_mode(
         fitted: where the search starts.
         loader: the data of the fit.
         hyperprior: on the log precisions.
-        max_iterations: largest number of directions; None for 1,000.
         tolerance: largest change of a log precision at convergence; None for 1e-6 in double precision, else 0.03.
         mode_tolerance: gradient norm of the weights at convergence, in posterior standard deviations of the
             approximation; None for 1e-6, or 0.2.
-        memory: bytes for data, linearizations and gradients; None for 2 GiB, and more for large networks.
-        progress: called after every pass over the data.
+        options: ``max_iterations`` (directions, None for 1,000), ``memory`` (bytes for data, linearizations and
+            gradients, None for 2 GiB and more for large networks), ``progress`` (called after every pass).
 
     Raises:
         ValueError: other data than those of the fit.
     """
     fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
-    change = tolerance or (1e-6 if fitted.theta.dtype == torch.float64 else 3e-2)
-    found = _searched(fitted, loader, change, mode_tolerance, max_iterations, memory, progress)
-    solution = found.fitted.solution
-    return found.fitted, EvidenceResult(
-        found.fitted.log_evidence(),
-        found.iterations,
-        found.change,
-        solution.gradient_norm,
-        found.converged,
-        solution.gap,
-    )
+    tolerance = tolerance or (1e-6 if fitted.theta.dtype == torch.float64 else 3e-2)
+    found = _searched(fitted, loader, tolerance=tolerance, mode_tolerance=mode_tolerance, **options)
+    solution, log_evidence = found.fitted.solution, found.fitted.log_evidence()
+    how = (found.iterations, found.change, solution.gradient_norm, found.converged, solution.gap)
+    return found.fitted, EvidenceResult(log_evidence, *how)
 
 
 def _searched(
     fitted: FittedLaplace,
     loader: Iterable[Any],
-    tolerance: float,
-    mode_tolerance: float | None,
-    max_iterations: int | None,
-    memory: int | None,
-    progress: Progress | None,
     *,
-    weights_alone: bool = False,
+    mode_tolerance: float | None,
+    max_iterations: int | None = None,
+    memory: int | None = None,
+    **options: Any,
 ) -> Joint:
     theta = fitted.theta
     memory = _memory(theta) if memory is None else memory
@@ -115,12 +105,10 @@ def _searched(
         return joint_optimum(
             fitted,
             data,
-            tolerance=tolerance,
             mode_tolerance=mode_tolerance or (1e-6 if theta.dtype == torch.float64 else 0.2),
-            max_iterations=MOST_DIRECTIONS if max_iterations is None else max_iterations,
+            max_iterations=_DIRECTIONS if max_iterations is None else max_iterations,
             memory=min(rows, memory - data.size),
-            weights_alone=weights_alone,
-            progress=progress,
+            **options,
         )
 
 
