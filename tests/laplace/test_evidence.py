@@ -334,7 +334,7 @@ def test_binned_eigenvalues_are_as_good_as_all_of_them() -> None:
     values[:1000] = 0
     block = DiagonalBlock("w", 0, torch.tensor(0), values)
     spectrum = Spectrum.of([block], one_group(len(values)))
-    assert spectrum.counts.shape[1] < 4096
+    assert len(spectrum.counts) < 4096
     for rho in (-8.0, 0.0, 5.0):
         point, lam = torch.tensor([rho], dtype=torch.float64), math.exp(rho)
         assert spectrum.log_det_ratio(point, 0.3) == pytest.approx(
@@ -355,7 +355,7 @@ def test_precisions_are_the_root_that_bisection_finds_from_wherever_they_start(h
     for case in range(12):
         logs, counts = 8 * normal(6, 40), torch.randint(0, 3, (6, 40), generator=generator).double()
         norms, center = (6 * normal(6)).exp(), 6 * normal(6)
-        norms[0] = 0
+        norms[0] *= 1 - case % 2
         counts[:2] *= torch.tensor([case % 2, 0]).unsqueeze(1)
         low, high = center - math.log(hyperprior.cap), center + math.log(hyperprior.cap)
         for _ in range(80):
@@ -364,8 +364,9 @@ def test_precisions_are_the_root_that_bisection_finds_from_wherever_they_start(h
             slope = middle.exp() * norms - gamma + 2 * (middle - center) / hyperprior.std**2
             low, high = torch.where(slope < 0, middle, low), torch.where(slope < 0, high, middle)
         for start in (low, low + 1e-3, center, 30 * normal(6)):
-            found, _ = Spectrum(logs, counts).step(norms, start, 0.3, center, hyperprior, None)
-            torch.testing.assert_close(found, low, rtol=0, atol=1e-12)
+            spectrum = Spectrum(logs.flatten(), counts.flatten(), torch.arange(6).repeat_interleave(40), 6)
+            found, _ = spectrum.step(norms, start, 0.3, center, hyperprior, None)
+            torch.testing.assert_close(found, low, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full"])

@@ -182,7 +182,7 @@ def test_the_optimum_of_their_model_is_stationary_in_weights_and_precisions(kind
         energy = 0.5 * (rho.exp()[groups.spread(torch.arange(len(groups)))] * theta.square()).sum()
         spectrum = fitted.curvature.determinants
         logs, counts = spectrum.logs, spectrum.counts  # type: ignore[attr-defined]
-        energy = energy + 0.5 * (counts * nn.functional.softplus(logs - point.tau - rho.unsqueeze(-1))).sum()
+        energy = energy + 0.5 * (counts * nn.functional.softplus(logs - point.tau - rho[spectrum.groups])).sum()
         energy = energy + (rho - search.center).square().sum() / (2 * search.hyperprior.std**2)
         return alone @ change + 0.5 * (own.rows @ change).square().sum() / variance + energy
 

@@ -90,7 +90,7 @@ class Block(ABC):
 class KroneckerBlock(Block):
     """``A x G`` of a weight matrix, or several of them (groups of a convolution), in one prior group.
 
-    ``inputs [matrices, features, features]`` are eigenvectors of ``A``, ``outputs [matrices, outputs, outputs]`` of ``G``.
+    ``inputs [matrices, features, features]`` are eigenvectors of ``A``, ``outputs`` of ``G``.
     """
 
     kind: ClassVar[BlockKind] = "kronecker"

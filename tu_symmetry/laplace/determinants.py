@@ -119,8 +119,7 @@ class _Hessian:
 
     def _inner(self, rows: Tensor, free: Tensor) -> Tensor:
         if self.inner.ndim == 1:
-            positive = free & (self.inner > 1e-15 * self.inner.max())
-            return rows / torch.where(positive, self.inner, torch.inf).unsqueeze(-1)
+            return rows / torch.where(free & (self.inner > 0), self.inner, torch.inf).unsqueeze(-1)
         scale = torch.where(free, self.inner.diagonal().clamp(min=1e-300).rsqrt(), 0)
         matrix = self.inner * scale * scale.unsqueeze(-1)
         matrix.diagonal().clamp_(min=1 - 1e-15)
