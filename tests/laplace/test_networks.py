@@ -18,6 +18,9 @@ import torch.utils.checkpoint
 from cases import FilterResponseNorm
 from laplace_oracles import (
     Recurrent,
+    SelfAttention,
+    Tokens,
+    cnn,
     dense_covariance,
     dense_curvature,
     exact_ggn,
@@ -36,6 +39,7 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import ReadElsewhereWarning
 
 RTOL, ATOL = 1e-7, 1e-9
+TOKENS = torch.randint(0, 5, (6, 3), generator=torch.Generator().manual_seed(2))
 
 
 def inputs(*shape: int, samples: int = 6) -> Tensor:
@@ -142,7 +146,25 @@ def twice(module: nn.Module, *args: Any) -> Any:
     return 2 * type(module).forward(module, *args)
 
 
+class Pixels(nn.Module):
+    """Outputs for every pixel, classes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, 3, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mT
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    "mlp": (mlp, (4,), set()),
+    "cnn": (cnn, (2, 6, 6), set()),
+    "tokens": (Tokens, (), set()),
+    "attention": (lambda: SelfAttention(False), (3, 4), set()),
+    "tagger": (lambda: Tokens(False), (), set()),
+    "pixels": (Pixels, (2, 4), set()),
+    "per_position": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), (4, 3), set()),
     "frn": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), FilterResponseNorm(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                               nn.Linear(4, 3)),
@@ -169,10 +191,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = 
 
 @pytest.mark.parametrize("limit", [4096, 3])
 @pytest.mark.parametrize("name", list(MODULES))
-def test_modules_without_factors_have_the_exact_block(name: str, limit: int) -> None:
-    """Of any kind, called in any way, or with a forward of their own."""
+def test_curvatures_and_covariances_of_modules(name: str, limit: int) -> None:
+    """Modules of any kind, called in any way, or with a forward of their own, have exact blocks in place of factors."""
     build, shape, whole = MODULES[name]
-    model, x = randomize(build()), inputs(*shape)
+    model, x = randomize(build()), inputs(*shape) if shape else TOKENS
     assert set(compare(model, x, labels(model(x)), limit=limit).whole) == whole
 
 
@@ -223,6 +245,16 @@ def hooked() -> nn.Module:
     return model
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.again, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.again.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.a(x) + self.again(x * x)))
+
+
 READS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "weight_transposed": (lambda: Inner(lambda m, x: m.a(x) + x @ m.a.weight.T), {"a.weight"}),
     "weight_once_more": (lambda: Inner(lambda m, x: m.a(x) + x @ m.a.weight), {"a.weight"}),
@@ -233,6 +265,8 @@ READS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
     "of_the_head": (lambda: Inner(lambda m, x: m.a(x) + x @ m.b.weight.T @ m.b.weight), {"b.weight"}),
     "normalization": (lambda: Inner(lambda m, x: m.a(x) + m.a.weight, nn.LayerNorm(5)), {"a.weight"}),
     "hook": (hooked, {"a.weight", "a.bias"}),
+    "tied": (Tied, {"a.weight"}),
+    "called_twice": (lambda: Inner(lambda m, x: m.a(torch.tanh(m.a(x)))), {"a.weight", "a.bias"}),
 }
 
 
@@ -255,8 +289,7 @@ def test_a_second_use_is_found_in_single_precision() -> None:
 
 def test_an_embedding_that_is_the_output_layer_too(tmp_path: Any) -> None:
     """Token-level likelihood; what is saved knows which parameters are read besides."""
-    model = randomize(Embedded())
-    x = torch.randint(0, 5, (5, 3), generator=torch.Generator().manual_seed(2))
+    model, x = randomize(Embedded()), TOKENS
     with pytest.warns(ReadElsewhereWarning, match=r"table\.weight"):
         la = compare(model, x, labels(model(x)))
     assert la.whole == ("table.weight",)
@@ -328,8 +361,7 @@ def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str
     """For ``W = g v / ||v||`` by the chain rule through ``W``; all other parameters as ever."""
     model, shape = parametrized(kind), KINDS[kind]
     model = model.double().eval() if kind in ("orthogonal", "spectral") else randomize(model)
-    tokens = torch.randint(0, 5, (6, 3), generator=torch.Generator().manual_seed(2))
-    x = tokens if shape is None else inputs(*shape)
+    x = TOKENS if shape is None else inputs(*shape)
     la = compare(model, x, labels(model(x)), limit=limit)
     assert set(la.whole) >= {name for name in la.tangent.names if "original" in name or name.endswith(("_g", "_v"))}
 
