@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise, product
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -78,6 +79,7 @@ class ShiftedGrams:
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.conv, self.channels = conv, conv.in_channels // conv.groups
         self._sums: dict[tuple[tuple[int, tuple[int, ...]], ...], Tensor] = {}
+        self._zero = torch.zeros(())
 
     @staticmethod
     def serves(conv: nn.Module | None) -> bool:
@@ -93,7 +95,7 @@ class ShiftedGrams:
         """Count in the patches of a batch ``[batch, channels, *spatial]``."""
         conv, batch, spatial = self.conv, len(inputs), inputs.ndim - 2
         x = inputs.unflatten(1, (conv.groups, self.channels)).movedim(2, -1).contiguous()
-        places = [2 + i for i in range(spatial)]
+        self._zero, places = x.new_zeros(()), [2 + i for i in range(spatial)]
         x = x.permute(1, *places, 0, 2 + spatial).contiguous().flatten(-3, -2)  # the batch within the last axis
         for box in self._boxes(inputs.shape[2:]):
             left = right = x
@@ -117,8 +119,8 @@ class ShiftedGrams:
 
     def total(self) -> Tensor:
         """The sum ``[groups, features, features]``."""
-        kernel, every, zero = self.conv.kernel_size, slice(None), next(iter(self._sums.values()))
-        found = zero.new_zeros(self.conv.groups, *kernel, self.channels, *kernel, self.channels)
+        kernel, every = self.conv.kernel_size, slice(None)
+        found = self._zero.new_zeros(self.conv.groups, *kernel, self.channels, *kernel, self.channels)
         for key, entry in self._sums.items():
             shift = [step for step, _ in key]
             for taps in product(*(own for _, own in key)):
