@@ -26,11 +26,7 @@ class AttentionProjection(MatrixLayer):
 
 
 def attention_projections(path: str, module: nn.MultiheadAttention, chosen: set[str]) -> list[AttentionProjection]:
-    """The projections of an attention module whose weights or biases are among ``chosen``.
-
-    Raises:
-        UnsupportedLayerError: attention with a learned key and value, or extra zeros.
-    """
+    """The projections of an attention module whose weights or biases are among ``chosen``."""
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedLayerError(
             f"{path} (MultiheadAttention with add_bias_kv or add_zero_attn) has no Kronecker factors here. Freeze it, "
@@ -66,10 +62,7 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What ``nn.MultiheadAttention.forward`` computes in evaluation mode, with its projections watched.
-
-    ``watch`` takes a projection, its input and its output, and gives the output to go on with.
-    """
+    """What ``nn.MultiheadAttention.forward`` computes in evaluation mode; ``watch`` gives outputs to go on with."""
     if not module.batch_first or query.ndim != 3:
         raise UnsupportedLayerError(
             f"{projections[0].path} (MultiheadAttention) needs batch_first=True and batched inputs for Kronecker "

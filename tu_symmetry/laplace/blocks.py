@@ -28,12 +28,9 @@ def rotate(rows: Tensor, basis: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Block(ABC):
-    """The curvature of a contiguous piece of the flat parameter vector, in the basis of its own coordinates.
+    """The curvature of the piece of the flat vector from ``start``, which is parameter ``name``, or a part of it.
 
-    Attributes:
-        name: the parameter that it covers (a part of).
-        start: where its piece of the flat vector begins.
-        groups: number of the prior group of every eigenvalue, broadcastable to them.
+    ``groups`` are the numbers of the prior groups, broadcastable to the eigenvalues.
     """
 
     kind: ClassVar[BlockKind]
@@ -185,10 +182,7 @@ class CoupledBlock(Block):
         return self._decomposed[1]
 
     def apply(self, vectors: Tensor, power: float, log_precision: Tensor, noise: float) -> Tensor:
-        """The precision (power 1), its inverse (-1), or a root ``R`` with ``R R^T`` the inverse (-1/2).
-
-        The root is ``L^-1/2 (1 + V e V^T)^-1/2``, which moves with the scale of the weights.
-        """
+        """The precision (power 1), its inverse (-1), or the root ``L^-1/2 (1 + V e V^T)^-1/2`` of that (-1/2)."""
         root, basis, values = self.scaled(log_precision, noise)
         root = root if power < 0 else root.reciprocal()
         inner = vectors if power == -0.5 else vectors * root
@@ -201,13 +195,7 @@ class CoupledBlock(Block):
 
 
 class Posterior:
-    """The Gaussian over the flat parameter vector that the blocks and the precisions make (zero mean).
-
-    Attributes:
-        blocks: in the order of the flat vector, without gaps.
-        log_precision: log of the prior precision of every group, float64.
-        noise: noise variance (1 for classification).
-    """
+    """The zero-mean Gaussian over the flat parameter vector that all blocks and log precisions ``[groups]`` make."""
 
     def __init__(self, blocks: Sequence[Block], log_precision: Tensor, noise: float) -> None:
         self.blocks, self.log_precision, self.noise = tuple(blocks), log_precision, noise

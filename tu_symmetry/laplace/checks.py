@@ -53,12 +53,7 @@ def made_in_inference_mode(tensor: Tensor) -> bool:
 
 
 def require_weights(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse weights of which no curvature can be taken.
-
-    Raises:
-        TypeError: half precision, several precisions, or other numbers.
-        ValueError: tensors that were made in inference mode, or normalization by the batch.
-    """
+    """Refuse weights in half or several precisions (a ``TypeError``), or made in inference mode (``ValueError``)."""
     own = dict(model.named_parameters())
     kinds = {own[name].dtype: name for name in reversed(names)}
     if len(kinds) > 1 or not kinds.keys() <= {torch.float32, torch.float64}:
@@ -80,12 +75,6 @@ def examine(
     tangent: TangentModel, inputs: Any, *, layered: bool, functional: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Try a network on the first few samples of a batch.
-
-    Args:
-        tangent: the network and the parameters.
-        inputs: a batch.
-        layered: whether gradients will be recovered from layers.
-        functional: whether they will be taken by ``torch.func``.
 
     Returns:
         Parameters that layers do not give the gradients of, and those among them that a layer has, or that are tied.
@@ -199,11 +188,7 @@ def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, grad
 def _recovered(
     tangent: TangentModel, layers: Sequence[Layer], inputs: Any, outputs: Tensor, cotangent: Tensor
 ) -> Tensor:
-    """Gradients as the curvature gets them, from inputs and output gradients; NaN of parts that it does not get.
-
-    Raises:
-        UnsupportedLayerError: the network computes something else while it is watched.
-    """
+    """Gradients as the curvature gets them, from inputs and output gradients; NaN of parts that it does not get."""
     entered: dict[str, Tensor] = {}
     found = torch.full_like(tangent.point(), torch.nan)
     parts = [part for layer in layers for part in (layer.weight, layer.bias) if part is not None]

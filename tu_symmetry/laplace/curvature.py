@@ -44,18 +44,7 @@ _ROWS = 1 << 24  # entries of the rows of a layer's inputs that are made at once
 
 @dataclass(frozen=True)
 class Options:
-    """How the curvature is approximated.
-
-    Attributes:
-        curvature: which structure.
-        fisher_type: exact output Hessian, Monte-Carlo samples of the model, or the empirical Fisher (whose
-            observations are the positions of a sample, where it has outputs at several).
-        kfac_approx: positions that share a weight are samples (``expand``), or are summed up (``reduce``).
-        bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
-            laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
-        mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
-        dense_limit: longest vector (bias, affine parameter) that gets a dense block; a longer one gets a diagonal.
-    """
+    """How the curvature is approximated; :class:`tu_symmetry.LinearizedLaplace` says what each option is."""
 
     curvature: Curvature = "kfac"
     fisher_type: FisherType = "type-2"
@@ -69,13 +58,8 @@ class Options:
 class Summary:
     """What one pass over the data gives beside the curvature.
 
-    Attributes:
-        samples: number of samples seen, over all processes.
-        loss: sum of the losses (nats) at the linearization point, for unit noise and without constants.
-        outputs: number of the network's outputs for each sample, over all positions.
-        positions: number of positions of each sample that have outputs of their own; the largest, where it varies.
-        observations: number of targets that count, over all samples and processes: ignored labels do not. None where
-            it is not known (of other packages).
+    ``samples`` and ``observations`` (targets that count, None where it is not known) are of all processes, ``loss`` is
+    their sum for unit noise and without constants (nats), ``outputs`` and ``positions`` are those of a sample.
     """
 
     samples: int
@@ -97,25 +81,13 @@ def fit_curvature(
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Block], Summary]:
-    """Accumulate the curvature over a loader and decompose it.
+    """The blocks of the curvature in the order of the flat vector, and the summary of one pass over a loader.
 
-    Args:
-        tangent: the network and the parameters.
-        likelihood: whose curvature in the outputs it is.
-        loader: the data.
-        groups: which parameters share a precision.
-        options: how the curvature is approximated.
-        whole: parameters that get their exact block in place of Kronecker factors.
-        first_pass: the batches of a first pass over ``loader``, if it was begun.
-        generator: of the Monte-Carlo Fisher.
-        progress: called after every batch.
-
-    Returns:
-        The blocks in the order of the flat parameter vector, and the summary of the pass.
+    Parameters in ``whole`` get their exact block in place of Kronecker factors; ``first_pass`` has the batches of a
+    pass over ``loader`` that was begun.
 
     Raises:
-        ValueError: another curvature than the diagonal with a precision for each weight, or one that would not fit the
-            memory.
+        ValueError: a curvature that does not go with the prior, or would not fit the memory; a loss that is not finite.
     """
     require_separable(options.curvature, weights=groups.weights)
     require_room(tangent, options, groups=len(groups), whole=whole)
@@ -192,12 +164,9 @@ def require_separable(curvature: Curvature, *, weights: bool) -> None:
 
 
 def require_room(tangent: TangentModel, options: Options, *, groups: int, whole: Sequence[str] = ()) -> None:
-    """Refuse a curvature that would not fit the memory with what its decomposition and the evidence need.
+    """Refuse, by a ``ValueError``, a curvature that would not fit the memory with its decompositions.
 
-    Over several groups decompositions are made anew for every precision, in double precision.
-
-    Raises:
-        ValueError: it would not fit; the message says what, how large, and what to do instead.
+    Over several groups they are made anew for every precision, in double precision.
     """
     point = tangent.point()
     entry, size = point.element_size(), tangent.size
@@ -307,7 +276,7 @@ class _Factors:
 
 
 class _Exact:
-    """Sums over the data of the whole network's gradients, sample by sample: of all weights, or of some parameters."""
+    """Sums of the whole network's gradients, sample by sample: of all weights together, or of some parameters."""
 
     def __init__(self, tangent: TangentModel, options: Options, whole: Sequence[str]) -> None:
         kind = options.curvature
@@ -336,15 +305,10 @@ class _Exact:
 
 
 class InputMoments:
-    """The mean of ``a a^T`` over the rows that go into a layer.
+    """The mean of ``a a^T`` over the rows that go into a layer; rows of a sample's mean position with ``reduce``.
 
     As long as there are at most half as many rows as features, the rows themselves are kept: they take less memory
     than the matrix, and so does its decomposition less time.
-
-    Attributes:
-        layer: the layer.
-        reduce: average rows over the positions of a sample first.
-        count: number of rows.
     """
 
     def __init__(self, layer: MatrixLayer, *, reduce: bool) -> None:

@@ -15,12 +15,7 @@ from tu_symmetry.laplace.inputs import batch_size, inputs_and_targets, mapped, o
 
 
 def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
-    """Inputs and targets on the device, batch by batch.
-
-    Raises:
-        TypeError: batches that are neither pairs nor mappings with targets.
-        ValueError: a loader without samples.
-    """
+    """Inputs and targets on the device, batch by batch; a ``ValueError`` for a loader without samples."""
     empty = True
     for batch in loader:
         own, targets = inputs_and_targets(batch)

@@ -65,12 +65,7 @@ FLAT = Hyperprior(std=math.inf, cap=1e12)
 
 @dataclass(frozen=True)
 class Noise:
-    """Observation noise of a regression.
-
-    Attributes:
-        values: number of observed values (samples times outputs).
-        squares: sum of squared residuals.
-    """
+    """Observation noise of a regression: the number of observed values, and the sum of their squared residuals."""
 
     values: int
     squares: float
@@ -80,11 +75,7 @@ class Noise:
         return 0.5 * (self.squares * math.exp(-tau) + self.values * (math.log(2 * math.pi) + tau))
 
     def lowest(self) -> float:
-        """The smallest log noise variance that can have the largest evidence: that of the residuals.
-
-        Raises:
-            ValueError: residuals that are all zero to rounding, where the evidence grows without bound.
-        """
+        """The smallest log noise variance that can have the largest evidence: that of the residuals."""
         if self.squares <= 0:
             raise ValueError(
                 "all residuals are zero to rounding, so the evidence has no noise variance; give noise_variance=..."
@@ -94,13 +85,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class _Hessian:
-    """A symmetric matrix over ``(rho, tau)``; its part of ``rho`` is diagonal where ``inner`` is a vector.
-
-    Attributes:
-        inner: ``[groups]`` or ``[groups, groups]``.
-        border: the row of ``tau``, ``[groups]``.
-        corner: the entry of ``tau``.
-    """
+    """A symmetric matrix over ``(rho, tau)``; its part ``inner`` of ``rho`` is diagonal where it is a vector."""
 
     inner: Tensor
     border: Tensor
@@ -147,14 +132,9 @@ class Determinants(ABC):
     def derivatives(
         self, norms: Tensor, rho: Tensor, tau: float, noise: Noise | None, weight: float = 0.0
     ) -> tuple[Tensor, _Hessian]:
-        """Gradient ``[groups + 1]`` and Hessian of ``-log Z`` in ``(rho, tau)`` for fixed weights, float64.
+        """Gradient ``[groups + 1]`` and Hessian of ``-log Z`` in ``(rho, tau)`` for weights of squared ``norms``.
 
-        Args:
-            norms: squared norm of the weights in each group.
-            rho: log precisions.
-            tau: log noise variance.
-            noise: None for a noise variance that stays.
-            weight: inverse variance of the hyperprior, which is part of the Hessian and not of the gradient.
+        The hyperprior's ``weight``, its inverse variance, is part of the Hessian; without ``noise`` ``tau`` stays.
         """
         gamma, curvature = self.slopes(rho, tau)
         ridge = rho.exp() * norms

@@ -36,16 +36,9 @@ def function_covariance(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
 
-    Outputs at several positions ``[batch, positions, outputs]`` have joint covariances, positions and outputs of each
-    flattened to one axis.
-
-    Args:
-        tangent: the network.
-        posterior: of its weights.
-        layers: of Kronecker factors; None where Jacobians of single samples are made.
-        inputs: a batch.
-        whole: parameters that have no Kronecker factors.
-        joint: one covariance between all inputs, for which (as for gradients of inputs) all Jacobians are held at once.
+    Positions and outputs of a sample are flattened to one axis. ``layers`` have Kronecker factors, parameters in ``whole``
+    have none; without layers Jacobians of single samples are made. With ``joint`` there is one covariance between all
+    inputs, for which (as for gradients of inputs) the Jacobians of all of them are held at once.
 
     Raises:
         ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
@@ -176,12 +169,8 @@ def _layered_covariance(
 def _add_matrix(covariance: Tensor, block: KroneckerBlock, variance: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Add one weight matrix's part, from pairs of positions or from the gradients of the weight: which takes less.
 
-    Args:
-        covariance: ``[batch, outputs of the net, outputs of the net]``.
-        block: the matrix, whose bases turn rows and columns.
-        variance: posterior variances ``[groups, outputs, features]``.
-        rows: the layer's inputs ``[batch, groups, positions, features]``.
-        columns: output gradients ``[outputs of the net, batch, groups, outputs, positions]``.
+    ``rows`` are ``[batch, groups, positions, features]``, ``columns`` ``[outputs of the net, batch, groups, outputs,
+    positions]``.
     """
     a = rotate(rows, block.inputs)
     g = rotate(columns.mT, block.outputs).mT.transpose(0, 1)  # [batch, outputs of the net, groups, outputs, positions]
@@ -234,16 +223,11 @@ def _add_embedding(
 
 
 class WeightSamples:
-    """Samples of the weights' posterior, the same ones for every batch.
+    """Samples of a posterior's weights, the same ones for every batch.
 
     Sample ``i`` is a function of the seed and ``i`` alone (the noise of a CPU generator with seed
     ``1_000_003 * seed + i``, turned by the symmetric root of the covariance). Samples beyond the memory limit are drawn
     anew when they are asked for.
-
-    Attributes:
-        posterior: what is sampled (zero mean).
-        count: number of samples.
-        seed: of the noise.
     """
 
     def __init__(
@@ -276,9 +260,6 @@ def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any)
     """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, *outputs.shape]``.
 
     Samples are Jacobian-vector products with the same weights for all inputs, so that they are joint in the inputs.
-
-    Raises:
-        ValueError: samples that would not fit the memory.
     """
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
@@ -293,12 +274,7 @@ def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any)
 
 
 def within_positions(outputs: Tensor, covariance: Tensor) -> Tensor:
-    """Covariances within each position ``[batch, positions, outputs, outputs]``, of joint ones.
-
-    Args:
-        outputs: ``[batch, positions, outputs]``; without positions the joint covariances are already what is wanted.
-        covariance: ``[batch, positions * outputs, positions * outputs]``.
-    """
+    """Covariances within each position ``[batch, positions, outputs, outputs]``, of joint ones of a sample."""
     if outputs.ndim == 2:
         return covariance
     _, positions, count = outputs.shape

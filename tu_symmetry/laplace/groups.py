@@ -23,13 +23,9 @@ REST = "rest"
 
 
 class PriorGroups:
-    """A partition of the parameters, each of which lies in one group as a whole.
+    """A partition of the parameters: ``of`` has the number of each one's group, ``sizes`` the parameters of a group.
 
-    Attributes:
-        names: the names of the groups.
-        of: parameter to group number, 0-dim (of single weights: one number for each entry).
-        sizes: number of parameters in each group, float64.
-        weights: whether every group is a single weight, in the order of the flat vector (:class:`SingleWeights`).
+    With ``weights`` every weight is a group (:class:`SingleWeights`), and ``of`` has one number for each.
     """
 
     names: tuple[str, ...]
@@ -66,12 +62,9 @@ class PriorGroups:
         return found.cpu()
 
     def given(self, precision: float | Tensor | Mapping[str, float | Tensor], present: Tensor) -> Tensor:
-        """Log precisions ``[groups]`` from those that are given in one of three ways.
+        """Log precisions ``[groups]``: one for all, a tensor ``[groups]``, or by name; ``present`` for all others.
 
-        Args:
-            precision: one for all groups; a tensor ``[groups]`` in their order; or by name. A name is that of a group,
-                or of a parameter whose entries are groups of their own, with a number or a tensor of its shape.
-            present: log precisions ``[groups]`` of those that are not named.
+        A name is that of a group or, of single weights, of a parameter, with a number or a tensor of its shape.
 
         Raises:
             ValueError: an unknown name, another shape, or a precision that is not positive and finite.
@@ -151,15 +144,7 @@ def prior_groups(
     normalizations: Sequence[NormalizationGroup] = (),
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> PriorGroups:
-    """Partition the parameters for a kind of prior.
-
-    Args:
-        slots: the parameters of the posterior.
-        prior: ``single``: one group; ``per_layer``: one for each module; ``per_tensor``: one for each parameter;
-            ``per_group``: one for each normalization group, all its channels together, and one for the rest;
-            ``diagonal``: one for each weight.
-        normalizations: the symmetry graph's normalization groups.
-        groups: name to parameters, instead of ``normalizations``.
+    """Partition the parameters for a kind of prior, by normalization groups or those given by hand.
 
     Raises:
         ValueError: parameters that ``groups`` names twice or that do not exist, ``groups`` with another prior.
@@ -217,11 +202,8 @@ def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGro
 def centers(groups: PriorGroups, point: Tensor) -> Tensor:
     """The precision at which a group's weights have their expected size: ``sizes / ||theta||^2`` (float64).
 
-    It moves with the scale of the weights (``k theta`` has the center divided by ``k^2``). Groups of zeros have the
-    center 1, and a single weight, which says too little of its own scale, that of its parameter as a whole.
-
-    Raises:
-        ValueError: weights that are all zero, or not finite.
+    ``k theta`` has the center divided by ``k^2``. Groups of zeros have the center 1; a single weight says too little of
+    its own scale, and has that of its parameter. Weights that are all zero are refused.
     """
     squares = groups.total(point.double().square())
     overall = float(squares.sum())

@@ -113,10 +113,7 @@ def _scaled_and_shifted(
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterator[Callable[[Any, int], Tensor]]:
-    """Hooks on the layers; yields the forward pass (inputs, batch size) -> what the network returns.
-
-    The model must be in evaluation mode (:func:`tu_symmetry.laplace.tangent.evaluating`).
-    """
+    """Hooks on the layers of a model in evaluation mode; yields the forward pass (inputs, batch size) -> outputs."""
     modules = dict(model.named_modules())
     weights = {name: p.detach() for name, p in model.named_parameters()}
     handles, patched = [], []
@@ -171,9 +168,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
-    """The layers with Kronecker factors, or exact vectors, for the given parameters.
-
-    No layer has a parameter that is tied, that makes a parametrized weight, or that another kind of module owns.
+    """The layers that have the given parameters, apart from tied ones and those that a parametrization makes.
 
     Raises:
         UnsupportedLayerError: modules without gradients of single samples, by name.

@@ -38,11 +38,7 @@ def follows(inputs: Any) -> bool:
 
 
 def ordinary(inputs: Any, *, history: bool = False) -> Any:
-    """Inputs outside of inference mode, without targets, and without a gradient history unless it is to be kept.
-
-    Raises:
-        TypeError: something else than tensors, tuples or mappings of them.
-    """
+    """Inputs outside of inference mode, without targets, and without a gradient history unless it is to be kept."""
     if isinstance(inputs, Tensor):
         return inputs.clone() if inputs.is_inference() else inputs if history else inputs.detach()
     if isinstance(inputs, (tuple, list)):
@@ -71,11 +67,7 @@ def require_call(model: nn.Module, inputs: Any) -> None:
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Tensor]:
-    """A batch of a loader as inputs and targets, still as they were.
-
-    Raises:
-        TypeError: no pair, and no mapping with targets.
-    """
+    """A batch of a loader as inputs and targets, still as they were; a ``TypeError`` for what is no such batch."""
     if isinstance(batch, Mapping):
         names = [name for name in LABELS if isinstance(batch.get(name), Tensor)]
         if len(names) != 1:

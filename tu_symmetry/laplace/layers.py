@@ -47,13 +47,9 @@ class Part:
 
 
 class Layer(ABC):
-    """One use of parameters in the forward pass.
+    """One use of parameters in the forward pass, by the module ``path``; ``name`` tells projections of one apart.
 
-    Attributes:
-        name: name of the module, with a suffix for one projection of several.
-        path: name of the module.
-        weight: what of the weight it covers, None where the weight is not in the posterior.
-        bias: the same for the bias.
+    ``weight`` and ``bias`` are what it covers of these, None where they are not in the posterior.
     """
 
     def __init__(self, name: str, weight: Part | None, bias: Part | None) -> None:
@@ -74,12 +70,9 @@ class Layer(ABC):
 
 
 class MatrixLayer(Layer):
-    """Linear layers and convolutions: rows ``[batch, groups, positions, features]``.
+    """Linear layers and convolutions: ``groups`` matrices ``[outputs, features]``.
 
-    Attributes:
-        groups: number of independent matrices in the weight (groups of a convolution).
-        outputs: rows of each matrix.
-        features: columns of each matrix.
+    Rows are ``[batch, groups, positions, features]``.
     """
 
     def __init__(

@@ -14,15 +14,9 @@ from torch import Tensor
 
 
 def class_axis_of(axes: int, class_axis: int | None) -> int:
-    """The axis of an output that holds the classes (or other outputs of one position), counted from 0.
+    """The axis, counted from 0, of an output with so many axes that holds the classes (or other outputs).
 
-    Args:
-        axes: number of axes of the output.
-        class_axis: as the user gave it; None for the last of two or three axes and for axis 1 of four and more, which
-            is torch's convention of images.
-
-    Raises:
-        ValueError: the axis of the batch, or one that the output does not have.
+    By default the last of two or three axes, and axis 1 of four and more, which is torch's convention of images.
     """
     found = (1 if axes > 3 else axes - 1) if class_axis is None else class_axis
     if found < 0:
@@ -75,13 +69,7 @@ def check_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tens
 
 
 def in_own_shape(values: Tensor, shape: torch.Size, class_axis: int | None) -> Tensor:
-    """The inverse of :func:`as_outputs`, for tensors with leading axes.
-
-    Args:
-        values: ``[..., batch, positions, outputs]``; the number of outputs may be another than the network's.
-        shape: the shape of the network's output, with any batch.
-        class_axis: see :func:`class_axis_of`.
-    """
+    """The inverse of :func:`as_outputs` for ``[..., batch, positions, outputs]``, given the network's shape."""
     axis = class_axis_of(len(shape), class_axis)
     places = [n for i, n in enumerate(shape) if i not in (0, axis)]
     return values.unflatten(-2, places).movedim(-1, axis - len(shape))

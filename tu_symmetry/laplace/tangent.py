@@ -37,11 +37,8 @@ class Slot(NamedTuple):
 def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[str, ...]:
     """Names of the parameters that the posterior covers, in the order of the model.
 
-    Args:
-        model: the module.
-        wanted: None for every parameter that requires a gradient; else names, prefixes of names (``"head"`` takes
-            everything below that module), or patterns with ``*``, ``?`` or ``[...]`` (``"*lora_*"``). A tied weight may
-            be given by any of its names.
+    ``wanted`` is None for all that require a gradient; else names (any of a tied weight), prefixes of names (``"head"``
+    takes everything below that module), or patterns with ``*``, ``?`` or ``[...]``.
 
     Raises:
         ValueError: a name that nothing matches, no parameters at all, NaN or infinite weights.
@@ -143,13 +140,7 @@ def _whole_float32() -> Iterator[None]:
 
 
 class Linearization(NamedTuple):
-    """The network on one batch, with all that products with its Jacobian need.
-
-    Attributes:
-        outputs: at the linearization point.
-        push: a flat vector to the Jacobian times it, in the outputs' shape.
-        pull: a cotangent in the outputs' shape to the transposed Jacobian times it, a flat vector.
-    """
+    """The outputs on one batch, ``push``: vector -> ``J`` times it, and ``pull``: cotangent -> ``J^T`` times it."""
 
     outputs: Tensor
     push: Callable[[Tensor], Tensor]
@@ -166,16 +157,10 @@ def normal(cotangent: Tensor) -> Tensor:
 
 
 class TangentModel:
-    """``f(x; theta)`` and its Jacobian products at the linearization point, for a subset of the parameters.
+    """``f(x; theta)`` and its Jacobian products at the network's weights, for the parameters ``names``.
 
-    Attributes:
-        model: the network; its current weights are the linearization point.
-        names: the parameters that vary.
-        slots: their places in the flat vector.
-        size: length of the flat vector.
-        class_axis: the axis of the network's output that holds the classes, see
-            :func:`tu_symmetry.laplace.outputs.class_axis_of`.
-        joins: whether batches may be joined to larger ones.
+    ``slots`` are their places in the flat vector of length ``size``, ``class_axis`` is that of :mod:`.outputs`, and
+    ``joins`` whether batches may be joined to larger ones.
     """
 
     joins = True
@@ -355,10 +340,7 @@ class TangentModel:
         )
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """The transposed Jacobian of every sample times its own cotangent, ``[batch, size]``.
-
-        The batch must be small: this holds one gradient for each sample.
-        """
+        """The transposed Jacobian of each sample times its own cotangent, ``[batch, size]``; for small batches."""
         point = self.parameters()
 
         def one(row: Any, direction: Tensor) -> Tensor:
@@ -414,11 +396,7 @@ class LastLayerModel(TangentModel):
         return LastLayerModel(self.model if model is None else model, self.layer, class_axis=self.class_axis)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """The layer's input ``[batch, ..., features]``, and the outputs.
-
-        Raises:
-            ValueError: where the layer's output is not the network's output.
-        """
+        """The layer's input ``[batch, ..., features]``, and the outputs, which have to be those of the layer."""
         seen: list[tuple[Tensor, Tensor]] = []
         handle = self.model.get_submodule(self.layer).register_forward_hook(
             lambda _module, args, output: seen.append((args[0], output))
@@ -472,10 +450,7 @@ class LastLayerModel(TangentModel):
 def last_layer(model: nn.Module, inputs: Any = None, *, linear: bool = False) -> str:
     """Name of the innermost module with parameters that finishes last in a forward pass, or else is defined last.
 
-    With ``linear`` it is the linear layer whose output is the network's output.
-
-    Raises:
-        ValueError: no such module.
+    With ``linear`` it is the linear layer whose output is the network's output. A ``ValueError`` where there is none.
     """
     owners = [name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)]
     owners = [name.partition(".parametrizations.")[0] for name in owners]

@@ -27,13 +27,8 @@ _COPIES = 2  # what is kept for J and for J^T is about as much each
 class TrainingData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
-    Attributes:
-        targets: the targets of every chunk, as the likelihood takes them.
-        outputs: the outputs of the network at the linearization point, chunk by chunk.
-        entries: numbers in the outputs of this process.
-        samples: the samples of all processes.
-        size: bytes of inputs and targets in memory; of several processes the mean.
-        kept: how many chunks of all processes are linearized once for all.
+    ``targets`` and ``outputs`` are those of every chunk of this process, with ``entries`` numbers in the outputs. Of all
+    processes are ``samples``, the mean bytes ``size`` of the data, and how many chunks are ``kept`` linearized.
     """
 
     def __init__(
@@ -45,11 +40,6 @@ class TrainingData:
         budget: int = BUDGET,
         most: int = BUDGET,
     ) -> None:
-        """Read the loader, and linearize as many chunks as fit.
-
-        Raises:
-            ValueError: no samples, or targets that the likelihood refuses.
-        """
         self.tangent, self.likelihood = tangent, likelihood
         device = tangent.point().device
         self.targets: list[Tensor] = []
@@ -88,11 +78,7 @@ class TrainingData:
         self.targets.append(self.likelihood.targets(outputs, targets))
 
     def chunks(self) -> Iterator[Any]:
-        """The inputs of every chunk.
-
-        Raises:
-            ValueError: a loader that is read again, and does not give the batches that it gave before.
-        """
+        """The inputs of every chunk; a ``ValueError`` where the loader is read again, and gives other batches."""
         if self._loader is None:
             yield from self._chunks
             return

@@ -54,12 +54,9 @@ def most_rows(data: TrainingData, groups: PriorGroups, memory: int) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which columns of the outputs' roots are the longest.
+    """Masks of the longest columns of the outputs' roots, chunk by chunk and piece by piece.
 
-    Attributes:
-        masks: the masks of every chunk's pieces ``[columns, samples]`` (or ``[columns, samples, positions]``).
-        share: the share of the trace of all output Hessians that they hold.
-        excess: how much more each of them holds than the mean column; 1 where all are alike.
+    They hold the ``share`` of the trace of all output Hessians; each holds ``excess`` times as much as the mean column.
     """
 
     masks: list[list[Tensor]]
@@ -96,15 +93,9 @@ def choose(data: TrainingData, linear: Sequence[Tensor], most: int) -> Chosen:
 
 
 class Informative:
-    """Rows of the curvature's root, and what the joint objective needs of them.
-
-    Attributes:
-        rows: ``[rows, weights]``, for unit noise.
-        grams: ``K_g``, float64 ``[groups, rows, rows]``, where the rows lie.
-    """
+    """Rows of the curvature's root ``[rows, weights]`` for unit noise, and their Gram matrices ``K_g``, float64."""
 
     def __init__(self, data: TrainingData, groups: PriorGroups, linear: Sequence[Tensor], chosen: Chosen) -> None:
-        """Make the rows: one gradient of the network for each."""
         self.groups = groups
         self.rows = _gathered(data, linear, chosen)
         count, device = len(self.rows), self.rows.device
@@ -142,17 +133,10 @@ class Informative:
         energy: Energy,
         bounds: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Weights and log precisions that minimize the model of the joint objective around a point.
+        """Weights and log precisions that minimize the model of the joint objective around ``theta``.
 
-        Precisions move by a factor of ``e^2`` at most, since the model is one of the point's surroundings.
-
-        Args:
-            theta: the weights ``[weights]`` around which it is made.
-            gradient: the gradient of the loss there, over the noise variance; without the prior's.
-            rho: log precisions ``[groups]`` where the search starts.
-            variance: the variance of the noise, which stays.
-            energy: of log precisions (determinants and hyperprior): its value (nats), and gradient.
-            bounds: smallest and largest log precisions.
+        ``gradient`` is that of the loss there over the noise variance, ``energy`` gives the value and gradient of what
+        depends on log precisions alone. Precisions move from ``rho`` by a factor of ``e^2`` at most.
         """
         root = variance**-0.5
         along = self.groups.inner(self.rows, gradient).to(self.grams) * root  # B_g g_g

@@ -18,7 +18,7 @@ from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.joint.data import BUDGET, TrainingData
 from tu_symmetry.laplace.joint.informative import ENOUGH_ROWS, MOST_ROWS
-from tu_symmetry.laplace.joint.search import Joint, joint_optimum
+from tu_symmetry.laplace.joint.search import joint_optimum
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.memory import free_memory
@@ -46,14 +46,10 @@ def at_mode(
 ) -> FittedLaplace:
     """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
 
-    Args:
-        fitted: where the search starts.
-        loader: the data of the fit.
-        tolerance: ``mode_tolerance`` of :func:`at_joint_mode`.
-        options: ``max_iterations``, ``memory``, ``progress``.
+    ``tolerance`` is the ``mode_tolerance`` of :func:`at_joint_mode`, whose options there are.
     """
-    found = _searched(fitted, loader, tolerance=math.inf, mode_tolerance=tolerance, weights_alone=True, **options)
-    return fitted.with_solution(found.fitted.solution)
+    found, _ = _searched(fitted, loader, tolerance=math.inf, mode_tolerance=tolerance, weights_alone=True, **options)
+    return fitted.with_solution(found.solution)
 
 
 def at_joint_mode(
@@ -67,25 +63,16 @@ def at_joint_mode(
 ) -> tuple[FittedLaplace, EvidenceResult]:
     """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
 
-    Args:
-        fitted: where the search starts.
-        loader: the data of the fit.
-        hyperprior: on the log precisions.
-        tolerance: largest change of a log precision at convergence; None for 1e-6 in double precision, else 0.03.
-        mode_tolerance: gradient norm of the weights at convergence, in posterior standard deviations of the
-            approximation; None for 1e-6, or 0.2.
-        options: ``max_iterations`` (directions, None for 1,000), ``memory`` (bytes for data, linearizations and
-            gradients, None for 2 GiB and more for large networks), ``progress`` (called after every pass).
+    By default log precisions converge to 1e-6 in double precision, else 0.03, weights to 1e-6 or 0.2 posterior standard
+    deviations. Options are ``max_iterations`` (directions, 1,000), ``memory`` (bytes for data, linearizations and
+    gradients, 2 GiB and more for large networks), and ``progress``.
 
     Raises:
         ValueError: other data than those of the fit.
     """
     fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
     tolerance = tolerance or (1e-6 if fitted.theta.dtype == torch.float64 else 3e-2)
-    found = _searched(fitted, loader, tolerance=tolerance, mode_tolerance=mode_tolerance, **options)
-    solution, log_evidence = found.fitted.solution, found.fitted.log_evidence()
-    how = (found.iterations, found.change, solution.gradient_norm, found.converged, solution.gap)
-    return found.fitted, EvidenceResult(log_evidence, *how)
+    return _searched(fitted, loader, tolerance=tolerance, mode_tolerance=mode_tolerance, **options)
 
 
 def _searched(
@@ -96,7 +83,7 @@ def _searched(
     max_iterations: int | None = None,
     memory: int | None = None,
     **options: Any,
-) -> Joint:
+) -> tuple[FittedLaplace, EvidenceResult]:
     theta = fitted.theta
     memory = _memory(theta) if memory is None else memory
     rows = min(_for_rows(memory), MOST_ROWS * theta.element_size() * theta.numel())

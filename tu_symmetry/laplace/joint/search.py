@@ -23,6 +23,7 @@ from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.joint.data import TrainingData
 from tu_symmetry.laplace.joint.informative import Informative, choose, most_rows
 from tu_symmetry.laplace.mode import Mode, certificate
+from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import normal
 
 _DIRECTIONS = 128  # kept at most
@@ -41,23 +42,6 @@ _NEAR = 2.0  # times the norm that is wanted, from which on they stay
 _ENOUGH = 0.01  # share of the first decrement at which the problem in the span counts as solved
 
 Progress = Callable[[dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class Joint:
-    """The point that was reached.
-
-    Attributes:
-        fitted: with its precisions, noise variance and weights.
-        change: largest change of a log precision in the last iteration.
-        iterations: directions that were tried.
-        converged: whether both tolerances were met.
-    """
-
-    fitted: FittedLaplace
-    change: float
-    iterations: int
-    converged: bool
 
 
 class _Span:
@@ -93,7 +77,6 @@ class _Span:
         return torch.stack([((own * weight) @ own.mT).double() for own, weight in parts]).sum(0).cpu()
 
     def combined(self, c: Tensor) -> Tensor:
-        """``sum c_i d_i``."""
         return c.to(self.directions) @ self.directions[: self.count]
 
     def pushed(self, c: Tensor) -> list[Tensor]:
@@ -135,14 +118,12 @@ class _Search:
         self.age, self.share, self.norm = _AGE, 0.0, math.inf
 
     def start(self) -> _Point:
-        """The weights of the fit so far, with the precisions that belong to them."""
         fitted, theta = self.fitted, self.fitted.theta
         move = theta - fitted.tangent.point()
         linear = self.moved(self.data.outputs, move) if bool(move.any()) else self.data.outputs
         return self.at(theta, linear, fitted.log_precision, fitted.log_noise)
 
     def moved(self, linear: list[Tensor], move: Tensor) -> list[Tensor]:
-        """``h_theta`` on all data, after a move of the weights."""
         return [own + change for own, change in zip(linear, self.data.push(move), strict=True)]
 
     def at(self, theta: Tensor, linear: list[Tensor], rho: Tensor, tau: float) -> _Point:
@@ -166,7 +147,6 @@ class _Search:
         return self.residuals(loss)
 
     def residuals(self, loss: float) -> Noise | None:
-        """A regression's residuals."""
         summary = self.fitted.summary
         return Noise(summary.samples * summary.outputs, 2 * loss) if self.fitted.noisy else None
 
@@ -188,20 +168,17 @@ class _Search:
         return gradient * math.exp(-point.tau) + self.precision(point) * point.theta
 
     def precision(self, point: _Point) -> Tensor:
-        """The prior precision of every weight."""
         return self.fitted.groups.spread(point.rho.exp().to(point.theta))
 
     def posterior(self, point: _Point) -> Posterior:
-        """The Laplace approximation at the point's precisions."""
         return Posterior(self.fitted.curvature.blocks, point.rho, math.exp(point.tau))
 
     def propose(self, point: _Point, gradient: Tensor, wanted: float) -> tuple[list[Tensor], float]:
         """Directions, to be subtracted, and the norm of the gradient in standard deviations of the posterior.
 
         Where the informative observations hold most of the curvature, their model's direction is the only one; where
-        they hold little of it, although each holds much more than others do, the preconditioned gradient comes to it.
-        They are chosen anew every few iterations, until the norm is near the one that is ``wanted``; those of a
-        quadratic loss, whose curvature is the same everywhere, once.
+        each holds much more than others do, it comes to the preconditioned gradient. They are chosen anew every few
+        iterations until the norm is near the ``wanted`` one; those of a quadratic loss once.
         """
         due = self.age >= _AGE and self.norm > _NEAR * wanted
         if self.rows and due and not (self.likelihood.quadratic and self.norm < math.inf):
@@ -341,8 +318,7 @@ class _Search:
     def prune(self, point: _Point, before: Tensor) -> _Point:
         """Under a flat hyperprior: groups that the evidence sends to infinity go there at once, with zero weights.
 
-        The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
-        by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
+        The data determine less than a hundredth of a direction there: the rest changes the evidence by less (in nats).
         """
         if not math.isinf(self.hyperprior.std) or self.weights_alone:
             return point
@@ -372,12 +348,8 @@ def joint_optimum(
     memory: int = 0,
     weights_alone: bool = False,
     progress: Progress | None = None,
-) -> Joint:
-    """Minimize the profile objective from where an approximation is.
-
-    Raises:
-        ValueError: other data than those of the fit, or values that are not finite.
-    """
+) -> tuple[FittedLaplace, EvidenceResult]:
+    """Minimize the profile objective from where an approximation is; values that are not finite are a ``ValueError``."""
     if max_iterations < 1:
         raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
     if data.samples != fitted.summary.samples:
@@ -423,4 +395,5 @@ def joint_optimum(
     mode = Mode(point.theta, point.loss, norm, iteration, norm <= mode_tolerance, gap)
     noise = None if fitted.noise_fixed else math.exp(point.tau)
     reached = fitted.with_hyperparameters(point.rho, noise).with_solution(mode)
-    return Joint(reached, 0.0 if math.isinf(change) else change, iteration, converged)
+    change = 0.0 if math.isinf(change) else change
+    return reached, EvidenceResult(reached.log_evidence(), iteration, change, norm, converged, gap)
