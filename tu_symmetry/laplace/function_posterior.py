@@ -36,9 +36,9 @@ def function_covariance(
 ) -> tuple[Tensor, Tensor]:
     """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
 
-    Positions and outputs of a sample are flattened to one axis. ``layers`` have Kronecker factors, parameters in ``whole``
-    have none; without layers Jacobians of single samples are made. With ``joint`` there is one covariance between all
-    inputs, for which (as for gradients of inputs) the Jacobians of all of them are held at once.
+    Positions and outputs of a sample are flattened to one axis. ``layers`` have Kronecker factors, which parameters in
+    ``whole`` have not; without layers Jacobians of single samples are made. With ``joint`` there is one covariance
+    between all inputs, for which (as for gradients of inputs) the Jacobians of all of them are held at once.
 
     Raises:
         ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
@@ -74,15 +74,10 @@ def function_covariance(
 def _require_room(outputs: Tensor, size: int, *, together: bool = False, joint: bool = False) -> None:
     """Refuse covariances that do not fit, twice while pieces are joined, with the Jacobians that are held."""
     count, width, entry = len(outputs), outputs[0].numel(), outputs.element_size()
-    positions = f" ({outputs.shape[1]} positions of {outputs.shape[2]})" if outputs.ndim == 3 else ""
     entries, held = count * width**2 * (count if joint else 1), width * size * (count if together else 1)
-    require_memory(
-        entry * (2 * entries + 4 * held),
-        outputs.device,
-        f"the exact covariances of {count} samples with {width} outputs each{positions}, {entries} entries "
-        + (f"and the {'Jacobians of all' if together else 'Jacobian of one sample'}, {held}," if size else ","),
-        "take samples instead (covariance='samples', or function_samples), or smaller batches",
-    )
+    what = f"the exact covariances of {count} samples with {width} outputs each (of all positions), with Jacobians,"
+    instead = "take samples instead (covariance='samples', or function_samples), or smaller batches"
+    require_memory(entry * (2 * entries + 4 * held), outputs.device, what, instead)
 
 
 def _longest_vector(layers: Sequence[Layer]) -> int:

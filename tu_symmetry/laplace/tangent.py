@@ -52,24 +52,14 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
             )
         if not torch.isfinite(p.detach()).all():
             raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
-    if wanted is None:
-        chosen = {id(p) for _, p in every if p.requires_grad}
-        if not chosen:
-            raise ValueError("no parameter of the model requires a gradient; name those to use in parameters=[...]")
-    else:
-        chosen = set()
-        for key in wanted:
-            pattern = any(sign in key for sign in "*?[")
-            found = {
-                id(p)
-                for name, p in every
-                if (fnmatchcase(name, key) if pattern else name == key or name.startswith(key + "."))
-            }
-            if not found:
-                raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
-            chosen |= found
-        if not chosen:
-            raise ValueError("parameters is empty: nothing would be left uncertain")
+    chosen = {id(p) for _, p in every if p.requires_grad and wanted is None}
+    for key in wanted or ():
+        found = {id(p) for name, p in every if fnmatchcase(name, key) or name.startswith(key + ".")}
+        if not found:
+            raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
+        chosen |= found
+    if not chosen:
+        raise ValueError("no parameter of the model requires a gradient, or parameters is empty: nothing would be left")
     return tuple(name for name, p in model.named_parameters() if id(p) in chosen)
 
 
@@ -102,41 +92,28 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """No autocast around the network, no TF32: curvatures have more digits than these hold."""
-    kinds = {"cpu"} | {p.device.type for p in model.parameters()}
-    with ExitStack() as stack:
-        stack.enter_context(_whole_float32())
-        for kind in sorted(kinds):
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextmanager
-def _whole_float32() -> Iterator[None]:
-    """Products and convolutions of float32 in all of its digits, on GPUs (where cuDNN's have 10 by default) and CPUs.
+    """No autocast around the network, no TF32: curvatures have more digits than these hold, on GPUs and CPUs.
 
     Both of torch's interfaces are set: its older one raises an error where the newer one says something else.
     """
     backends: Any = torch.backends
     operators: list[Any] = [backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul]
     operators += [backends.mkldnn.conv, backends.mkldnn.rnn, backends.mkldnn.matmul]
-    before, older = [own.fp32_precision for own in operators], None
-    with suppress(RuntimeError):  # where the caller has set the newer one alone
-        older = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    try:
-        if older is not None:
+    with ExitStack() as stack:
+        for own in operators:
+            stack.callback(setattr, own, "fp32_precision", own.fp32_precision)
+        with suppress(RuntimeError):  # where the caller has set the newer one alone
+            convolutions, products = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+            stack.callback(setattr, backends.cudnn, "allow_tf32", convolutions)
+            stack.callback(torch.set_float32_matmul_precision, products)
             backends.cudnn.allow_tf32 = False
             torch.set_float32_matmul_precision("highest")
         for own in operators:
             own.fp32_precision = "ieee"
+        for kind in sorted({"cpu"} | {p.device.type for p in model.parameters()}):
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-    finally:
-        if older is not None:
-            backends.cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])
-        for own, precision in zip(operators, before, strict=True):
-            own.fp32_precision = precision
 
 
 class Linearization(NamedTuple):

@@ -27,8 +27,8 @@ _COPIES = 2  # what is kept for J and for J^T is about as much each
 class TrainingData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
-    ``targets`` and ``outputs`` are those of every chunk of this process, with ``entries`` numbers in the outputs. Of all
-    processes are ``samples``, the mean bytes ``size`` of the data, and how many chunks are ``kept`` linearized.
+    ``targets`` and ``outputs`` are those of every chunk of this process, with ``entries`` numbers in the outputs. Of
+    all processes are ``samples``, the mean bytes ``size`` of the data, and how many chunks are ``kept`` linearized.
     """
 
     def __init__(

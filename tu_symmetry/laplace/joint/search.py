@@ -349,7 +349,7 @@ def joint_optimum(
     weights_alone: bool = False,
     progress: Progress | None = None,
 ) -> tuple[FittedLaplace, EvidenceResult]:
-    """Minimize the profile objective from where an approximation is; values that are not finite are a ``ValueError``."""
+    """Minimize the profile objective from where an approximation is; other data or NaN are a ``ValueError``."""
     if max_iterations < 1:
         raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
     if data.samples != fitted.summary.samples:
