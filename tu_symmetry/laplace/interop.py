@@ -138,7 +138,7 @@ def _blocks(
     for (name, slot), basis, own in zip(slots.items(), vectors, values, strict=True):
         number = groups.of[name]
         if len(own) == 1:
-            blocks.append(DenseBlock(name, slot.start, number, basis[0], own[0].clamp(min=0)))
+            blocks.append(DenseBlock(name, slot.start, number, own[0].clamp(min=0), basis[0]))
             continue
         outputs, inputs = (q.unsqueeze(0) for q in basis)
         output_values, input_values = (s.unsqueeze(0).clamp(min=0) for s in own)

@@ -52,11 +52,8 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
-    closed_form_layer,
     full_precision,
-    last_called,
-    last_linear,
-    last_module,
+    last_layer,
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -199,13 +196,13 @@ class LinearizedLaplace:
                     "things; use curvature='full'"
                 )
             self._traced = not named
-            layer = named[0] if named else last_linear(model)
+            layer = named[0] if named else last_layer(model, linear=True)
             if layer not in dict(model.named_modules()):
                 raise ValueError(f"parameters={named}: the model has no module {layer!r}")
             self.tangent: TangentModel = LastLayerModel(model, layer, class_axis=class_axis)
         else:
             self._traced = parameters == "last_layer"
-            wanted = [last_module(model)] if parameters == "last_layer" else parameters
+            wanted = [last_layer(model)] if parameters == "last_layer" else parameters
             self.tangent = TangentModel(model, select_parameters(model, wanted), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
         self._drawer = predictive.Drawer()
@@ -369,10 +366,10 @@ class LinearizedLaplace:
         """The last layer in the order of a forward pass, where the constructor had only that of definition."""
         inputs = rows_of(next(batches(loader, next(self.model.parameters()).device))[0], slice(0, 2))
         if isinstance(self.tangent, LastLayerModel):
-            layer = closed_form_layer(self.model, inputs)
+            layer = last_layer(self.model, inputs, linear=True)
             self.tangent = LastLayerModel(self.model, layer, class_axis=self.tangent.class_axis)
         else:
-            self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
+            self.tangent = self.tangent.over(select_parameters(self.model, [last_layer(self.model, inputs)]))
 
     @leaves_randomness
     def group(self, loader: Iterable[Any]) -> PriorGroups:
