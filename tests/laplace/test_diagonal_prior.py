@@ -188,7 +188,6 @@ def test_the_joint_point_is_stationary(kind: str) -> None:
     torch.testing.assert_close(rho, la.log_precision, rtol=0, atol=2e-4)
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.UnevenEvidenceWarning")
 def test_without_a_hyperprior_most_weights_are_switched_off_at_the_joint_point() -> None:
     """Automatic relevance determination: evidence alone prunes, at precisions of 1e12 times the center."""
     la, *_ = fitted(evaluate_at="tangent_mode")

@@ -107,7 +107,7 @@ def test_post_processing_metrics_equal_a_hand_computation(evaluate_at: str, prio
     data = DataModule(ood=True)
     model = net()
     routine = classify(model, post_processing=LaplacePostProcessing(), eval_ood=True, ood_criterion="post_processing")
-    found, callback = run(routine, data, evaluate_at=evaluate_at, prior=prior, batch_size=60)
+    found, callback = run(routine, data, evaluate_at=evaluate_at, prior=prior)
     x, y = data.test_set.tensors
     la = by_hand(model, data, evaluate_at=evaluate_at, prior=prior)
     p = la.predictive(x)

@@ -1,13 +1,6 @@
 """A fitted Laplace approximation as one frozen object, which evidence, prediction, files and conversions work on.
 
-Nothing of it is ever overwritten: another precision, another curvature or another ``theta*`` is another object, made by
-one of the ``with_...`` methods, and shares all the rest with the first. For example, with one curvature of a network in
-``fitted``, the evidence at both places starts from::
-
-    at_mode = fitted.restarted(evaluate_at="tangent_mode")
-    at_map = fitted.restarted(evaluate_at="map")
-
-and neither needs another pass over the data, nor touches what ``fitted`` holds.
+Another precision, another curvature or another ``theta*`` is another object that shares the rest with the first.
 """
 
 from __future__ import annotations
@@ -57,22 +50,14 @@ class FittedCurvature:
 
 
 class Snapshot:
-    """A copy of a network's weights and buffers, to tell whether they are still those of the fit.
-
-    Attributes:
-        fingerprint: a digest of them.
-    """
+    """A copy and a digest of a network's weights and buffers, to tell whether they are still those of the fit."""
 
     def __init__(self, tangent: TangentModel) -> None:
         self.fingerprint = tangent.fingerprint()
         self._state = {name: tensor.clone() for name, tensor in tangent.state().items()}
 
     def matches(self, tangent: TangentModel) -> bool:
-        """Whether a network has these weights.
-
-        They are compared by value with a copy, since edits of ``weight.data`` leave no other trace. It takes one pass
-        over the weights in memory.
-        """
+        """Whether a network has these weights, compared by value: edits of ``weight.data`` leave no other trace."""
         now = tangent.state()
         if now.keys() == self._state.keys() and all(
             t.shape == kept.shape and t.dtype == kept.dtype and t.device == kept.device and torch.equal(t, kept)
@@ -91,8 +76,6 @@ class Snapshot:
 @dataclass(frozen=True, eq=False)
 class FittedLaplace:
     """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at.
-
-    Made by :meth:`begin`; every change is a new object.
 
     Attributes:
         tangent: the network, linearized at its weights, and its Jacobian products.
@@ -146,12 +129,7 @@ class FittedLaplace:
         temperature: float = 1.0,
         link_approx: LinkApprox = "mc",
     ) -> FittedLaplace:
-        """An approximation of a network with its present weights.
-
-        Raises:
-            ValueError: weights that are all zero, or not finite.
-            UnsupportedLayerError: Kronecker factors of layers that have none.
-        """
+        """An approximation of a network with its present weights; refuses layers that have no Kronecker factors."""
         point = tangent.point()
         center = centers(curvature.groups, point)
         found = cls(
@@ -173,8 +151,6 @@ class FittedLaplace:
         )
         _ = found.layers
         return found
-
-    # ------------------------------------------------------------------ what follows from it
 
     @property
     def model(self) -> nn.Module:
@@ -219,18 +195,12 @@ class FittedLaplace:
         return tuple(find_layers(self.model, [n for n in self.tangent.names if n not in self.curvature.whole]))
 
     def require_weights(self) -> None:
-        """Refuse a network whose weights are no longer those of the fit.
-
-        Raises:
-            RuntimeError: they have changed.
-        """
+        """Refuse a network whose weights are no longer those of the fit."""
         if not self.snapshot.matches(self.tangent):
             raise RuntimeError(
                 "the network's weights have changed since the Laplace approximation was fitted (further training, "
                 "or weights loaded into it); fit again, or put the fitted weights back"
             )
-
-    # ------------------------------------------------------------------ other objects
 
     def on(self, device: torch.device) -> FittedLaplace:
         """The same for the network on a device, to which it has been moved; itself where it lies there already."""
@@ -246,8 +216,7 @@ class FittedLaplace:
     def with_hyperparameters(self, log_precision: Tensor, noise_variance: float | None = None) -> FittedLaplace:
         """Other log precisions ``[groups]``, and noise variance where it is given.
 
-        At ``tangent_mode`` the weights are those found last, which are no solution any more. The temperature is 1
-        again.
+        At ``tangent_mode`` the weights are those found last, no solution any more; the temperature is 1 again.
         """
         noise = self.noise_variance if noise_variance is None else noise_variance
         moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
@@ -265,9 +234,6 @@ class FittedLaplace:
         """Other precisions: one for all groups, one for each, or by name (the others keep theirs).
 
         A name is that of a group or, where every weight is one, that of a parameter, with a tensor of its shape.
-
-        Raises:
-            ValueError: an unknown name, another shape, or a precision that is not positive and finite.
         """
         return self.with_hyperparameters(self.groups.given(precision, self.log_precision))
 
@@ -286,11 +252,7 @@ class FittedLaplace:
         return replace(self.uncalibrated(), curvature=curvature)
 
     def with_tangent(self, tangent: TangentModel) -> FittedLaplace:
-        """Another way to the same network's Jacobian products, stored ones for example.
-
-        Raises:
-            ValueError: another network, or other parameters of it.
-        """
+        """Another way to the same network's Jacobian products, stored ones for example."""
         if tangent.model is not self.model or tangent.slots != self.tangent.slots:
             raise ValueError("the other tangent model is of another network, or of other parameters of this one")
         return replace(self, tangent=tangent)
@@ -306,8 +268,6 @@ class FittedLaplace:
             hyperprior=FLAT,
             solution=Mode.at(self.tangent.point(), self.summary.loss, where),
         )
-
-    # ------------------------------------------------------------------ evidence at what it holds
 
     def noise(self, mode: Mode) -> Noise | None:
         """A regression's observations and squared residuals; None for another likelihood."""

@@ -32,18 +32,13 @@ _MISSING = (
 class LaplacePostProcessing(PostProcessing):
     """Predictive distribution of a linearized Laplace approximation, as a post-processing of TorchUncertainty.
 
-    The routine's metrics ``test/post/...`` are those of the predictive. It returns *log-probabilities*: the routine
-    applies a softmax to what a post-processing returns, which gives the probabilities back. For OOD scores of the
-    predictive pass ``ood_criterion="post_processing"`` to the routine; the other criteria see the network's own logits
-    (for mutual information use :class:`LaplaceEnsemble`). The network is not registered as a submodule, so that
-    checkpoints hold its weights once, and load with or without the post-processing.
+    The routine's metrics ``test/post/...`` are those of the predictive. It returns *log-probabilities*, to which the
+    routine applies a softmax. For OOD scores of the predictive pass ``ood_criterion="post_processing"`` to the routine;
+    for mutual information use :class:`LaplaceEnsemble`. Checkpoints hold the network's weights once.
 
     Args:
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
-        num_samples: number of samples of the Monte-Carlo approximation.
-        link_approx: see :meth:`LinearizedLaplace.predictive`.
-        covariance: see :meth:`LinearizedLaplace.predictive`.
-        seed: seed of the samples.
+        num_samples, link_approx, covariance, seed: see :meth:`LinearizedLaplace.predictive`.
     """
 
     def __init__(
@@ -63,12 +58,8 @@ class LaplacePostProcessing(PostProcessing):
     @property
     def predictive_options(self) -> dict[str, Any]:
         """What the temperature has to be chosen with, see :meth:`LinearizedLaplace.calibrate`."""
-        return {
-            "num_samples": self.num_samples,
-            "link_approx": self.link_approx,
-            "covariance": self.covariance,
-            "seed": self.seed,
-        }
+        names = ("num_samples", "link_approx", "covariance", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def set_model(self, model: nn.Module) -> None:
         """Refer to the routine's network without registering it."""
@@ -77,11 +68,7 @@ class LaplacePostProcessing(PostProcessing):
             _require_part(self.laplace, model)
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
-        """Predict with this approximation; it has to be of the routine's network, and of a classification.
-
-        Raises:
-            ValueError: it is of another network (a copy, for example), or of a regression.
-        """
+        """Predict with this approximation; it has to be of the routine's network, no copy, and of a classification."""
         if laplace is not None:
             _require_likelihood(laplace, "classification")
             if self.model is not None:
@@ -89,11 +76,7 @@ class LaplacePostProcessing(PostProcessing):
         self.laplace, self.trained = laplace, laplace is not None
 
     def fit(self, dataloader: DataLoader[Any]) -> None:
-        """Do nothing with the validation or test data that the routine passes here.
-
-        Raises:
-            RuntimeError: no approximation is attached.
-        """
+        """Do nothing with the validation or test data that the routine passes here."""
         if self.laplace is None:
             raise RuntimeError(f"{_MISSING}. The data that were passed here are held out, and no evidence for it")
 
@@ -102,13 +85,7 @@ class LaplacePostProcessing(PostProcessing):
         if self.laplace is None:
             raise RuntimeError(_MISSING)
         with torch.autocast(inputs.device.type, enabled=False):
-            probabilities: Tensor = self.laplace.predictive(
-                inputs,
-                num_samples=self.num_samples,
-                link_approx=self.link_approx,
-                covariance=self.covariance,
-                seed=self.seed,
-            )
+            probabilities: Tensor = self.laplace.predictive(inputs, **self.predictive_options)
         return probabilities.log()
 
 
@@ -117,9 +94,8 @@ class LaplaceEnsemble(nn.Module):
 
     While it trains, and while :class:`~tu_symmetry.callbacks.FitLaplace` has not fitted yet, it is the network itself.
     Afterwards ``forward`` maps a batch ``[B, ...]`` to ``[num_samples * B, C]``, all inputs of the first function
-    first: ``f(x) + J(x) (theta_m - theta~)`` with the same weights ``theta_m`` for every input and batch. With
-    ``is_ensemble=True`` TorchUncertainty's routines evaluate the averaged predictive, mutual information,
-    disagreement, and the OOD criteria ``mutual_information``, ``variation_ratio`` and ``entropy``.
+    first: ``f(x) + J(x) (theta_m - theta~)`` with the same weights ``theta_m`` for every input and batch. Routines take
+    it with ``is_ensemble=True``.
 
     Example:
         >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
@@ -158,21 +134,13 @@ class LaplaceEnsemble(nn.Module):
         return {"num_samples": self.num_samples, "covariance": "samples", "seed": self.seed}
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
-        """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one.
-
-        Raises:
-            ValueError: it is of another network.
-        """
+        """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one."""
         if laplace is not None:
             _require_part(laplace, self.core_model)
         self.laplace, self._awaits_fit = laplace, laplace is None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs ``[num_samples * B, C]``; ``[B, C]`` of the network itself before the fit.
-
-        Raises:
-            RuntimeError: evaluated without an approximation, and with nothing that will fit one.
-        """
+        """Outputs ``[num_samples * B, C]``; ``[B, C]`` of the network itself before the fit."""
         if self.training or (self.laplace is None and self._awaits_fit):
             return self.core_model(x)
         if self.laplace is None:
@@ -185,10 +153,8 @@ class LaplaceRegressionRoutine(RegressionRoutine):
     """TorchUncertainty's regression routine with a linearized Laplace approximation's predictive at test.
 
     It trains and validates a network with real outputs, as the routine without ``dist_family`` does. At test every
-    output has a normal distribution with the network's output as mean and the posterior's variance plus the noise's,
-    so that besides MAE and RMSE there are ``test/reg/NLL`` (nats, for each output) and ``test/cal/QCE``. Outputs are
-    taken as independent given the input, as TorchUncertainty's ``Independent`` distributions do; for joint covariances
-    see :meth:`LinearizedLaplace.function_covariance`.
+    output has a normal distribution of its own, with the posterior's variance plus the noise's, so that besides MAE and
+    RMSE there are ``test/reg/NLL`` (nats, for each output) and ``test/cal/QCE``.
 
     Args:
         model: the network, with outputs ``[batch, output_dim]``.
@@ -196,9 +162,6 @@ class LaplaceRegressionRoutine(RegressionRoutine):
         loss: loss of training, for example ``nn.MSELoss()``.
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
         options: further arguments of the routine (``optim_recipe``, ``log_plots``, ``save_to_csv``, ...).
-
-    Raises:
-        ValueError: a distribution family or an ensemble, which this routine does not take.
     """
 
     def __init__(
@@ -221,11 +184,7 @@ class LaplaceRegressionRoutine(RegressionRoutine):
             self.attach_laplace(laplace)
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
-        """Predict with this approximation; it has to be of the routine's network, and of a regression.
-
-        Raises:
-            ValueError: it is of another network, or of a classification.
-        """
+        """Predict with this approximation; it has to be of the routine's network, and of a regression."""
         if laplace is not None:
             _require_likelihood(laplace, "regression")
             _require_part(laplace, self.model)
@@ -242,11 +201,7 @@ class LaplaceRegressionRoutine(RegressionRoutine):
         )
 
     def on_test_start(self) -> None:
-        """Require an approximation.
-
-        Raises:
-            RuntimeError: none is attached.
-        """
+        """Require an approximation."""
         if self.laplace is None:
             raise RuntimeError(_MISSING)
         super().on_test_start()

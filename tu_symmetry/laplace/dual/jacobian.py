@@ -83,11 +83,6 @@ class ObservedTangent:
         tangent: the network.
         batches: its inputs, batch after batch; outputs are those of all of them, one after the other.
         observation: ``A``; None for the identity.
-
-    Attributes:
-        outputs: number of outputs ``d``.
-        values: number of observed values ``m``.
-        size: number of weights.
     """
 
     def __init__(
@@ -100,10 +95,8 @@ class ObservedTangent:
         self._shapes = [tuple(f.shape) for f in found]
         self.base = torch.cat([f.reshape(-1) for f in found])
         self.outputs, self.size = self.base.numel(), tangent.size
-        expected = self.outputs if self.observation.outputs is None else self.observation.outputs
-        self.values = self.outputs if self.observation.values is None else self.observation.values
+        self.values = self.outputs if self.observation.matrix is None else len(self.observation.matrix)
         self.observation.check_sizes(self.outputs, self.values)
-        assert expected == self.outputs
 
     def forward(self, vectors: Tensor) -> Tensor:
         """``A J v``: ``[count, size] -> [count, values]``."""
